@@ -1,0 +1,81 @@
+"""One matrix product per expert over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's rows times its weight, ``rows[e] @ weight[e].T``.
+
+    Args:
+        rows: ``[R, A]``, sorted by expert.
+        weight: ``[E, C, A]``, as ``nn.Linear`` lays it out.
+        counts: Rows of each expert, summing to R; zeros are allowed.
+
+    Returns:
+        ``[R, C]``.
+    """
+    if _native(rows, weight):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=_offsets(counts, rows))
+    out = rows.new_empty(rows.shape[0], weight.shape[1])
+    for part, source, w in zip(out.split(counts), rows.split(counts), weight, strict=True):
+        torch.mm(source, w.t(), out=part)
+    return out
+
+
+def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Gradient ``[R, A]`` of ``rows`` from that ``[R, C]`` of the product."""
+    if _native(grad, weight):
+        return F.grouped_mm(grad.contiguous(), weight, offs=_offsets(counts, grad))
+    out = grad.new_empty(grad.shape[0], weight.shape[2])
+    for part, source, w in zip(out.split(counts), grad.split(counts), weight, strict=True):
+        torch.mm(source, w, out=part)
+    return out
+
+
+def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
+    if _native(grad, rows):
+        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=_offsets(counts, grad))
+        return product.masked_fill((torch.tensor(counts, device=grad.device) == 0)[:, None, None], 0.0)
+    out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
+    for part, g, r in zip(out, grad.split(counts), rows.split(counts), strict=True):
+        torch.mm(g.t(), r, out=part)
+    return out
+
+
+def _offsets(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=like.device)
+
+
+def _native(a: Tensor, b: Tensor) -> bool:
+    """Whether torch's grouped product takes these and is the faster one.
+
+    It refuses float64 and strides that are no multiple of 16 bytes; on a CPU it is a loop with more copies than ours
+    (4.8 ms against 2.8 ms for float32 R1024 A256 C512 E4 on one core).
+    """
+    aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and aligned and a.shape[0] > 0
+
+
+class GroupedMM(torch.autograd.Function):
+    """:func:`grouped_mm` for plain autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return grouped_mm(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        grad_weight = grouped_mm_weight_grad(grads[0], rows, ctx.counts) if ctx.needs_input_grad[1] else None
+        return grouped_mm_input_grad(grads[0], weight, ctx.counts), grad_weight, None

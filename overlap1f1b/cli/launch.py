@@ -1,0 +1,239 @@
+"""Local ranks: the subprocesses of `overlap1f1b train` and `bench` on this machine, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from overlap1f1b.cli.wire import Wire
+
+COMMAND = (sys.executable, "-m", "overlap1f1b")
+STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started: the path of their FileStore
+
+INTERRUPT_S = 3.0  # after Ctrl-C or SIGTERM, how long the ranks may take to end
+TERM_S = 5.0  # from SIGTERM to SIGKILL
+KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel does not let go
+
+PR_SET_PDEATHSIG = 1
+
+
+def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun (or anything that sets the same variables) started this process as one rank of several."""
+    return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+def run_ranks(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    wire: Wire | None = None,
+    environ: Mapping[str, str] | None = None,
+    grace_s: float = 10.0,
+    command: Sequence[str] = COMMAND,
+) -> int:
+    """Run `command` with `argv` as ranks 0 to `ranks` - 1, wait for them and return an exit status.
+
+        sys.exit(run_ranks(["train", "run.toml"], 4))
+
+    0 means that every rank returned 0; otherwise it is the status of the rank that failed first, 128 + n for signal n.
+    When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and 5 s later SIGKILL, and
+    one line on stderr names the first failure; none is written for status 2, whose rank has written its own.
+    SIGINT, SIGTERM and SIGHUP go on to the ranks, which are killed 3 s later (at once on a second signal): 128 + n.
+
+    The ranks inherit stdout and stderr but not stdin, have a session each, and die with this process on Linux, even if
+    it is killed by SIGKILL. Whatever a rank leaves running in its process group is killed when the rank ends.
+    Call it in the main thread; in another it works but leaves the signals alone.
+    """
+    if ranks < 1:
+        raise ValueError(f"the number of ranks must be 1 or more, not {ranks}")
+    assert wire is None or wire.ranks == ranks
+    folder = Path(tempfile.mkdtemp(prefix="overlap1f1b-"))
+    group = _Group()
+    try:
+        with _signals(group.events):
+            try:
+                for rank in range(ranks):
+                    prefix = wire.prefix(rank) if wire else []
+                    group.start([*prefix, *command, *argv], _environment(environ, rank, ranks, folder, wire))
+                return _supervise(group, grace_s)
+            finally:
+                group.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Group:
+    """Processes of the ranks. `events` holds ranks that ended and signals that arrived, in order."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[int | signal.Signals] = SimpleQueue()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.running: set[int] = set()
+        self.first_failure: tuple[int, int] | None = None  # rank and returncode
+        self.interrupt: signal.Signals | None = None
+
+    def start(self, command: list[str], environ: dict[str, str]) -> None:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),  # noqa: PLW1509 - it takes no lock
+        )
+        self.processes.append(process)
+        self.running.add(len(self.processes) - 1)
+
+    def watch(self) -> None:
+        """Report ends as events. The threads begin after the last fork, and see ends in order where a poll would not:
+        a killed rank is followed within milliseconds by ranks that lost their connection to it."""
+        for rank, process in enumerate(self.processes):
+            threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True).start()
+
+    def _watch(self, rank: int, pid: int) -> None:
+        with suppress(ChildProcessError):  # reaped already, by kill()
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        self.events.put(rank)
+
+    def wait(self, seconds: float | None, *, until_failure: bool = False) -> None:
+        """Return when every rank has ended, a signal arrives, `seconds` have passed or, if asked, a rank fails."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self.running and not (until_failure and self.first_failure):
+            try:
+                event = self.events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                return
+            if isinstance(event, signal.Signals):
+                self.interrupt = self.interrupt or event
+                return
+            self._reap(event)
+
+    def _reap(self, rank: int) -> None:
+        process = self.processes[rank]
+        self._send(rank, signal.SIGKILL)  # before the process is reaped, so that its number is still its own
+        code = process.wait()
+        self.running.discard(rank)
+        if code and not self.first_failure:
+            self.first_failure = rank, code
+
+    def send(self, number: signal.Signals) -> None:
+        for rank in self.running:
+            self._send(rank, number)
+
+    def _send(self, rank: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
+            os.killpg(self.processes[rank].pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_S
+        for rank in sorted(self.running):
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[rank].wait(max(0.0, deadline - time.monotonic()))
+                self.running.discard(rank)
+
+
+def _supervise(group: _Group, grace_s: float) -> int:
+    group.watch()
+    group.wait(None, until_failure=True)
+    failure, others = group.first_failure, bool(group.running)
+    if failure:
+        group.wait(grace_s)
+        if not group.interrupt:
+            group.send(signal.SIGTERM)
+            group.wait(TERM_S)
+    if group.interrupt:
+        group.send(group.interrupt)
+        group.wait(INTERRUPT_S)
+    group.kill()
+    if failure:
+        _report(*failure, others)
+    if group.interrupt:
+        return 128 + group.interrupt
+    return 0 if not failure else failure[1] if failure[1] > 0 else 128 - failure[1]
+
+
+def _report(rank: int, code: int, others: bool) -> None:
+    """Say how the first failed rank ended, last of all lines, so that it stands below what the others wrote."""
+    if code == 2:
+        return
+    how = f"ended with status {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+    stopped = "; the other ranks were stopped" if others else ""
+    print(f"overlap1f1b: error: rank {rank} {how}{stopped}", file=sys.stderr, flush=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
+
+
+def _environment(
+    base: Mapping[str, str] | None, rank: int, ranks: int, folder: Path, wire: Wire | None
+) -> dict[str, str]:
+    environ = dict(os.environ if base is None else base)
+    # Left over from a cluster's shell, these would make `under_torchrun` true in the ranks.
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        environ.pop(name, None)
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        STORE: str(folder / "store"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # Even over the user's GLOO_SOCKET_IFNAME: the machine's own interfaces do not exist in a wire's namespaces.
+    return environ | (wire.environment(rank) if wire else {})
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a rank calls between fork and exec so that the kernel kills it when this process (more precisely: the thread
+    that forked) ends. The setting outlives exec, hence also `ip netns exec`, which execs its command in place."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork there is to be no import and no allocation of note
+    parent = os.getpid()
+    kill = int(signal.SIGKILL)
+
+    def after_fork() -> None:
+        prctl(PR_SET_PDEATHSIG, kill, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+    return after_fork
+
+
+@contextmanager
+def _signals(events: SimpleQueue[int | signal.Signals]) -> Iterator[None]:
+    """Turn signals into events. SimpleQueue, unlike Queue, may be put to by a handler that interrupts its get."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, lambda got, _frame: events.put(signal.Signals(got)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,0 +1,243 @@
+"""Real text to train on, as bytes: the vocabulary is 256, and every machine with Python has a corpus.
+
+corpus = Corpus.load(sequence=256)              # the standard library's sources of the running interpreter
+corpus = Corpus.load([Path("notes")], sequence=256)
+inputs, targets = corpus.batch(step=7, rank=0, batch=4, sequence=256, seed=0)   # int64 [B, S] each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIMIT_BYTES = 32 * 2**20
+BINARY_PROBE = 8 * 2**10  # a zero byte this early marks a file as binary
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Text in two parts that share no byte. `str(corpus)` is a summary of one line.
+
+    train, held_out: uint8 [bytes], files one after another with nothing between them.
+    name: where the text came from.
+    files, held_out_files: how many files each part has bytes of (a file that was cut in two counts in both).
+    limited: whether reading stopped at `limit_bytes`.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    name: str
+    files: int
+    held_out_files: int
+    limited: bool
+
+    @classmethod
+    def load(
+        cls,
+        paths: Sequence[Path] = (),
+        *,
+        held_out: float = 0.05,
+        limit_bytes: int | None = LIMIT_BYTES,
+        sequence: int,
+    ) -> Corpus:
+        """Read `paths` (files, and folders with all they hold), or without any the standard library's sources.
+
+        Folders are walked in sorted order without hidden and binary files, and a file is read once however often it is
+        reached. Reading stops after `limit_bytes` (None: never). Every n-th file is held out, n = 1 / `held_out`; where
+        the files are so few or so uneven that this is less than half or more than twice that part of the text, the end
+        of the text is held out instead.
+
+        Raises ValueError, naming the path: where it does not exist, cannot be read or holds no text; and where the
+        text is too short for one window of `sequence` + 1 bytes to train on and one held out.
+        """
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out={held_out} is no part of the text; use a number between 0 and 1, such as 0.05")
+        name = ", ".join(map(str, paths)) or f"standard library of Python {platform.python_version()}"
+        found = _given(paths, limit_bytes) if paths else _standard_library(limit_bytes)
+        texts, limited = _until(limit_bytes, found)
+        total, window = sum(map(len, texts)), sequence + 1
+        if total < 2 * window:
+            raise ValueError(
+                f"text {name} is too short: {total} bytes, where sequence={sequence} needs {window} to train on "
+                f"and {window} held out; use a longer text or a shorter sequence"
+            )
+        every = round(1 / held_out)
+        held = texts[every - 1 :: every]
+        train = [text for index, text in enumerate(texts) if index % every != every - 1]
+        held_bytes = sum(map(len, held))
+        fair = held_out / 2 <= held_bytes / total <= held_out * 2
+        if not fair or min(held_bytes, total - held_bytes) < window:
+            train, held = _cut(texts, min(max(round((1 - held_out) * total), window), total - window))
+        return cls(_tensor(train), _tensor(held), name, len(train), len(held), limited)
+
+    def __str__(self) -> str:
+        limit = " (limited)" if self.limited else ""
+        return (
+            f"{self.name}{limit}: {len(self.train) / 1e6:.2f} MB of {self.files} files to train on, "
+            f"{len(self.held_out) / 1e6:.2f} MB of {self.held_out_files} files held out"
+        )
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per byte that the held-out text costs a model that knows only how often each byte occurs.
+
+        This is the cross-entropy of the held-out bytes under the byte frequencies of the *training* part (one added to
+        each of the 256 counts, so that a byte never seen there stays finite): the loss of the best model without
+        context, on the text that `held_out_batches` gives. A model that has learnt anything of the text is below it.
+        """
+        seen = torch.bincount(self.train, minlength=256).double() + 1
+        asked = torch.bincount(self.held_out, minlength=256).double()
+        return float(-(asked @ (seen / seen.sum()).log()) / asked.sum())
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ when the text or its split does: a resumed run must see the same."""
+        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
+        for part in (self.train, self.held_out):
+            digest.update(part.numpy().data)
+        return digest.hexdigest()[:16]
+
+    def batch(self, step: int, rank: int, *, batch: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Random windows of the training part: inputs and targets, int64 [B, S], targets one byte ahead.
+
+        A pure function of (seed, step, rank), so a resumed run sees the data it would have seen, with no state to
+        save; and of nothing else (a hash, not a generator), so also under another release of torch or numpy.
+        """
+        positions = len(self.train) - sequence
+        assert positions > 0
+        keys = (f"{seed} {step} {rank} {row}".encode() for row in range(batch))
+        starts = [int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % positions for key in keys]
+        return _windows(self.train, starts, sequence)
+
+    def held_out_batches(
+        self, rank: int, ranks: int, batch: int, sequence: int, limit: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of evenly spaced windows of the held-out part, as pairs like those of `batch`.
+
+        The windows are at most `limit` in all and do not overlap. Their number is rounded down to a multiple of
+        ranks × batch, since ranks that exchange tokens must all run the same batches; where the limit is such a
+        multiple (and the text long enough), the windows are the same ones for any number of ranks. If there are fewer
+        than one batch a rank, each rank gets one batch anyway, and the windows overlap.
+        """
+        last = len(self.held_out) - sequence - 1
+        assert last >= 0
+        apart = (len(self.held_out) - 1) // sequence
+        wanted = apart if limit is None else min(limit, apart)
+        count = max(wanted // (ranks * batch), 1) * ranks * batch
+        starts = [i * last // max(count - 1, 1) for i in range(count)][rank::ranks]
+        for first in range(0, len(starts), batch):
+            yield _windows(self.held_out, starts[first : first + batch], sequence)
+
+
+def _windows(text: Tensor, starts: Sequence[int], sequence: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
+    windows = text[torch.tensor(starts)[:, None] + torch.arange(sequence + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _tensor(texts: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+
+
+# Reading: each gives the bytes of one file after another, and of no file more than it takes to see that it goes over
+# the limit.
+
+
+def _standard_library(limit: int | None) -> Iterator[bytes]:
+    """The standard library's modules without its tests. What cannot be read is left out."""
+    for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY, strict=False):
+        if path.suffix == ".py":
+            try:
+                yield _read(path, limit)
+            except OSError:
+                continue
+
+
+def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
+    """The text of `paths`, each file once. Every path is looked at before the first is read."""
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"text {path} does not exist; give text files, or folders of them")
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"text {path} is neither a file nor a folder; give text files, or folders of them")
+    seen: set[Path] = set()
+    for path in paths:
+        named = path.is_file()
+        some = False
+        for file in [path] if named else _walk(path, strict=True):
+            try:
+                content = _read(file, limit)
+            except OSError as error:
+                raise ValueError(f"text file {file} cannot be read: {error.strerror}; leave it out") from None
+            binary = b"\0" in content[:BINARY_PROBE]
+            if named and not content:
+                raise ValueError(f"text file {path} is empty; give text files, or folders of them")
+            if named and binary:
+                raise ValueError(f"text file {path} is binary (a zero byte in its first 8 KiB); give text files")
+            if not content or binary:
+                continue
+            some = True
+            if file.resolve() not in seen:
+                seen.add(file.resolve())
+                yield content
+        if not some:
+            raise ValueError(f"text folder {path} holds no text: no file in it that is not hidden, empty or binary")
+
+
+def _read(path: Path, limit: int | None) -> bytes:
+    """The first `limit` + 1 bytes, so that a file of any size can be named. Sockets and pipes count as empty."""
+    if path.exists() and not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read() if limit is None else file.read(max(limit, 0) + 1)
+
+
+def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> Iterator[Path]:
+    """The files below `folder` in sorted order, without hidden ones and without folders named in `skip`.
+
+    A folder that cannot be read raises ValueError if `strict`, and is left out otherwise.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"text folder {error.filename} cannot be read: {error.strerror}; leave it out")
+
+    for parent, folders, files in os.walk(folder, onerror=refuse if strict else None):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _until(limit: int | None, texts: Iterable[bytes]) -> tuple[list[bytes], bool]:
+    """The texts up to `limit` bytes, the last one cut, and whether there was more."""
+    kept: list[bytes] = []
+    room = math.inf if limit is None else limit
+    for text in texts:
+        if len(text) > room:
+            if room > 0:
+                kept.append(text[: int(room)])
+            return kept, True
+        kept.append(text)
+        room -= len(text)
+    return kept, False
+
+
+def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
+    """The first `at` bytes of the texts, and the rest of them."""
+    train: list[bytes] = []
+    held: list[bytes] = []
+    for text in texts:
+        if at > 0:
+            train.append(text[:at])
+        if at < len(text):
+            held.append(text[max(at, 0) :])
+        at -= len(text)
+    return train, held

@@ -1,0 +1,217 @@
+"""A wire: real, rate-limited links between ranks of this machine, each in a Linux network namespace of its own.
+
+    with Wire(ranks=2, rate=parse_rate("500mbit")) as wire:
+        status = run_ranks(argv, 2, wire=wire)
+
+Two ranks have one cable, a veth pair. More have a switch: a bridge in a namespace of its own, the hub, and a cable from
+each rank to one of its ports. The machine's own interfaces are not touched.
+
+    rank 0 [wire]═════[wire] rank 1            rank r [wire]═════[port r] hub, a bridge
+
+tc limits what leaves an interface, so each direction is limited at the end that sends it: a rank's sending at its own
+`wire`, and its receiving at the other rank's `wire` or, behind a hub, at its port there, where the streams of several
+senders meet. Whoever learns the rate sets it: the parent for all ends (`Wire.shape`), or each rank for its own end and
+its port (`shape`, which finds the hub in the rank's environment; a rank is root and may enter the hub's namespace).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+INTERFACE = "OVERLAP1F1B_WIRE_INTERFACE"  # in a rank's environment: the interface to shape ...
+HUB = "OVERLAP1F1B_WIRE_HUB"  # ... and with more than two ranks the hub's namespace ...
+PORT = "OVERLAP1F1B_WIRE_PORT"  # ... and the rank's port there
+
+PREFIX = "o1f1b-"
+SUBNET = "10.77.0"
+MAX_RANKS = 254  # addresses in SUBNET.0/24
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MIN_RATE = 1e4  # well below it, at 1 kbit/s, the time of a burst overflows tc's 32 bits
+COMMAND_S = 20.0
+KILL_S = 5.0
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second.
+
+    >>> parse_rate("2.5gbit")
+    2500000000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text, re.IGNORECASE | re.ASCII)
+    rate = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
+    if rate < MIN_RATE:
+        raise ValueError(
+            f"rate {text!r} is not a number and a unit, such as 100kbit, 500mbit or 2.5gbit (10kbit or more)"
+        )
+    return rate
+
+
+def require() -> None:
+    """Raise a ValueError that says what is missing if this process cannot make a wire."""
+    if not sys.platform.startswith("linux"):
+        raise ValueError(f"--wire needs Linux (network namespaces; this is {sys.platform})")
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if missing:
+        raise ValueError(f"--wire needs iproute2 (not on PATH: {', '.join(missing)})")
+    if os.geteuid() != 0:
+        raise ValueError(f"--wire needs root (it makes network namespaces; this is user {os.geteuid()})")
+
+
+def shape(interface: str, rate_bps: float) -> None:
+    """Limit a rank's end of the wire, both directions; called in that rank. Again with another rate: replaces it.
+
+        shape(os.environ["OVERLAP1F1B_WIRE_INTERFACE"], parse_rate("500mbit"))
+
+    Every rank has to call it: what a rank receives without a hub is limited by the other's end. The rate counts
+    Ethernet frames, of which TCP's payload is 95.6 %, and the first 256 KiB after a pause pass at once.
+    """
+    _limit([], interface, rate_bps)
+    if os.environ.get(HUB):
+        _limit(["-n", os.environ[HUB]], os.environ[PORT], rate_bps)
+
+
+class Wire:
+    """Network namespaces of `ranks` ranks and the links between them, while its `with` block lasts.
+
+        with Wire(ranks=4) as wire:
+            subprocess.run([*wire.prefix(0), "ping", "-c1", wire.address(3)])
+
+    Without `rate` the links are as fast as the kernel. At the end, whatever still runs in the namespaces is killed, and
+    they are removed. A process that ends by SIGKILL, or by SIGTERM unless handled, leaves them to the next Wire.
+    """
+
+    interface = "wire"  # in every namespace
+
+    def __init__(self, ranks: int, rate: float | None = None) -> None:
+        require()
+        if not 2 <= ranks <= MAX_RANKS:
+            raise ValueError(f"--wire needs 2 to {MAX_RANKS} ranks, not {ranks}")
+        self.ranks = ranks
+        self.rate = rate
+        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(2)}"  # the token: a process may have several wires
+        self._namespaces = [f"{name}-{rank}" for rank in range(ranks)]
+        self._hub = f"{name}-hub" if ranks > 2 else None
+
+    def prefix(self, rank: int) -> list[str]:
+        """What to put before a command to run it in the namespace of `rank`. The command replaces `ip`, so it keeps the process
+        number; it sees a /sys of its own, without what is mounted there (cgroups)."""
+        return ["ip", "netns", "exec", self._namespaces[rank]]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Variables for the process of `rank`: gloo's interface, and what `shape` reads."""
+        hub = {HUB: self._hub, PORT: f"port{rank}"} if self._hub else {}
+        return {"GLOO_SOCKET_IFNAME": self.interface, INTERFACE: self.interface} | hub
+
+    def address(self, rank: int) -> str:
+        return f"{SUBNET}.{rank + 1}"
+
+    def shape(self, rate_bps: float) -> None:
+        """Limit every link in both directions, from outside the namespaces: see `shape` in this module."""
+        for rank, namespace in enumerate(self._namespaces):
+            _limit(["-n", namespace], self.interface, rate_bps)
+            if self._hub:
+                _limit(["-n", self._hub], f"port{rank}", rate_bps)
+
+    def __enter__(self) -> Wire:
+        _remove_stale()
+        try:
+            self._connect()
+            if self.rate is not None:
+                self.shape(self.rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs in the namespaces and remove them. Ctrl-C waits until that is done."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            for namespace in [*self._namespaces, *([self._hub] if self._hub else [])]:
+                _remove(namespace)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _connect(self) -> None:
+        for namespace in self._namespaces:
+            _run("ip", "netns", "add", namespace)
+            _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        if self._hub:
+            _run("ip", "netns", "add", self._hub)
+            _run("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge", "forward_delay", "0")
+            _run("ip", "-n", self._hub, "link", "set", "hub", "up")
+            for rank, namespace in enumerate(self._namespaces):
+                self._cable(namespace, self._hub, f"port{rank}")
+                _run("ip", "-n", self._hub, "link", "set", f"port{rank}", "master", "hub", "up")
+        else:
+            self._cable(*self._namespaces, self.interface)
+        for rank, namespace in enumerate(self._namespaces):
+            _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
+            _run("ip", "-n", namespace, "link", "set", self.interface, "up")
+        # A kernel without tbf is to fail here rather than after the caller has measured for a while.
+        _limit(["-n", self._namespaces[0]], self.interface, 1e9)
+        _run("tc", "-n", self._namespaces[0], "qdisc", "delete", "dev", self.interface, "root")
+
+    def _cable(self, namespace: str, other: str, port: str) -> None:
+        """Both ends are made inside the namespaces: no name of the machine's own is taken, even for a moment."""
+        end, far_end = ["name", self.interface, "netns", namespace], ["name", port, "netns", other]
+        _run("ip", "link", "add", *end, "type", "veth", "peer", *far_end)
+
+
+def _limit(namespace: list[str], interface: str, rate_bps: float) -> None:
+    if not rate_bps >= MIN_RATE:  # also refuses nan
+        raise ValueError(f"a wire's rate must be {MIN_RATE:.0f} bit/s or more, not {rate_bps:g}")
+    limit = ["rate", f"{round(rate_bps)}bit", "burst", "256kb", "latency", "400ms"]
+    _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
+
+
+def _remove(namespace: str) -> None:
+    """Kill what runs in `namespace`, then delete it. It may be half made or gone, so no command has to succeed."""
+    deadline = time.monotonic() + KILL_S
+    while pids := _run("ip", "netns", "pids", namespace, check=False).split():
+        for pid in map(int, pids):
+            assert pid != os.getpid(), "a wire is closed from outside its namespaces"
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    _run("ip", "netns", "delete", namespace, check=False)
+
+
+def _remove_stale() -> None:
+    """Remove the namespaces of processes that ended without removing them."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        match = re.match(rf"{PREFIX}(\d+)-", name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            _remove(name)
+
+
+def _run(*command: str, check: bool = True) -> str:
+    """The command's output. It has a session of its own, so that a terminal's Ctrl-C does not end it half way."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, start_new_session=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"--wire: `{' '.join(command)}` took longer than {COMMAND_S:g} s") from None
+    if check and done.returncode != 0:
+        reason = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
+        raise ValueError(f"--wire: `{' '.join(command)}` failed: {reason or f'status {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,129 @@
+"""The experts of a layer, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.kernels.grouped_mm import GroupedMM
+from overlap1f1b.kernels.permute import AggregateRows, GatherRows
+from overlap1f1b.moe.exchange import Exchange, build_exchange
+from overlap1f1b.moe.route import Route
+
+GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts as grouped matrix products, each rank holding an equal part of them.
+
+    >>> experts = GroupedExperts(8, hidden=64, intermediate=128)
+    >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
+
+    Calling it exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this one
+    call and uses :meth:`compute` between its own exchanges.
+
+    Args:
+        experts: E, over all ranks.
+        hidden: H.
+        intermediate: I.
+        group: Ranks that share the experts, rank ``r`` holding experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
+
+    Raises:
+        ValueError: E is not divisible by the ranks.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.exchange: Exchange = build_exchange(group)
+        ranks = self.exchange.ranks
+        if experts % ranks:
+            allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
+        self.experts, self.local_experts = experts, experts // ranks
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.gate_up = nn.Parameter(torch.empty(self.local_experts, 2 * intermediate, hidden, **factory))
+        self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
+        self.product: GroupedProduct = GroupedMM.apply
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Normal weights. All E experts are drawn and this rank's kept: one seed gives one model on any ranks."""
+        mine = self.exchange.rank
+        for weight in (self.gate_up, self.down):
+            for rank in range(self.exchange.ranks):
+                drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(std=std, generator=generator)
+                if rank == mine:
+                    weight.copy_(drawn)
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
+        gate, up = self.product(rows, self.gate_up, counts).chunk(2, dim=-1)
+        return self.product(F.silu(gate) * up, self.down, counts)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        route = Route(indices, self.experts, self.exchange.ranks)
+        route.arrive(self.exchange.counts(route.counts).finish())
+        rows = GatherRows.apply(tokens, route.order, route.top_k)
+        received = _Rows.apply(rows, self.exchange, route.send, route.receive)
+        result = _Ungroup.apply(self.compute(_Group.apply(received, route), route.expert_rows), route)
+        returned = _Rows.apply(result, self.exchange, route.receive, route.send)
+        return AggregateRows.apply(returned, route.order, weights)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"
+
+
+class _Rows(torch.autograd.Function):
+    """An exchange waited for at once; its backward is the exchange with the sizes swapped."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
+        ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
+        return exchange.rows(rows, send, receive).finish().view_as(rows) if exchange.ranks == 1 else (
+            exchange.rows(rows, send, receive).finish()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange.rows(grads[0], ctx.receive, ctx.send).finish(), None, None, None
+
+
+class _Group(torch.autograd.Function):
+    """Received rows grouped by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.group(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.ungroup(grads[0]), None
+
+
+class _Ungroup(torch.autograd.Function):
+    """Grouped rows as they were received."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.ungroup(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.group(grads[0]), None

@@ -1,0 +1,28 @@
+"""Floor ``plan``: sub-op nodes of every action, and the order in which a rank issues them. Pure Python, no torch."""
+
+from overlap1f1b.plan.checks import check
+from overlap1f1b.plan.clock import Span, makespan, play
+from overlap1f1b.plan.costs import CostKey, NodeCosts
+from overlap1f1b.plan.node import BlockShape, Lane, Node, Op, StageShape, backward_chain, forward_chain, weight_node
+from overlap1f1b.plan.plan import Overlap, Plan, compile, parse_overlap
+
+__all__ = [
+    "BlockShape",
+    "CostKey",
+    "Lane",
+    "Node",
+    "NodeCosts",
+    "Op",
+    "Overlap",
+    "Plan",
+    "Span",
+    "StageShape",
+    "backward_chain",
+    "check",
+    "compile",
+    "forward_chain",
+    "makespan",
+    "parse_overlap",
+    "play",
+    "weight_node",
+]

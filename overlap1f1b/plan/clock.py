@@ -1,0 +1,72 @@
+"""When nodes run, played one after another over the lanes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.node import Lane, Node, Op
+from overlap1f1b.schedule import Kind
+
+
+class Span(NamedTuple):
+    """A node on its lane from ``start`` to ``end``."""
+
+    node: Node
+    start: float
+    end: float
+
+
+class Clock:
+    """Plays nodes in issue order.
+
+    The issuing thread computes. It launches an exchange without waiting for it, and waits where a compute node needs a
+    result, or where a dispatch needs counts. A lane runs its nodes in the order of their launch.
+    """
+
+    def __init__(self, costs: NodeCosts) -> None:
+        self.costs = costs
+        self.free = dict.fromkeys(Lane, 0.0)
+        self.ready: dict[tuple[int, int, int, Kind], float] = {}
+        self.end: dict[Node, float] = {}
+
+    @property
+    def now(self) -> float:
+        """Time at which the issuing thread takes its next node."""
+        return self.free[Lane.COMPUTE]
+
+    def needed(self, node: Node) -> float:
+        """Time at which everything that the node needs is there."""
+        if node.kind is Kind.W and node.op is not Op.REDUCE:
+            return self.end[node._replace(kind=Kind.I)]
+        key = (node.pipe, node.stage, node.microbatch, node.kind)
+        if node.kind is Kind.I and key not in self.ready:  # the first node of a backward needs the whole forward
+            key = (*key[:3], Kind.F)
+        return self.ready.get(key, 0.0)
+
+    def start(self, node: Node) -> float:
+        """Earliest start of a node if it were issued now."""
+        return max(self.now, self.free[node.lane], self.needed(node))
+
+    def play(self, node: Node) -> Span:
+        """Issues the node."""
+        start = self.start(node)
+        if node.op is Op.DISPATCH and node.kind is Kind.F:  # the issuing thread itself waits for the counts
+            self.free[Lane.COMPUTE] = max(self.now, self.needed(node))
+        end = start + self.costs(node)
+        self.free[node.lane] = end
+        if node.op is not Op.REDUCE and node.kind is not Kind.W:
+            self.ready[node.pipe, node.stage, node.microbatch, node.kind] = end
+            self.end[node] = end
+        return Span(node, start, end)
+
+
+def play(nodes: tuple[Node, ...], costs: NodeCosts) -> list[Span]:
+    """The spans of a whole plan."""
+    clock = Clock(costs)
+    return [clock.play(node) for node in nodes]
+
+
+def makespan(nodes: tuple[Node, ...], costs: NodeCosts) -> float:
+    """The time at which the last node ends."""
+    return max((span.end for span in play(nodes, costs)), default=0.0)

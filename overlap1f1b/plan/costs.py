@@ -1,0 +1,60 @@
+"""How long each node takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.schedule import Kind
+
+CostKey = tuple[Op, Kind, int, int]
+"""Sub-op, kind, block, seam."""
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Costs of nodes, in any one unit of time.
+
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+    >>> costs(Node(Op.COMBINE, Kind.I, microbatch=0, block=2))
+    5.0
+
+    Args:
+        by_op: Cost of a (sub-op, kind) in every block; absent ones cost nothing.
+        by_node: Costs of single (sub-op, kind, block, seam), which come first: a measured step fills these.
+    """
+
+    by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
+    by_node: Mapping[CostKey, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, cost in (*self.by_op.items(), *self.by_node.items()):
+            if not cost >= 0 or cost == float("inf"):
+                raise ValueError(f"cost of {key[0].value}.{key[1].value} is {cost}; allowed: a finite number ≥ 0")
+
+    def __call__(self, node: Node) -> float:
+        cost = self.by_node.get((node.op, node.kind, node.block, node.seam))
+        return self.by_op.get((node.op, node.kind), 0.0) if cost is None else cost
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        attention: float,
+        experts: float,
+        dispatch: float,
+        combine: float | None = None,
+        counts: float = 0.0,
+        aggregate: float = 0.0,
+        dense: float = 0.0,
+        reduce: float = 0.0,
+    ) -> NodeCosts:
+        """Every block alike; input and weight gradients each cost what the forward does, as matrix products do."""
+        combine = dispatch if combine is None else combine
+        compute = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
+        exchange = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate}
+        table = {(op, kind): float(cost) for op, cost in compute.items() for kind in (Kind.F, Kind.I, Kind.W)}
+        table |= {(op, kind): float(cost) for op, cost in exchange.items() for kind in (Kind.F, Kind.I)}
+        table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
+        return cls(table)

@@ -1,0 +1,120 @@
+"""Sub-op nodes: what an action is made of, and which lane each runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from overlap1f1b.schedule import Action, Kind
+
+
+class Op(StrEnum):
+    """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts."""
+
+    DENSE = "dense"
+    ATTENTION = "attention"
+    COUNTS = "counts"
+    DISPATCH = "dispatch"
+    EXPERTS = "experts"
+    COMBINE = "combine"
+    AGGREGATE = "aggregate"
+    REDUCE = "reduce"
+
+
+class Lane(StrEnum):
+    """Resources that work side by side; each is first in, first out."""
+
+    COMPUTE = "compute"
+    EXCHANGE = "exchange"
+    CONTROL = "control"
+
+
+LANE_OF = {
+    Op.DENSE: Lane.COMPUTE,
+    Op.ATTENTION: Lane.COMPUTE,
+    Op.COUNTS: Lane.CONTROL,
+    Op.DISPATCH: Lane.EXCHANGE,
+    Op.EXPERTS: Lane.COMPUTE,
+    Op.COMBINE: Lane.EXCHANGE,
+    Op.AGGREGATE: Lane.COMPUTE,
+    Op.REDUCE: Lane.EXCHANGE,
+}
+
+
+class Node(NamedTuple):
+    """One sub-op of one microbatch: ``kind`` is F, I (the input gradient) or W.
+
+    >>> str(Node(Op.EXPERTS, Kind.W, microbatch=3, block=1))
+    'experts.w[1] m3'
+
+    ``block`` counts the stage's blocks, ``seam`` the calls of experts inside a block.
+    """
+
+    op: Op
+    kind: Kind
+    microbatch: int
+    block: int
+    seam: int = 0
+    stage: int = 0
+    pipe: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that the node occupies."""
+        return LANE_OF[self.op]
+
+    @property
+    def name(self) -> str:
+        """Sub-op and direction, as in records and tables: ``experts.w``."""
+        return f"{self.op.value}.{'b' if self.kind is Kind.I else self.kind.value.lower()}"
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.block}{f'.{self.seam}' if self.seam else ''}] m{self.microbatch}"
+
+
+class BlockShape(NamedTuple):
+    """What the plan must know of a block.
+
+    Args:
+        seams: Calls of experts in the block's forward; 0 for a dense block.
+        split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
+        reduced: Whether the block holds gradients that are summed over ranks after the last microbatch.
+    """
+
+    seams: int
+    split: bool = True
+    reduced: bool = False
+
+
+StageShape = tuple[BlockShape, ...]
+
+
+def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
+    """The nodes of a forward, each needing the one before it."""
+    at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
+    for index, block in enumerate(shape):
+        yield Node(Op.ATTENTION if block.seams else Op.DENSE, Kind.F, block=index, **at)
+        for seam in range(block.seams):
+            for op in (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE):
+                yield Node(op, Kind.F, block=index, seam=seam, **at)
+
+
+def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
+    """The nodes of an input gradient, each needing the one before it."""
+    at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
+    for index in reversed(range(len(shape))):
+        block = shape[index]
+        for seam in reversed(range(block.seams)):
+            for op in (Op.AGGREGATE, Op.COMBINE, Op.EXPERTS, Op.DISPATCH):
+                yield Node(op, Kind.I, block=index, seam=seam, **at)
+        yield Node(Op.ATTENTION if block.seams else Op.DENSE, Kind.I, block=index, **at)
+
+
+def weight_node(node: Node, shape: StageShape) -> Node | None:
+    """The weight-gradient node that a node of the backward chain makes possible, if there is one."""
+    if node.kind is Kind.I and (
+        node.op is Op.EXPERTS or (node.op in (Op.ATTENTION, Op.DENSE) and shape[node.block].split)
+    ):
+        return node._replace(kind=Kind.W)
+    return None

@@ -1,0 +1,111 @@
+"""A plan: every node of a step on one rank, in issue order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from overlap1f1b.plan.clock import makespan
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.node import Node, Op, StageShape
+from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.plan.scheduler import ListScheduler, Policy
+from overlap1f1b.schedule import Kind, Program
+
+Overlap = Literal["serial", "pairs"] | int
+"""How much of a program runs interleaved: not at all, inside its pairs, or k consecutive actions at a time."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The nodes of a step in issue order, the same on all ranks that share a collective.
+
+    Args:
+        program: What the plan carries out.
+        overlap: The setting that it was compiled for.
+        order: What it became: ``serial``, ``pairs`` or ``k=…``, the best of the candidates.
+        shape: Blocks of the stage.
+        nodes: Every node of the step.
+        predicted: Makespan by the costs that it was compiled with, in their unit.
+    """
+
+    program: Program
+    overlap: Overlap
+    order: str
+    shape: StageShape
+    nodes: tuple[Node, ...]
+    predicted: float
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
+        return hashlib.sha256("\n".join(map(str, self.nodes)).encode()).hexdigest()
+
+    @property
+    def peak_activations(self) -> int:
+        """Most microbatches between the start of their forward and the end of their backward at any moment."""
+        return _peak(self.nodes, [node for node in self.nodes if node.kind is Kind.I])
+
+    @property
+    def peak_held(self) -> int:
+        """The same, with those that wait for weight gradients alone."""
+        return _peak(self.nodes, [node for node in self.nodes if node.kind is not Kind.F and node.op is not Op.REDUCE])
+
+
+def _peak(nodes: tuple[Node, ...], ending: list[Node]) -> int:
+    """Most microbatches that are open at once, each from its first node to the last of its ``ending`` nodes."""
+    left = Counter(node.microbatch for node in ending or nodes)
+    ends, live, peak = set(ending or nodes), set(), 0
+    for node in nodes:
+        if node.op is not Op.REDUCE and left[node.microbatch]:
+            live.add(node.microbatch)
+            peak = max(peak, len(live))
+            left[node.microbatch] -= node in ends
+            if not left[node.microbatch]:
+                live.discard(node.microbatch)
+    return peak
+
+
+def parse_overlap(value: str | int) -> Overlap:
+    """The overlap setting of a text or number.
+
+    >>> parse_overlap("3"), parse_overlap("pairs")
+    (3, 'pairs')
+
+    Raises:
+        ValueError: Anything but ``serial``, ``pairs`` and whole numbers from 1.
+    """
+    text = str(value)
+    if text == "serial" or text == "pairs":
+        return text
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise ValueError(f"overlap={value!r}; allowed: serial, pairs, or a number of open actions from 1")
+
+
+def compile(program: Program, shape: StageShape, costs: NodeCosts, overlap: Overlap) -> Plan:
+    """The plan of a one-stage program.
+
+    A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
+    keeps the fastest: list scheduling is greedy, and a smaller k is now and then better.
+
+    Raises:
+        ValueError: An unknown overlap.
+    """
+    overlap = parse_overlap(overlap)
+    steps = program.ranks[0]
+    candidates: dict[str, list[Node]] = {}
+    if overlap != "pairs":
+        candidates["serial"] = list(serial(program.actions(0), shape))
+    if overlap != "serial":
+        candidates["pairs"] = list(pairs(steps, shape))
+    if isinstance(overlap, int):
+        for k in range(1, overlap + 1):
+            scheduler = ListScheduler(program.actions(0), shape, costs, Policy(k), program.peak_activations[0])
+            candidates[f"k={k}"] = scheduler.run()
+    ordered = {name: tuple(with_reductions(nodes, shape)) for name, nodes in candidates.items()}
+    spans = {name: makespan(nodes, costs) for name, nodes in ordered.items()}
+    best = min(ordered, key=lambda name: spans[name])
+    return Plan(program, overlap, best, shape, ordered[best], spans[best])

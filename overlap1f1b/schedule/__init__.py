@@ -1,0 +1,21 @@
+"""Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
+
+from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of
+from overlap1f1b.schedule.checks import check
+from overlap1f1b.schedule.generators import SCHEDULES, build_schedule, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule.program import Program
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Pair",
+    "Program",
+    "Step",
+    "actions_of",
+    "build_schedule",
+    "check",
+    "combined_1f1b",
+    "forward_only",
+    "sequential",
+]

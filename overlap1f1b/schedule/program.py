@@ -1,0 +1,58 @@
+"""A pipeline schedule as data: for each rank, the actions in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank does in one training step.
+
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> program = build_schedule("combined_1f1b", microbatches=3)
+    >>> print(program.draw())
+    rank 0: F0 B0‖F1 B1‖F2 B2
+
+    Args:
+        name: The generator's name, for reports.
+        microbatches: Microbatches of a step, M.
+        ranks: ``ranks[r]`` is the tuple of :class:`Action` and :class:`Pair` of rank ``r``.
+        peak_activations: Declared limit of microbatches whose activations are alive at once, per rank.
+    """
+
+    name: str
+    microbatches: int
+    ranks: tuple[tuple[Step, ...], ...]
+    peak_activations: tuple[int, ...]
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of a rank in the order in which they open."""
+        for step in self.ranks[rank]:
+            yield from actions_of(step)
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no rank runs a backward."""
+        return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
+
+    def draw(self) -> str:
+        """One line a rank; ``‖`` joins the members of a pair."""
+        single_stage = all(action.stage == 0 for r in range(len(self.ranks)) for action in self.actions(r))
+
+        def text(action: Action) -> str:
+            return f"{action.kind.value}{action.microbatch}" if single_stage else str(action)
+
+        return "\n".join(
+            f"rank {rank}: " + " ".join("‖".join(text(a) for a in actions_of(step)) for step in steps)
+            for rank, steps in enumerate(self.ranks)
+        )
+
+    def check(self) -> None:
+        """Raises ``ValueError`` naming rank, position and action where a rule of the schedule is broken."""
+        from overlap1f1b.schedule.checks import check
+
+        check(self)

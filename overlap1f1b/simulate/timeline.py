@@ -1,0 +1,86 @@
+"""Spans on lanes, and how much of the exchange they hide. One vocabulary for what is simulated and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from overlap1f1b.plan import Lane, Plan, Span, play
+from overlap1f1b.plan.costs import NodeCosts
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint sorted intervals that cover the same points.
+
+    >>> union([(3, 4), (0, 1), (1, 2)])
+    [(0, 2), (3, 4)]
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Total length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """What two lists of disjoint sorted intervals have in common."""
+    common, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            common.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one rank's step; times in one unit, from the start of the step.
+
+    >>> timeline = simulate(plan, costs)
+    >>> timeline.makespan, timeline.hidden_fraction
+    """
+
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        """End of the last span."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, *lanes: Lane) -> list[Interval]:
+        """Disjoint intervals in which one of the lanes works."""
+        return union((span.start, span.end) for span in self.spans if span.node.lane in lanes)
+
+    @property
+    def exchange(self) -> float:
+        """Time in which at least one exchange, counts included, is in flight."""
+        return length(self.busy(Lane.EXCHANGE, Lane.CONTROL))
+
+    @property
+    def exposed(self) -> float:
+        """Time in which an exchange is in flight and the compute lane does nothing."""
+        in_flight = self.busy(Lane.EXCHANGE, Lane.CONTROL)
+        return length(in_flight) - length(intersection(in_flight, self.busy(Lane.COMPUTE)))
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the exchange time, over the whole step, that has compute beside it; 1 where nothing is exchanged."""
+        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+
+
+def simulate(plan: Plan, costs: NodeCosts) -> Timeline:
+    """What the plan would cost: the Timeline of its nodes on three lanes."""
+    return Timeline(tuple(play(plan.nodes, costs)))

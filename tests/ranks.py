@@ -1,0 +1,186 @@
+"""Run a function on several processes that share a gloo process group.
+
+    def total(rank: int, size: int, x: float) -> float:
+        t = torch.tensor(x * rank)
+        dist.all_reduce(t)
+        return t.item()
+
+    def test_total(ranks2: Ranks) -> None:              # workers kept for the whole pytest session
+        assert ranks2.run(total, 3.0) == [3.0, 3.0]
+
+    def test_total_apart() -> None:                     # workers of this test alone
+        assert run(total, 2, 3.0) == [3.0, 3.0]
+
+The function is a module-level function (it travels by name) that takes ``(rank, size, *args)``; arguments and results
+are pickled. `torch.manual_seed(0)` runs before every call, so that a test does not depend on those before it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or ran out of time. The message begins with the first rank to do so, and its traceback."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        super().__init__("\n\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        self.failures = failures
+
+
+class Ranks:
+    """`size` worker processes with a gloo group. They start at the first call, and again after a call that failed."""
+
+    def __init__(self, size: int, timeout: float = 60) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder: Path | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """`function(rank, size, *args)` on every rank: the list of what they returned, rank 0 first.
+
+        Raises `RankError` if a rank raises, dies or takes longer than `timeout` seconds (then with every rank's stack).
+        """
+        timeout = self.timeout if timeout is None else timeout
+        call = pickle.dumps((function, args, timeout))
+        if not self._workers:
+            self._start()
+        done = False
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(call)
+            results = self._collect(timeout)
+            done = True
+        finally:
+            if not done:
+                self.close()
+        return results
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._workers, self._pipes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        # The fork server imports torch once (2 s); a worker is then a fork (20 ms), which matters after a failure.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.checkpoint"])
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        for rank in range(self.size):
+            pipe, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(rank, self.size, theirs, self._folder), daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._pipes.append(pipe)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results | failures}
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
+            if not ready:
+                failures = self._stacks(list(waiting.values()), timeout)
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    fine, value = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    self._workers[rank].join(GRACE_S)
+                    fine, value = False, f"died, exit code {self._workers[rank].exitcode}"
+                if fine:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures:
+            raise RankError(failures)
+        return [results[rank] for rank in range(self.size)]
+
+    def _stacks(self, ranks: list[int], timeout: float) -> dict[int, str]:
+        """What each of `ranks`, which are late, is doing."""
+        assert self._folder is not None
+        for rank in ranks:
+            pid = self._workers[rank].pid
+            if pid is not None and self._workers[rank].is_alive() and (self._folder / f"stack{rank}").exists():
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        texts = {}
+        for rank in ranks:
+            path = self._folder / f"stack{rank}"
+            texts[rank] = f"not done after {timeout:g} s\n{path.read_text() if path.exists() else '(never started)'}"
+        return texts
+
+
+def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks.run`."""
+    workers = Ranks(ranks, timeout)
+    try:
+        return workers.run(function, *args)
+    finally:
+        workers.close()
+
+
+def _work(rank: int, size: int, pipe: Connection, folder: Path) -> None:
+    """The body of a worker: join the group, then answer calls until the pipe closes."""
+    stack = (folder / f"stack{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    joined = False
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args, timeout = pickle.loads(call)
+            signal.setitimer(signal.ITIMER_REAL, timeout + 10)  # ends this process even if nobody watches it any more
+            import torch
+
+            if not joined:
+                _join(rank, size, folder, timeout)
+                joined = True
+            torch.manual_seed(0)
+            answer = pickle.dumps((True, function(rank, size, *args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send_bytes(answer)
+
+
+def _join(rank: int, size: int, folder: Path, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit)
