@@ -28,8 +28,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -80,10 +83,12 @@ def save(
             file.flush()
             os.fsync(file.fileno())
         _sync(unfinished)
-        replaced = final.exists() and final.rename(directory / f".replaced-{final.name}")
+        replaced = directory / f".replaced-{final.name}"
+        if final.exists():  # the same step once more
+            final.rename(replaced)
         unfinished.rename(final)
         _sync(directory)
-        if replaced:
+        if replaced.exists():
             _discard(replaced)
         others = [path for path in _checkpoints(directory) if path != final]
         for path in others[: max(len(others) - keep + 1, 0)]:
@@ -93,8 +98,8 @@ def save(
     _on_first_rank(mesh, prepare)
     try:
         with _quiet():
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished), **_group(mesh))
-    except dcp.CheckpointException as error:
+            state_dict_saver.save(tensors, storage_writer=FileSystemWriter(unfinished), **_group(mesh))
+    except CheckpointException as error:
         raise OSError(f"checkpoint {final} cannot be written: {_cause(error)}") from None
     _on_first_rank(mesh, publish)
     return final
@@ -119,11 +124,12 @@ def load(
 
     The optimizer may be fresh: its state is made from what the checkpoint holds. Its hyperparameters stay as they are.
 
-    Raises ValueError, on every rank: where the checkpoint has another configuration, tensor or shape than this run (the
-    first difference, with both values); where a file of it is missing or damaged.
+    Raises ValueError, on every rank: where the checkpoint has another configuration, or a tensor of another name, shape or dtype,
+    than this run (the first difference, with both values); where a file of it is missing or damaged.
     """
     step = _on_first_rank(mesh, lambda: _verify(checkpoint, config))
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = {key: meta for key, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}
     parameters = _optimized(model, optimizer)
     state: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     tensors = _model_tensors(model, mesh, sharded)
@@ -131,7 +137,6 @@ def load(
         kind, _, path = key.partition(".")
         name, _, entry = path.rpartition(".")
         if kind == "optimizer" and name in parameters:
-            assert isinstance(meta, dcp.TensorStorageMetadata)
             parameter = parameters[name]
             like_parameter = meta.size == _whole(parameter, name, mesh, sharded).shape
             state[name][entry] = torch.empty(
@@ -141,14 +146,14 @@ def load(
             )
             tensors[key] = _whole(state[name][entry], name, mesh, sharded) if like_parameter else state[name][entry]
     for key in tensors | stored:
-        here = f"shape {list(tensors[key].shape)}" if key in tensors else "none"
-        there = f"shape {list(stored[key].size)}" if key in stored else "none"
+        here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
+        there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
         if here != there:
             raise _other(checkpoint, key, there, here)
     try:
         with _quiet():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), **_group(mesh))
-    except dcp.CheckpointException as error:
+            state_dict_loader.load(tensors, storage_reader=FileSystemReader(checkpoint), **_group(mesh))
+    except CheckpointException as error:
         raise _damaged(checkpoint, _cause(error)) from None
     indexed = {index: state[name] for index, name in enumerate(parameters) if state[name]}
     optimizer.load_state_dict({"state": indexed, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -268,7 +273,7 @@ def _damaged(checkpoint: Path, why: str) -> ValueError:
     )
 
 
-def _cause(error: dcp.CheckpointException) -> str:
+def _cause(error: CheckpointException) -> str:
     """The first rank's failure in one line."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]

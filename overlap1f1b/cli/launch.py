@@ -101,8 +101,11 @@ class _Group:
             threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True).start()
 
     def _watch(self, rank: int, pid: int) -> None:
-        with suppress(ChildProcessError):  # reaped already, by kill()
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # reaped already, by kill()
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        else:  # macOS before Python 3.13
+            self.processes[rank].wait()
         self.events.put(rank)
 
     def wait(self, seconds: float | None, *, until_failure: bool = False) -> None:
@@ -160,7 +163,8 @@ def _supervise(group: _Group, grace_s: float) -> int:
         _report(*failure, others)
     if group.interrupt:
         return 128 + group.interrupt
-    return 0 if not failure else failure[1] if failure[1] > 0 else 128 - failure[1]
+    code = failure[1] if failure else 0
+    return code if code >= 0 else 128 - code
 
 
 def _report(rank: int, code: int, others: bool) -> None:

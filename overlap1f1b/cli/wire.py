@@ -101,8 +101,9 @@ class Wire:
         self._hub = f"{name}-hub" if ranks > 2 else None
 
     def prefix(self, rank: int) -> list[str]:
-        """What to put before a command to run it in the namespace of `rank`. The command replaces `ip`, so it keeps the process
-        number; it sees a /sys of its own, without what is mounted there (cgroups)."""
+        """What to put before a command to run it in the namespace of `rank`.
+
+        The command replaces `ip`, so it keeps the process number. Its /sys is a fresh one, without cgroups."""
         return ["ip", "netns", "exec", self._namespaces[rank]]
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -157,7 +158,8 @@ class Wire:
                 self._cable(namespace, self._hub, f"port{rank}")
                 _run("ip", "-n", self._hub, "link", "set", f"port{rank}", "master", "hub", "up")
         else:
-            self._cable(*self._namespaces, self.interface)
+            first, second = self._namespaces
+            self._cable(first, second, self.interface)
         for rank, namespace in enumerate(self._namespaces):
             _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "-n", namespace, "link", "set", self.interface, "up")

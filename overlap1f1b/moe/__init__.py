@@ -1,0 +1,36 @@
+"""Floor ``moe``: router, experts and their exchange, and a small transformer made of them.
+
+Letters in shapes, here and everywhere above:
+
+===  ==============================================
+`T`  tokens of this rank
+`K`  experts per token
+`E`  experts, over all ranks
+`R`  routed rows received by this rank
+`H`  hidden size
+`I`  intermediate size of an expert
+`B`  batch
+`S`  sequence
+`V`  vocabulary
+`N`  attention heads
+`D`  size of a head
+===  ==============================================
+"""
+
+from overlap1f1b.moe.auxiliary import attach, set_auxiliary_scale
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.layer import MoE, SwiGLU
+from overlap1f1b.moe.router import Router, RouterConfig
+from overlap1f1b.moe.transformer import MoEConfig, MoETransformer
+
+__all__ = [
+    "GroupedExperts",
+    "MoE",
+    "MoEConfig",
+    "MoETransformer",
+    "Router",
+    "RouterConfig",
+    "SwiGLU",
+    "attach",
+    "set_auxiliary_scale",
+]

@@ -94,9 +94,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
         ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
-        return exchange.rows(rows, send, receive).finish().view_as(rows) if exchange.ranks == 1 else (
-            exchange.rows(rows, send, receive).finish()
-        )
+        return exchange.rows(rows, send, receive).finish()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -1,0 +1,253 @@
+"""One block for one microbatch, cut where it calls its experts.
+
+A block's forward is an ordinary ``nn.Module.forward``; the residual around the experts is not cut. With the block's
+input ``x`` detached, what goes through the seam detached, and the experts' result a fresh leaf ``y``, the backward is
+
+1. ``gy = grad(out, y, g)``, which walks only what lies between ``y`` and ``out`` and leaves no other trace;
+2. aggregate, combine, experts, dispatch backwards, whose graph is cut off from everything else;
+3. ``grad([out, tokens, weights], [g, g_tokens, g_weights])`` by ``x`` and the parameters: all the rest, once.
+
+With several calls of experts in a block, 1 and 2 repeat in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from overlap1f1b.engine.forward import Forward, SeamCall
+from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.weights import Gradients, WeightQueue
+from overlap1f1b.moe.exchange import Exchange, Transfer
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.route import Route
+from overlap1f1b.plan import Op
+
+
+class SeamRun:
+    """One call of experts by one microbatch."""
+
+    def __init__(self, call: SeamCall, exchange: Exchange) -> None:
+        assert isinstance(call.experts, GroupedExperts)
+        self.experts, self.exchange = call.experts, exchange
+        self.tokens, self.weights = call.tokens, call.weights
+        self.queue = WeightQueue()
+        with torch.no_grad():
+            self.route = Route(call.indices, self.experts.experts, exchange.ranks)
+            self.rows: Tensor | None = self.route.gather(call.tokens.detach())
+        self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
+        self.leaf: Tensor | None = None  # their input
+        self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
+        self.y: Tensor | None = None
+
+    def send(self) -> Transfer:
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        return self.exchange.rows(rows, self.route.send, self.route.receive)
+
+    def send_back(self) -> Transfer:
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        return self.exchange.rows(rows, self.route.receive, self.route.send)
+
+
+class BlockRun:
+    """The nodes of one block for one microbatch, forward and backward, in the order of the plan's chains.
+
+    Each method is one node; ``received`` is what the exchange before it brought. An exchange node returns the
+    transfer that it launched.
+    """
+
+    def __init__(self, microbatch: Microbatch, block: int) -> None:
+        self.microbatch, self.block = microbatch, block
+        stage = microbatch.stage
+        self.stage, self.module, self.is_last = stage, stage.blocks[block], block == len(stage.blocks) - 1
+        self.queue = WeightQueue()
+        self.seams: list[SeamRun] = []
+        self.x: Tensor | None = None
+        self.out: Tensor | None = None
+        self.roots: list[Tensor] = []
+        self.root_grads: list[Tensor] = []
+        self.forward: Forward | None = Forward(self._run, stage.names[block], stage.device)
+
+    # ---------------------------------------------------------------------------------------------- forward
+
+    def attention_f(self, received: Tensor | None) -> None:
+        x, self.microbatch.activation = self.microbatch.activation, None
+        assert x is not None
+        if self.microbatch.grad and (x.is_floating_point() or x.is_complex()):
+            self.x = x = x.detach().requires_grad_(self.block > 0 or x.requires_grad)
+        self._go(x)
+
+    dense_f = attention_f
+
+    def counts_f(self, received: Tensor | None) -> Transfer:
+        seam = self.seams[-1]
+        return seam.exchange.counts(seam.route.counts)
+
+    def dispatch_f(self, received: Tensor) -> Transfer:
+        seam = self.seams[-1]
+        seam.route.arrive(received)
+        return seam.send()
+
+    def experts_f(self, received: Tensor) -> None:
+        seam = self.seams[-1]
+        leaf = seam.route.group(received)
+        with self.stage.splitting(seam.queue), torch.set_grad_enabled(self.microbatch.grad):
+            leaf = leaf.detach().requires_grad_(self.microbatch.grad)
+            result = seam.experts.compute(leaf, seam.route.expert_rows)
+        seam.rows = seam.route.ungroup(result.detach())
+        if self.microbatch.grad:
+            seam.leaf, seam.result = leaf, get_gradient_edge(result)
+
+    def combine_f(self, received: Tensor | None) -> Transfer:
+        return self.seams[-1].send_back()
+
+    def aggregate_f(self, received: Tensor) -> None:
+        seam = self.seams[-1]
+        y = seam.route.aggregate(received, seam.weights.detach())
+        if self.microbatch.grad:
+            seam.returned = received
+            y.requires_grad_()
+            seam.y = y
+        self._go(y)
+
+    def _go(self, value: Tensor) -> None:
+        """Runs the forward to its next call of experts, or to its end."""
+        assert self.forward is not None
+        with self.stage.splitting(self.queue), self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
+            step = self.forward.resume(value) if self.seams else self.forward.start(value)
+        if isinstance(step, SeamCall):
+            self.seams.append(SeamRun(step, self.stage.exchange))
+            return
+        self.forward = None
+        self.out = step if self.microbatch.grad else None
+        if self.is_last:
+            self.microbatch.output = step.detach()
+        else:
+            self.microbatch.activation = step.detach()
+        if not self.microbatch.grad:
+            self._leave(ends=self.is_last)
+
+    def _run(self, x: Tensor) -> Tensor:
+        out = self.module(x)
+        if not isinstance(out, Tensor):
+            raise ValueError(f"{self.stage.names[self.block]} returns {type(out).__name__}; allowed: one tensor")
+        if self.is_last and self.microbatch.loss_fn is not None:
+            assert self.microbatch.target is not None
+            out = self.microbatch.loss_fn(out, self.microbatch.target)
+            if out.numel() != 1:
+                raise ValueError(f"loss_fn returns shape {tuple(out.shape)}; allowed: one number")
+        return out
+
+    # ---------------------------------------------------------------------------------------------- backward
+
+    def dense_b(self, received: Tensor | None) -> None:
+        self._begin_backward()
+        self._finish_backward()
+
+    def aggregate_b(self, received: Tensor | None) -> None:
+        seam = self.seams[-1]
+        if self.roots:
+            assert received is not None
+            self._take_back(received)
+            seam = self.seams[-1]
+        else:
+            self._begin_backward()
+        assert seam.y is not None and seam.returned is not None
+        self.queue.probing = True
+        (grad,) = torch.autograd.grad(self.roots, seam.y, self.root_grads, retain_graph=True, allow_unused=True)
+        self.queue.probing = False
+        grad = torch.zeros_like(seam.y) if grad is None else grad
+        rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
+        seam.rows, seam.returned, seam.y = rows, None, None
+        self._add_root(seam.weights, weights)
+
+    def combine_b(self, received: Tensor | None) -> Transfer:
+        return self.seams[-1].send()
+
+    def experts_b(self, received: Tensor) -> None:
+        seam = self.seams[-1]
+        assert seam.result is not None and seam.leaf is not None
+        parameters = self.stage.expert_parameters[seam.experts]
+        grads = _gradients([seam.result], [seam.route.group(received)], [seam.leaf, *parameters])
+        seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
+        seam.result = seam.leaf = None
+        self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
+        self.stage.accumulate(self.microbatch, seam.queue.withhold(_present(parameters, grads[1:])))
+
+    def dispatch_b(self, received: Tensor | None) -> Transfer:
+        return self.seams[-1].send_back()
+
+    def attention_b(self, received: Tensor) -> None:
+        self._take_back(received)
+        self._finish_backward()
+
+    def _begin_backward(self) -> None:
+        out, grad = self.out, self.microbatch.output_grad
+        assert out is not None and grad is not None
+        self.roots, self.root_grads, self.out = [], [], None
+        self._add_root(out, grad.to(out).expand_as(out))
+        if not self.roots:
+            raise ValueError(f"the output of {self.stage.names[self.block]} requires no gradient; its input must")
+
+    def _add_root(self, root: Tensor, grad: Tensor) -> None:
+        if root.requires_grad:
+            self.roots.append(root)
+            self.root_grads.append(grad)
+
+    def _take_back(self, received: Tensor) -> None:
+        """The last seam's rows are back: its tokens have their gradient."""
+        seam = self.seams.pop()
+        self._add_root(seam.tokens, seam.route.gather_backward(received))
+
+    def _finish_backward(self) -> None:
+        parameters = self.stage.block_parameters[self.block]
+        leaves: list[Tensor] = [self.x] if self.x is not None and self.x.requires_grad else []
+        grads = _gradients(self.roots, self.root_grads, [*leaves, *parameters])
+        self.roots, self.root_grads = [], []
+        self.microbatch.output_grad = _dense(grads[0], leaves[0]) if leaves else None
+        if self.block == 0 and leaves:
+            self.microbatch.input_grad = self.microbatch.output_grad
+        op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
+        if self.stage.shape[self.block].split:
+            self.microbatch.queues[op, self.block, 0] = self.queue
+        present = _present(parameters, grads[len(leaves) :])
+        self.stage.accumulate(self.microbatch, self.queue.withhold(present), last=self.block == 0)
+        self._leave(ends=self.block == 0)
+
+    def _leave(self, *, ends: bool) -> None:
+        """The microbatch needs this block no more; ``ends`` says that nothing but weight gradients is left of it."""
+        del self.microbatch.runs[self.block]
+        self.microbatch.ended = ends
+
+    def stop(self) -> None:
+        """Unwinds a suspended forward."""
+        if self.forward is not None:
+            self.forward.stop()
+
+
+def _gradients(
+    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the leaves, whose own hooks wait: they see the whole gradient when it is accumulated."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    held = [dict(hook) for hook in hooks]
+    try:
+        for hook in hooks:
+            hook.clear()
+        return torch.autograd.grad(roots, leaves, grads, allow_unused=True) if leaves else ()
+    finally:
+        for hook, content in zip(hooks, held, strict=True):
+            hook.update(content)
+
+
+def _present(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Gradients:
+    return {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad

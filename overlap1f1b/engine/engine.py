@@ -1,0 +1,201 @@
+"""Trains a model by a Program, its exchanges hidden behind compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b import plan as planning
+from overlap1f1b.engine.measure import agree, measured_costs
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.player import Pace, Player
+from overlap1f1b.engine.reducer import Reducer
+from overlap1f1b.engine.stage import Stage
+from overlap1f1b.moe.exchange import Exchange, build_exchange
+from overlap1f1b.plan import NodeCosts, Overlap, Plan
+from overlap1f1b.schedule import Program, forward_only
+from overlap1f1b.simulate import Timeline
+
+DEFAULT_OVERLAP = 3
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Args:
+        loss: Mean over this rank's microbatches.
+        losses: Loss of each microbatch.
+        overlap: The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+        peak_activations: Most microbatches that were alive at once.
+        peak_held: The same with those that waited for weight gradients alone.
+    """
+
+    loss: Tensor
+    losses: tuple[Tensor, ...]
+    overlap: Timeline
+    peak_activations: int
+    peak_held: int
+
+
+class Engine:
+    """Plays a Program over a model.
+
+    >>> program = build_schedule("combined_1f1b", microbatches=8, extra_warmup=1)
+    >>> engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn)
+    >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
+    >>> optimizer.step(); optimizer.zero_grad()
+
+    The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
+
+    Args:
+        model: An ``nn.Sequential``, or a list of blocks, each of which maps one tensor to one tensor. A block may hold
+            any number of :class:`GroupedExperts`.
+        program: What to play, on one pipeline rank.
+        mesh: Its dimension "ep" holds the ranks that share the experts; None for one rank.
+        loss_fn: ``(output, target) → scalar`` of one microbatch.
+        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
+        costs: Seconds of every node, instead of measuring them.
+        timeout: Limit in seconds of every wait for another rank.
+        exchange: Instead of the mesh's own, for measurements.
+        pace: Seconds that each compute node lasts at least, for measurements.
+
+    Raises:
+        ValueError: Program, overlap or mesh do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        program: Program,
+        *,
+        mesh: DeviceMesh | None = None,
+        loss_fn: LossFunction,
+        overlap: Overlap = DEFAULT_OVERLAP,
+        costs: NodeCosts | None = None,
+        timeout: float = 600.0,
+        exchange: Exchange | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        program.check()
+        self.overlap = planning.parse_overlap(overlap)
+        self.program, self.loss_fn = program, loss_fn
+        self.group = _ep_group(mesh)
+        self.exchange = exchange or _lanes_exchange(self.group)
+        self.stage = Stage(model, self.exchange, reduced=self.group is not None)
+        self.player = Player(timedelta(seconds=timeout), pace)
+        self.reducer: Reducer | None = None
+        if self.group is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE])
+        self.costs = costs
+        self._plan: Plan | None = None
+        self._serial: Plan | None = None
+        self._warm = False
+
+    @property
+    def plan(self) -> Plan:
+        """What the next step plays: the compiled plan, or the serial one as long as there are no costs."""
+        if self._plan is None and self.costs is not None:
+            self._plan = self._compiled(self.program, self.costs, self.overlap)
+        if self._plan is not None:
+            return self._plan
+        if self._serial is None:
+            self._serial = self._compiled(self.program, NodeCosts(), "serial")
+        return self._serial
+
+    def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
+        plan = planning.compile(program, self.stage.shape, costs, overlap)
+        planning.check(plan)
+        agree(plan, self.group)
+        return plan
+
+    def step(self, inputs: Tensor, *, target: Tensor) -> StepResult:
+        """Forward and backward of a batch; adds the gradients of the mean loss to ``.grad``.
+
+        The loss is the mean over microbatches and over the ranks of the mesh; a rank reports the mean of its own.
+
+        Args:
+            inputs: ``[B, …]``, this rank's batch, cut into equal microbatches along the first dimension.
+            target: ``[B, …]``.
+
+        Raises:
+            ValueError: B is not divisible by the microbatches.
+        """
+        plan = self.plan
+        scale = 1.0 / (self.program.microbatches * self.exchange.ranks)
+        if self.reducer is not None:
+            self.reducer.begin()
+        microbatches = self._play(plan, inputs, target, scale, grad=True)
+        spans = self.player.spans()
+        if self.reducer is not None:
+            self.reducer.finish()
+        if self.costs is None:
+            if self._warm:
+                self.costs = measured_costs(plan, spans, self.group)
+            self._warm = True
+        return self._result(microbatches, Timeline(spans))
+
+    def evaluate(self, inputs: Tensor, *, target: Tensor) -> StepResult:
+        """The loss of a batch, without gradients; any batch size that divides into microbatches of equal size."""
+        program = forward_only(self.program.microbatches)
+        plan = planning.compile(program, self.stage.shape, self.costs or NodeCosts(), self.overlap)
+        microbatches = self._play(plan, inputs, target, 1.0, grad=False)
+        return self._result(microbatches, Timeline(self.player.spans()))
+
+    def _play(
+        self, plan: Plan, inputs: Tensor, target: Tensor, scale: float, *, grad: bool
+    ) -> list[Microbatch]:
+        count = self.program.microbatches
+        seed = int(torch.randint(2**62, ()))
+        parts = zip(_split(inputs, count, "inputs"), _split(target, count, "target"), strict=True)
+        microbatches = [
+            self.stage.microbatch(
+                x, y, index=index, loss_fn=self.loss_fn, loss_scale=scale, seed=seed + index, grad=grad
+            )
+            for index, (x, y) in enumerate(parts)
+        ]
+        with self.stage.installed(scale), torch.no_grad():
+            self.player.play(plan.nodes, dict(enumerate(microbatches)), self.reducer)
+        return microbatches
+
+    def _result(self, microbatches: list[Microbatch], timeline: Timeline) -> StepResult:
+        losses = tuple(m.output for m in microbatches if m.output is not None)
+        assert len(losses) == len(microbatches)
+        return StepResult(
+            torch.stack(losses).mean(), losses, timeline, self.player.peak_activations, self.player.peak_held
+        )
+
+
+def _split(batch: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
+    size = batch.shape[0] if batch.dim() else 0
+    if size == 0 or size % count:
+        raise ValueError(f"{name}: a batch of {size} cannot be cut into {count} microbatches; allowed: a multiple")
+    return batch.split(size // count)
+
+
+def _ep_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "ep" not in names or mesh.size() != mesh["ep"].size():
+        raise ValueError(f"mesh with dimensions {names} of sizes {tuple(mesh.shape)}; allowed: one dimension 'ep'")
+    group = mesh.get_group("ep")
+    return group if group.size() > 1 else None
+
+
+def _lanes_exchange(group: dist.ProcessGroup | None) -> Exchange:
+    """An exchange on groups of the engine's own: its lanes share no queue with anything else."""
+    if group is None:
+        return build_exchange(None)
+    ranks = dist.get_process_group_ranks(group)
+    rows = dist.new_group(ranks, use_local_synchronization=True)
+    counts = dist.new_group(ranks, use_local_synchronization=True)
+    return build_exchange(rows, counts_group=counts)

@@ -1,0 +1,100 @@
+"""Plays the nodes of a plan, one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+
+from overlap1f1b.engine.cut import BlockRun
+from overlap1f1b.engine.reducer import Reducer
+from overlap1f1b.engine.lanes import Flight, Lane
+from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.plan import Lane as LaneName
+from overlap1f1b.plan import Node, Op, Span
+from overlap1f1b.schedule import Kind
+
+Pace = Callable[[Node], float]
+
+
+class Player:
+    """A machine that walks a list of nodes. It decides nothing.
+
+    Args:
+        timeout: Limit of every wait for another rank.
+        pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
+    """
+
+    def __init__(self, timeout: timedelta, pace: Pace | None = None) -> None:
+        self.lanes = {op: Lane(op.value, timeout) for op in (Op.DISPATCH, Op.COUNTS, Op.REDUCE)}
+        self.lanes[Op.COMBINE] = self.lanes[Op.DISPATCH]
+        self.pace = pace
+        self.peak_activations = self.peak_held = 0
+        self._spans: list[Span] = []
+        self._flights: list[Flight] = []
+        self._begun = 0.0
+
+    def play(
+        self, nodes: Iterable[Node], microbatches: Mapping[int, Microbatch], reducer: Reducer | None = None
+    ) -> None:
+        """Plays the nodes; ``reducer`` carries out the ``reduce`` nodes.
+
+        On an error every suspended forward is unwound and every exchange in flight is awaited, a second at most.
+        """
+        self._spans, self._flights, self._begun = [], [], time.perf_counter()
+        self.peak_activations = self.peak_held = 0
+        live: set[int] = set()
+        held: set[int] = set()
+        try:
+            for node in nodes:
+                if node.op is Op.REDUCE:
+                    assert reducer is not None
+                    self._flights.append(reducer.launch(node))
+                    continue
+                microbatch = microbatches[node.microbatch]
+                if node.kind is Kind.F:
+                    live.add(node.microbatch)
+                    held.add(node.microbatch)
+                self.peak_activations = max(self.peak_activations, len(live))
+                self.peak_held = max(self.peak_held, len(held))
+                self._node(node, microbatch)
+                if microbatch.ended:
+                    live.discard(node.microbatch)
+                    if not microbatch.queues:
+                        held.discard(node.microbatch)
+        except BaseException:
+            for microbatch in microbatches.values():
+                microbatch.stop()
+            for flight in self._flights:
+                flight.drain(seconds=1.0)
+            raise
+
+    def _node(self, node: Node, microbatch: Microbatch) -> None:
+        received = None
+        flight = microbatch.flights.pop(node.kind, None)
+        if flight is not None:
+            received = flight.wait()
+        start = time.perf_counter()
+        if node.kind is Kind.W:
+            queue = microbatch.queues.pop((node.op, node.block, node.seam))
+            microbatch.stage.accumulate(microbatch, queue.compute())
+        else:
+            run = microbatch.runs.get(node.block)
+            if run is None:
+                run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
+            transfer = getattr(run, f"{node.op.value}_{'f' if node.kind is Kind.F else 'b'}")(received)
+            if transfer is not None:
+                flight = self.lanes[node.op].launch(node, transfer)
+                microbatch.flights[node.kind] = flight
+                self._flights.append(flight)
+                return
+        if self.pace is not None and node.lane is LaneName.COMPUTE:
+            time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
+        self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))
+
+    def spans(self) -> tuple[Span, ...]:
+        """What the last :meth:`play` did, in seconds from its start."""
+        flights = [
+            Span(f.node, f.launched - self._begun, f.landed - self._begun) for f in self._flights if f.landed is not None
+        ]
+        return (*self._spans, *flights)

@@ -1,0 +1,187 @@
+"""The blocks that a rank runs, and what the engine changes in them while a step lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.engine.forward import seam
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.moe.exchange import Exchange, LocalExchange
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.router import Router
+from overlap1f1b.plan import BlockShape, StageShape
+
+
+class Stage:
+    """Blocks that pass one tensor on, each an ordinary module.
+
+    >>> stage = Stage(model, exchange)  # an nn.Sequential, or a list of modules
+
+    Args:
+        blocks: Modules in order.
+        exchange: Between the ranks that share the experts.
+        reduced: Whether gradients outside the experts are summed over those ranks.
+
+    Raises:
+        ValueError: No block, or experts of another exchange size.
+    """
+
+    def __init__(
+        self, blocks: nn.Module | Sequence[nn.Module], exchange: Exchange | None = None, *, reduced: bool = False
+    ) -> None:
+        self.exchange = exchange or LocalExchange()
+        children = list(blocks.named_children()) if isinstance(blocks, nn.Module) else list(_numbered(blocks))
+        if not children:
+            raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
+        self.names, self.blocks = [name for name, _ in children], [block for _, block in children]
+        first = next((p for block in self.blocks for p in block.parameters()), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self.expert_parameters: dict[nn.Module, list[nn.Parameter]] = {}
+        self.block_parameters: list[list[nn.Parameter]] = []
+        self._find_parameters()
+        self.linears = [
+            [m for m in block.modules() if _splits(m) and m.weight not in self.tied] for block in self.blocks
+        ]
+        self.shape: StageShape = tuple(
+            BlockShape(
+                seams=sum(isinstance(m, GroupedExperts) for m in block.modules()),
+                split=bool(linears),
+                reduced=reduced and bool(self.reduced_parameters(index)),
+            )
+            for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
+        )
+        self._queue = WeightQueue()
+
+    def _find_parameters(self) -> None:
+        seen: dict[nn.Parameter, int] = {}
+        self.tied: dict[nn.Parameter, int] = {}  # parameters of several blocks, by their first
+        for index, block in enumerate(self.blocks):
+            for experts in (m for m in block.modules() if isinstance(m, GroupedExperts)):
+                if experts.exchange.ranks != self.exchange.ranks:
+                    raise ValueError(
+                        f"{self.names[index]} holds experts for {experts.exchange.ranks} ranks, "
+                        f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
+                    )
+                self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
+            apart = {p for parameters in self.expert_parameters.values() for p in parameters}
+            own = [p for p in block.parameters() if p.requires_grad and p not in apart]
+            self.block_parameters.append(own)
+            for parameter in own:
+                if seen.setdefault(parameter, index) != index:
+                    self.tied[parameter] = seen[parameter]
+
+    def reduced_parameters(self, block: int) -> list[nn.Parameter]:
+        """Parameters whose gradients are complete with this block's backward, the experts' apart."""
+        return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
+
+    def microbatch(
+        self,
+        inputs: Tensor,
+        target: Tensor | None = None,
+        *,
+        index: int = 0,
+        loss_fn: LossFunction | None = None,
+        loss_scale: float = 1.0,
+        seed: int = 0,
+        grad: bool = True,
+    ) -> Microbatch:
+        """A microbatch that is ready for its forward; see :class:`Microbatch`."""
+        return Microbatch(
+            self, index, inputs, target=target, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, grad=grad
+        )
+
+    def accumulate(self, microbatch: Microbatch, gradients: Gradients, *, last: bool = False) -> None:
+        """Adds gradients of one microbatch to ``.grad`` as autograd does: hooks fire, once a microbatch.
+
+        Those of tied parameters are summed over the microbatch first; ``last`` says that its backward ends here.
+        """
+        for parameter in [p for p in gradients if p in self.tied]:
+            grad = gradients.pop(parameter)
+            before = microbatch.tied.get(parameter)
+            microbatch.tied[parameter] = grad if before is None else before + grad
+        if last:
+            gradients |= microbatch.tied
+            microbatch.tied = {}
+        if gradients:
+            torch.autograd.backward(list(gradients), list(gradients.values()))
+
+    @contextmanager
+    def splitting(self, queue: WeightQueue) -> Iterator[None]:
+        """Forwards that run inside leave their weight gradients to this queue."""
+        before, self._queue = self._queue, queue
+        try:
+            yield
+        finally:
+            self._queue = before
+
+    @contextmanager
+    def installed(self, loss_scale: float = 1.0) -> Iterator[None]:
+        """While it lasts, the modules' calls of experts suspend, and their weight gradients split off.
+
+        Only attributes of these instances change; afterwards every module is as it was.
+        """
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+
+        def change(module: nn.Module, name: str, value: object) -> None:
+            changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
+            module.__dict__[name] = value
+
+        try:
+            for experts in self.expert_parameters:
+                change(experts, "forward", seam(experts, experts.forward))
+                change(experts, "product", self._grouped_product)
+            for linear in (m for linears in self.linears for m in linears):
+                change(linear, "forward", _SplitForward(self, linear))
+            for router in (m for block in self.blocks for m in block.modules() if isinstance(m, Router)):
+                change(router, "loss_scale", loss_scale)
+            yield
+        finally:
+            for attributes, name, value in reversed(changed):
+                if value is _MISSING:
+                    del attributes[name]
+                else:
+                    attributes[name] = value
+
+    def _grouped_product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        return SplitGroupedMM.apply(rows, weight, counts, self._queue)
+
+    def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """``module``'s forward with its weight gradient left to the queue in force."""
+        return SplitLinear.apply(x, module.weight, module.bias, self._queue)
+
+
+_MISSING = object()
+
+
+class _SplitForward:
+    """Stands in for the forward of one ``nn.Linear``."""
+
+    def __init__(self, stage: Stage, module: nn.Linear) -> None:
+        self.stage, self.module = stage, module
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  the name of nn.Linear.forward's argument
+        return self.stage.linear(self.module, input)
+
+
+def _splits(module: nn.Module) -> bool:
+    """Whether a module is a plain ``nn.Linear`` with a weight of its own to train (no parametrization, no subclass)."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and "weight" in module._parameters
+        and module._parameters["weight"] is not None
+        and module._parameters["weight"].requires_grad
+    )
+
+
+def _numbered(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for index, block in enumerate(blocks):
+        yield f"block {index} ({type(block).__name__})", block
+
+

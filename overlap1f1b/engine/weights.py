@@ -1,0 +1,96 @@
+"""Weight gradients apart from input gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.kernels.grouped_mm import grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+class WeightQueue:
+    """Weight gradients that one backward of one microbatch has left for later.
+
+    While ``probing`` is set, backwards leave nothing: the engine walks a part of a graph a second time.
+    """
+
+    def __init__(self) -> None:
+        self.probing = False
+        self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+        self._partial: Gradients = {}
+
+    def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+        """Leaves a gradient to be computed later."""
+        if not self.probing:
+            self._waiting.append((weight, gradient))
+
+    def withhold(self, gradients: Gradients) -> Gradients:
+        """Keeps the gradients of parameters that wait for more, and returns the others.
+
+        A parameter that is used both by a split layer and in another way is summed before it is accumulated.
+        """
+        waiting = {weight for weight, _ in self._waiting}
+        self._partial = {p: g for p, g in gradients.items() if p in waiting}
+        return {p: g for p, g in gradients.items() if p not in waiting}
+
+    def compute(self) -> Gradients:
+        """Computes and empties what waits, several gradients of one parameter summed."""
+        total, self._partial = self._partial, {}
+        for weight, gradient in self._waiting:
+            total[weight] = total[weight] + gradient() if weight in total else gradient()
+        self._waiting = []
+        return total
+
+
+class SplitLinear(torch.autograd.Function):
+    """``F.linear`` whose backward gives the gradients of input and bias and queues that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+        kind = x.device.type
+        ctx.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        ctx.dtype, ctx.queue, ctx.weight = x.dtype, queue, weight
+        if ctx.cast is not None:
+            x = x.to(ctx.cast)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)  # autocast, where it is on, casts weight and bias here as it would outside
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        cast, queue = ctx.cast, ctx.queue
+        if ctx.needs_input_grad[1] and not queue.probing:
+            queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
+        matrix = weight if cast is None else weight.to(cast)
+        grad_x = (grad @ matrix).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = None
+        if ctx.needs_input_grad[2] and not queue.probing:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(weight.dtype)
+        return grad_x, None, grad_bias, None
+
+
+def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+class SplitGroupedMM(torch.autograd.Function):
+    """``grouped_mm`` whose backward gives the gradient of the rows and queues that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: nn.Parameter, counts: Sequence[int], queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts, ctx.queue, ctx.weight = counts, queue, weight
+        return grouped_mm(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
+        if ctx.needs_input_grad[1]:
+            ctx.queue.put(ctx.weight, lambda: grouped_mm_weight_grad(grad, rows, counts))
+        return grouped_mm_input_grad(grad, weight, counts), None, None, None

@@ -1,0 +1,90 @@
+"""Auxiliary router losses, attached where they arise instead of being collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxiliaryCarrier(nn.Module):
+    """A module that attaches auxiliary losses of its own, multiplied by ``loss_scale``.
+
+    One forward is one microbatch on one rank, and knows of no others. For the mean over all of them, ``loss_scale`` is
+    1 / (microbatches · ranks with tokens of their own), times the factor of a gradient scaler if there is one. The
+    engine sets it for each step; a plain training loop calls :func:`set_auxiliary_scale`. It is read in the forward, so
+    a change does not touch microbatches whose backward is still to come.
+    """
+
+    loss_scale: float = 1.0
+
+
+def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
+    """Sets ``loss_scale`` of every router in ``model``.
+
+    >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
+    >>> for tokens, labels in batch:
+    ...     (loss_fn(model(tokens), labels) / microbatches).backward()  # auxiliary gradients included
+    """
+    for module in model.modules():
+        if isinstance(module, AuxiliaryCarrier):
+            module.loss_scale = scale
+
+
+def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
+    """Returns ``weights`` unchanged; their backward also starts that of ``loss``, with gradient ``scale``.
+
+    >>> weights = attach(weights, balance_loss(probabilities, counts), scale=0.01)
+
+    So gradients are those of *total loss + scale · loss* on whatever stage the router is, whatever calls its backward,
+    and nothing has to be carried to the last stage. The value of the total loss does not contain ``loss``.
+
+    Args:
+        weights: Any tensor that the total loss depends on.
+        loss: A scalar.
+        scale: Gradient of ``loss``.
+    """
+    return _Attach.apply(weights, loss, scale)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.loss_dtype = scale, loss.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], grads[0].new_full((), ctx.scale, dtype=ctx.loss_dtype), None
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """Load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4): ``E · Σ_e f_e · P_e``.
+
+    ``f_e`` is the part of all choices that fell on expert ``e``, so that balanced routing gives 1 for every K; ``P_e``
+    is its mean probability. Only ``P`` has a gradient.
+
+    Args:
+        probabilities: ``[T, E]``, summing to one for each token.
+        counts: ``[E]`` int64, choices of each expert, summing to T·K.
+
+    Returns:
+        A scalar; 0 without tokens.
+    """
+    T, E = probabilities.shape
+    f = counts.to(probabilities.dtype) / counts.sum().clamp(min=1)
+    P = probabilities.sum(0) / max(T, 1)
+    return E * torch.dot(f, P)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Router z-loss of ST-MoE (Zoph et al. 2022, eq. 5): the mean over tokens of ``logsumexp(logits)²``.
+
+    Args:
+        logits: ``[T, E]``.
+
+    Returns:
+        A scalar; 0 without tokens.
+    """
+    return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)

@@ -1,0 +1,81 @@
+"""The MoE layer: a router, the experts, and an optional expert that every token uses."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.router import Router, RouterConfig
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020), gate and up in one product.
+
+    Args:
+        hidden: H.
+        intermediate: Size between the products.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False, dtype=dtype, device=device)
+        self.down = nn.Linear(intermediate, hidden, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of an MLP.
+
+    >>> moe = MoE(64, 128, RouterConfig(experts=8, top_k=2))
+    >>> y = moe(x)  # [B, S, H] or [T, H], as x
+
+    ``self.experts`` is called in one place, the seam: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
+    [T, H]``. The engine replaces that callable, and with it the exchange that it hides.
+
+    Args:
+        hidden: H.
+        intermediate: I, of each expert.
+        router: How tokens choose experts, and how many there are.
+        shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
+        group: Ranks that share the experts.
+
+    Raises:
+        ValueError: The experts cannot be divided evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        router: RouterConfig,
+        *,
+        shared_intermediate: int = 0,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(hidden, router, dtype=dtype, device=device)
+        self.experts = GroupedExperts(router.experts, hidden, intermediate, group=group, dtype=dtype, device=device)
+        self.shared = SwiGLU(hidden, shared_intermediate, dtype=dtype, device=device) if shared_intermediate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        indices, weights = self.router(tokens)
+        y = self.experts(tokens, indices, weights)  # the seam
+        if self.shared is not None:
+            y = y + self.shared(tokens)  # after the seam, so that the dispatch does not wait for it
+        return y.reshape(x.shape)

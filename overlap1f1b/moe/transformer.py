@@ -1,0 +1,299 @@
+"""A small decoder-only MoE transformer: what examples train, tests compare and benchmarks time."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.layer import MoE, SwiGLU
+from overlap1f1b.moe.router import Router, RouterConfig, Score
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Sizes of a :class:`MoETransformer`.
+
+    Args:
+        vocabulary: V.
+        layers: Attention and MLP pairs.
+        hidden: H.
+        heads: N; each has size D = H / N.
+        kv_heads: Heads of keys and values, each shared by N / ``kv_heads`` queries (Ainslie et al. 2023); None for N.
+        experts: E.
+        top_k: K.
+        intermediate: I, of each expert.
+        shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
+        dense_layers: First layers that have one dense MLP instead of experts.
+        dense_intermediate: Its intermediate size.
+        sequence: Largest S.
+        rope_theta: Base of the rotary angles.
+        rms_eps: Epsilon of the normalisations.
+        dropout: Probability of dropping an element of what a layer adds to the residual.
+        score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
+            :class:`~overlap1f1b.moe.router.RouterConfig`.
+
+    Raises:
+        ValueError: Values that no model can have, with what is allowed.
+    """
+
+    vocabulary: int = 256
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int | None = None
+    experts: int = 8
+    top_k: int = 2
+    intermediate: int = 512
+    shared_intermediate: int = 0
+    dense_layers: int = 0
+    dense_intermediate: int = 1024
+    sequence: int = 256
+    rope_theta: float = 10_000.0
+    rms_eps: float = 1e-6
+    dropout: float = 0.0
+    score: Score = "softmax"
+    normalize: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    aux_coefficient: float = 0.01
+    z_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
+        if self.shared_intermediate < 0:
+            raise ValueError(f"shared_intermediate={self.shared_intermediate}; allowed: 0 and more")
+        if self.hidden % (2 * self.heads):
+            step = 2 * self.heads
+            raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            allowed = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
+            raise ValueError(f"kv_heads={self.kv_heads} with heads={self.heads}; allowed: {allowed}")
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(f"dense_layers={self.dense_layers} of {self.layers} layers; allowed: 0 to {self.layers}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
+        for name in ("rope_theta", "rms_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}; allowed: more than 0")
+        _ = self.router  # checks its part
+
+    @property
+    def router(self) -> RouterConfig:
+        """The part that concerns the router."""
+        return RouterConfig(
+            experts=self.experts,
+            top_k=self.top_k,
+            score=self.score,
+            normalize=self.normalize,
+            scaling=self.scaling,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            aux_coefficient=self.aux_coefficient,
+            z_coefficient=self.z_coefficient,
+        )
+
+
+class Rotary(nn.Module):
+    """Rotary positions (Su et al. 2021): element ``i`` of a head turns with element ``i + D/2``, as in Llama.
+
+    The table ``[2, S, D/2]`` of cosines and sines follows from the arguments, so it is in no checkpoint, and it is
+    built again wherever the module moves: ``model.bfloat16()`` does not round the angles.
+
+    Args:
+        sequence: Largest S.
+        size: D.
+        theta: Base of the angles.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        sequence: int,
+        size: int,
+        theta: float,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.sequence, self.size, self.theta = sequence, size, theta
+        self.register_buffer("table", self._build(torch.empty(0, dtype=dtype, device=device)), persistent=False)
+
+    def _build(self, like: Tensor) -> Tensor:
+        frequency = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
+        angle = torch.outer(torch.arange(self.sequence, dtype=torch.float64), frequency)
+        return torch.stack([angle.cos(), angle.sin()]).to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.table = self._build(self.table)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, N, S, D]`` → the same, turned by position."""
+        S = x.shape[-2]
+        if self.sequence < S:
+            raise ValueError(f"{S} positions in a model with sequence={self.sequence}; allowed: 1 to {self.sequence}")
+        cos, sin = self.table[:, :S]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions, ``[B, S, H] → [B, S, H]``."""
+
+    def __init__(self, config: MoEConfig, **factory: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.size = config.hidden // config.heads
+        self.qkv = nn.Linear(config.hidden, (self.heads + 2 * self.kv_heads) * self.size, bias=False, **factory)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False, **factory)
+        self.rotary = Rotary(config.sequence, self.size, config.rope_theta, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = rearrange(self.qkv(x), "B S (N D) -> B N S D", D=self.size)
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        q, k = self.rotary(qk).split([self.heads, self.kv_heads], dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
+        return self.out(rearrange(y, "B N S D -> B S (N D)"))
+
+
+class Block(nn.Module):
+    """A decoder layer, normalised before each part: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: MoEConfig, mlp: MoE | SwiGLU, **factory: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.attention = Attention(config, **factory)
+        self.mlp_norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.mlp = mlp
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Head(nn.Module):
+    """Final normalisation and projection, ``[B, S, H] → [B, S, V]``."""
+
+    def __init__(self, config: MoEConfig, **factory: Any) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.out = nn.Linear(config.hidden, config.vocabulary, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+class MoETransformer(nn.Sequential):
+    """A decoder-only transformer with experts, as a chain of modules that each map one tensor to one tensor.
+
+    >>> model = MoETransformer(MoEConfig(layers=2))
+    >>> logits = model(tokens)  # [B, S] int64 → [B, S, V]
+    >>> first, last = model[:2], model[2:]  # two stages: embedding and layer0, layer1 and head
+
+    The children are ``embedding``, ``layer0``, ``layer1``, … and ``head``.
+
+    Args:
+        config: Sizes.
+        group: Ranks that share the experts of each layer.
+        seed: Of the weights; see :meth:`reset_parameters`.
+
+    Raises:
+        ValueError: The experts cannot be divided evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int | None = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+
+        def mlp(layer: int) -> MoE | SwiGLU:
+            if layer < config.dense_layers:
+                return SwiGLU(config.hidden, config.dense_intermediate, **factory)
+            shared = config.shared_intermediate
+            return MoE(
+                config.hidden, config.intermediate, config.router, shared_intermediate=shared, group=group, **factory
+            )
+
+        children: OrderedDict[str, nn.Module] = OrderedDict()
+        children["embedding"] = nn.Embedding(config.vocabulary, config.hidden, **factory)
+        for layer in range(config.layers):
+            children[f"layer{layer}"] = Block(config, mlp(layer), **factory)
+        children["head"] = Head(config, **factory)
+        super().__init__(children)
+        self.config = config
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = 0) -> None:
+        """Normal weights of deviation 0.02, of those that write to the residual 0.02 / √(2 · layers) (GPT-2).
+
+        They are drawn in float32 on the CPU, so that the model follows from configuration and seed alone: it is the
+        same on every device and for every number of ranks that share the experts. Without a seed, torch's default
+        generator is used as it stands; ranks must then have seeded it alike.
+        """
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            match module:
+                case nn.Linear() | nn.Embedding():
+                    drawn = torch.empty(module.weight.shape, dtype=torch.float32)
+                    module.weight.copy_(drawn.normal_(std=INIT_STD, generator=generator))
+                case GroupedExperts():
+                    module.reset_parameters(generator, INIT_STD)
+                case nn.RMSNorm():
+                    module.reset_parameters()
+                case Router():
+                    module.reset_balance()
+        residual = 1 / math.sqrt(2 * self.config.layers)
+        for module in self.modules():
+            match module:
+                case Attention():
+                    module.out.weight.mul_(residual)
+                case SwiGLU():
+                    module.down.weight.mul_(residual)
+                case GroupedExperts():
+                    module.down.mul_(residual)
+
+    def flops_per_token(self, sequence: int | None = None) -> int:
+        """Operations of matrix products, forward and backward, for each token of a sequence (default: the largest).
+
+        Six for each weight that the token meets, and ``12 · layers · H · S`` for attention, counted as if it were not
+        causal (PaLM, appendix B).
+        """
+        c = self.config
+        S = c.sequence if sequence is None else sequence
+        attention = 2 * c.hidden * c.hidden * (1 + (c.kv_heads or c.heads) / c.heads)
+        dense = 3 * c.hidden * c.dense_intermediate
+        moe = c.hidden * (c.experts + 3 * (c.top_k * c.intermediate + c.shared_intermediate))
+        met = c.layers * attention + c.dense_layers * dense + (c.layers - c.dense_layers) * moe
+        return round(6 * (met + c.hidden * c.vocabulary) + 12 * c.layers * c.hidden * S)
+
+    def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
+        """A child, or those of a slice, which keep their names, as a plain ``nn.Sequential``."""
+        if isinstance(idx, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
+        return super().__getitem__(idx)
