@@ -60,7 +60,7 @@ class Flight:
             if self._watched:
                 self.landed = time.perf_counter()
             self._arrived.set()
-            transfer.finish(self.timeout)
+            transfer.release(self.timeout)
         except Exception as error:  # whatever the transport raises belongs to the thread that waits for the rows
             self._error = error
             self._arrived.set()

@@ -29,14 +29,18 @@ class Transfer:
     source: Tensor | None = None
 
     def receive(self, timeout: timedelta | None = None) -> Tensor:
-        """Waits for the rows (on CUDA the current stream does) and returns them."""
+        """Waits for the rows (on CUDA the current stream does) and returns them. Once only: gloo hangs on a second."""
         _wait(self.receives, timeout)
         return self.result
 
-    def finish(self, timeout: timedelta | None = None) -> Tensor:
-        """Waits until the rows are here and the sent ones may be overwritten."""
-        self.receive(timeout)
+    def release(self, timeout: timedelta | None = None) -> None:
+        """Waits until what was sent may be overwritten."""
         _wait(self.sends, timeout)
+
+    def finish(self, timeout: timedelta | None = None) -> Tensor:
+        """Waits for both."""
+        self.receive(timeout)
+        self.release(timeout)
         return self.result
 
 
