@@ -124,8 +124,8 @@ def load(
 
     The optimizer may be fresh: its state is made from what the checkpoint holds. Its hyperparameters stay as they are.
 
-    Raises ValueError, on every rank: where the checkpoint has another configuration, or a tensor of another name, shape or dtype,
-    than this run (the first difference, with both values); where a file of it is missing or damaged.
+    Raises ValueError, on every rank: where the checkpoint has another configuration than this run, or a tensor of
+    another name, shape or dtype (the first difference, with both values); where a file of it is missing or damaged.
     """
     step = _on_first_rank(mesh, lambda: _verify(checkpoint, config))
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -155,8 +155,8 @@ def load(
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(checkpoint), **_group(mesh))
     except CheckpointException as error:
         raise _damaged(checkpoint, _cause(error)) from None
-    indexed = {index: state[name] for index, name in enumerate(parameters) if state[name]}
-    optimizer.load_state_dict({"state": indexed, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": dict(enumerate(state.values())), "param_groups": groups})
     return step
 
 

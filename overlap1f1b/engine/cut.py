@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.microbatch import Microbatch
-from overlap1f1b.engine.weights import Gradients, WeightQueue
+from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Exchange, Transfer
 from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.moe.route import Route
@@ -176,8 +176,8 @@ class BlockRun:
         grads = _gradients([seam.result], [seam.route.group(received)], [seam.leaf, *parameters])
         seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
         seam.result = seam.leaf = None
+        seam.queue.keep(_present(parameters, grads[1:]))
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
-        self.stage.accumulate(self.microbatch, seam.queue.withhold(_present(parameters, grads[1:])))
 
     def dispatch_b(self, received: Tensor | None) -> Transfer:
         return self.seams[-1].send_back()
@@ -212,11 +212,12 @@ class BlockRun:
         self.microbatch.output_grad = _dense(grads[0], leaves[0]) if leaves else None
         if self.block == 0 and leaves:
             self.microbatch.input_grad = self.microbatch.output_grad
-        op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
+        self.queue.keep(self.stage.whole(self.microbatch, _present(parameters, grads[len(leaves) :]), self.block))
         if self.stage.shape[self.block].split:
+            op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
             self.microbatch.queues[op, self.block, 0] = self.queue
-        present = _present(parameters, grads[len(leaves) :])
-        self.stage.accumulate(self.microbatch, self.queue.withhold(present), last=self.block == 0)
+        else:
+            accumulate(self.queue.compute())
         self._leave(ends=self.block == 0)
 
     def _leave(self, *, ends: bool) -> None:

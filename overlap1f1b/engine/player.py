@@ -10,6 +10,7 @@ from overlap1f1b.engine.cut import BlockRun
 from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.weights import accumulate
 from overlap1f1b.plan import Lane as LaneName
 from overlap1f1b.plan import Node, Op, Span
 from overlap1f1b.schedule import Kind
@@ -76,8 +77,7 @@ class Player:
             received = flight.wait()
         start = time.perf_counter()
         if node.kind is Kind.W:
-            queue = microbatch.queues.pop((node.op, node.block, node.seam))
-            microbatch.stage.accumulate(microbatch, queue.compute())
+            accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
         else:
             run = microbatch.runs.get(node.block)
             if run is None:

@@ -96,20 +96,19 @@ class Stage:
             self, index, inputs, target=target, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, grad=grad
         )
 
-    def accumulate(self, microbatch: Microbatch, gradients: Gradients, *, last: bool = False) -> None:
-        """Adds gradients of one microbatch to ``.grad`` as autograd does: hooks fire, once a microbatch.
+    def whole(self, microbatch: Microbatch, gradients: Gradients, block: int) -> Gradients:
+        """Gradients that one microbatch has completed with this block; those of tied parameters wait for all blocks.
 
-        Those of tied parameters are summed over the microbatch first; ``last`` says that its backward ends here.
+        Plain autograd sums a microbatch's gradients of a tied parameter before it adds them to ``.grad``: so here.
         """
         for parameter in [p for p in gradients if p in self.tied]:
             grad = gradients.pop(parameter)
             before = microbatch.tied.get(parameter)
             microbatch.tied[parameter] = grad if before is None else before + grad
-        if last:
-            gradients |= microbatch.tied
-            microbatch.tied = {}
-        if gradients:
-            torch.autograd.backward(list(gradients), list(gradients.values()))
+        for parameter, first in self.tied.items():
+            if first == block and parameter in microbatch.tied:
+                gradients[parameter] = microbatch.tied.pop(parameter)
+        return gradients
 
     @contextmanager
     def splitting(self, queue: WeightQueue) -> Iterator[None]:

@@ -23,25 +23,20 @@ class WeightQueue:
     def __init__(self) -> None:
         self.probing = False
         self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
-        self._partial: Gradients = {}
+        self._ready: Gradients = {}
 
     def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
         """Leaves a gradient to be computed later."""
         if not self.probing:
             self._waiting.append((weight, gradient))
 
-    def withhold(self, gradients: Gradients) -> Gradients:
-        """Keeps the gradients of parameters that wait for more, and returns the others.
-
-        A parameter that is used both by a split layer and in another way is summed before it is accumulated.
-        """
-        waiting = {weight for weight, _ in self._waiting}
-        self._partial = {p: g for p, g in gradients.items() if p in waiting}
-        return {p: g for p, g in gradients.items() if p not in waiting}
+    def keep(self, gradients: Gradients) -> None:
+        """Keeps gradients that are there already: a parameter may get one from a split layer and one from elsewhere."""
+        self._ready = gradients
 
     def compute(self) -> Gradients:
-        """Computes and empties what waits, several gradients of one parameter summed."""
-        total, self._partial = self._partial, {}
+        """Computes and empties what waits, together with what was kept, summed per parameter."""
+        total, self._ready = self._ready, {}
         for weight, gradient in self._waiting:
             total[weight] = total[weight] + gradient() if weight in total else gradient()
         self._waiting = []
@@ -94,3 +89,31 @@ class SplitGroupedMM(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.queue.put(ctx.weight, lambda: grouped_mm_weight_grad(grad, rows, counts))
         return grouped_mm_input_grad(grad, weight, counts), None, None, None
+
+
+def accumulate(gradients: Gradients) -> None:
+    """Adds to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
+    if all(parameter.grad is not None for parameter in gradients):
+        torch.autograd.backward(list(gradients), list(gradients.values()))
+        return
+    # A first gradient becomes ``.grad`` without a copy only if nothing else holds it, no Python list either.
+    parameters, box = list(gradients), list(gradients.values())
+    gradients.clear()
+    with torch.enable_grad():
+        root = _Deliver.apply(box, *parameters)
+    torch.autograd.backward(root)
+
+
+class _Deliver(torch.autograd.Function):
+    """A scalar whose backward gives each parameter what is in the box."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.box = box
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        delivered = (None, *ctx.box)
+        ctx.box.clear()
+        return delivered

@@ -47,12 +47,14 @@ assert "torch" not in sys.modules
 sys.exit(run_ranks(sys.argv[2:], {ranks}, command=(sys.executable, "-c", sys.argv[1]), grace_s={grace_s}))
 """
         (folder / "tmp").mkdir()
+        (folder / "stdin").write_text("for the parent")
         self.process = subprocess.Popen(
             [sys.executable, "-c", parent, BEGIN + script, "first", "second"],
             cwd=ROOT,
             env={name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", STORE)}
             | {"FOLDER": str(folder), "TMPDIR": str(folder / "tmp")}
             | environ,
+            stdin=(folder / "stdin").open(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -143,8 +145,10 @@ def test_no_ranks() -> None:
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with pytest.raises(FileNotFoundError):
         run_ranks([], 2, command=(str(tmp_path / "nothing"),), environ={})
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_status_of_a_failed_rank(tmp_path: Path) -> None:

@@ -281,11 +281,30 @@ def parent() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 @pytest.mark.parametrize("what", ["ranks", "nothing"])
 def test_removed_after_ctrl_c(parent: Callable[[str], subprocess.Popen[str]], what: str) -> None:
     process = parent(what)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, which must not end the `ip` commands of the removal
-    time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     status = process.wait(timeout=15)
     assert namespaces(process.pid) == []
     assert status == (130 if what == "ranks" else -signal.SIGINT)
+
+
+@WIRE
+def test_a_second_ctrl_c_does_not_stop_the_removal(
+    parent: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = f'case "$*" in "netns delete"*) touch {tmp_path}/began; sleep 0.2;; esac; exec {shutil.which("ip")} "$@"'
+    (tmp_path / "ip").write_text(f"#!/bin/sh\n{slow}\n")
+    (tmp_path / "ip").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        process = parent("nothing")
+    os.killpg(process.pid, signal.SIGINT)
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=10)
+    assert namespaces(process.pid) == []
 
 
 @WIRE

@@ -1,0 +1,159 @@
+"""Auxiliary losses against loops, and the carrier against adding them to the total loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.moe import MoEConfig, MoETransformer, Router, RouterConfig
+from overlap1f1b.moe.auxiliary import attach, balance_loss, set_auxiliary_scale, z_loss
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def count(indices: Tensor, experts: int) -> Tensor:
+    return indices.flatten().bincount(minlength=experts)
+
+
+# The carrier.
+
+
+def test_attach_returns_the_weights_and_gives_the_loss_its_scale() -> None:
+    weights, loss = draw(3, 2).requires_grad_(), torch.tensor(7.0, requires_grad=True)
+    carried = attach(weights, loss, 0.3)
+    assert torch.equal(carried, weights)
+    cotangent = draw(3, 2, seed=1)
+    carried.backward(cotangent)
+    assert torch.equal(weights.grad, cotangent)
+    assert loss.grad.dtype == loss.dtype  # not the weights'
+    assert loss.grad.item() == pytest.approx(0.3)  # whatever the cotangent
+
+
+def test_the_carrier_passes_gradcheck() -> None:
+    def through(weights: Tensor, scale: float) -> Tensor:
+        return attach(weights * 2, weights.square().sum(), scale).sin()
+
+    weights = draw(3, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: through(w, 0.0), weights)
+    # The loss is in the gradient and not in the value.
+    assert not torch.autograd.gradcheck(lambda w: through(w, 0.5), weights, raise_exception=False)
+
+
+def test_attached_equals_added() -> None:
+    w = draw(4, 3)
+    attached, added = w.clone().requires_grad_(), w.clone().requires_grad_()
+    attach(attached.exp(), attached.cos().sum(), 0.7).square().sum().backward()
+    (added.exp().square().sum() + 0.7 * added.cos().sum()).backward()
+    torch.testing.assert_close(attached.grad, added.grad, rtol=1e-14, atol=0)
+
+
+def test_attached_to_weights_of_no_tokens() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    empty = torch.empty(0, 2, requires_grad=True)
+    attach(empty, x.square(), 0.5).sum().backward()
+    assert x.grad.item() == pytest.approx(3.0)
+
+
+# The losses.
+
+
+@pytest.mark.parametrize(("T", "K", "E"), [(1, 1, 1), (7, 1, 5), (13, 3, 5), (6, 4, 4)])
+def test_balance_loss_is_that_of_the_loops(T: int, K: int, E: int) -> None:
+    probabilities = draw(T, E).softmax(-1)
+    indices = draw(T, E, seed=1).topk(K).indices
+    total = 0.0
+    for e in range(E):
+        f = sum(e == i for row in indices.tolist() for i in row) / (T * K)
+        P = sum(row[e] for row in probabilities.tolist()) / T
+        total += f * P
+    assert balance_loss(probabilities, count(indices, E)).item() == pytest.approx(E * total, rel=1e-13)
+
+
+@pytest.mark.parametrize("K", [1, 2, 5])
+def test_balanced_routing_gives_one_and_collapsed_routing_more(K: int) -> None:
+    T, E = 10, 5
+    balanced = torch.tensor([[(t + k) % E for k in range(K)] for t in range(T)])
+    probabilities = torch.rand(T, E, dtype=torch.float64).softmax(-1)
+    assert balance_loss(probabilities, count(balanced, E)).item() == pytest.approx(1.0, rel=1e-13)
+    collapsed = torch.zeros(T, E, dtype=torch.float64)
+    collapsed[:, :K] = 1 / K
+    counts = count(torch.arange(K).expand(T, K), E)
+    assert balance_loss(collapsed, counts).item() == pytest.approx(E / K, rel=1e-13)
+
+
+def test_z_loss_is_that_of_the_loops() -> None:
+    logits = draw(7, 5)
+    expected = sum(math.log(sum(math.exp(x) for x in row)) ** 2 for row in logits.tolist()) / 7
+    assert z_loss(logits).item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_losses_pass_gradcheck_and_are_zero_without_tokens() -> None:
+    logits, counts = draw(6, 4).requires_grad_(), torch.tensor([5, 0, 4, 3])
+    assert torch.autograd.gradcheck(lambda x: balance_loss(x.softmax(-1), counts), logits)
+    assert torch.autograd.gradcheck(z_loss, logits)
+    assert balance_loss(torch.empty(0, 4), torch.zeros(4, dtype=torch.int64)).item() == 0
+    assert z_loss(torch.empty(0, 4)).item() == 0
+
+
+# In the router.
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("aux", "z"), [(0.2, 0.0), (0.0, 0.3), (0.2, 0.3)])
+def test_a_routers_gradient_is_that_of_the_sum(score: str, aux: float, z: float) -> None:
+    T, H, E, K, scale = 11, 5, 6, 2, 0.25
+    grads = []
+    for attached in (True, False):
+        coefficients = {"aux_coefficient": aux, "z_coefficient": z} if attached else {}
+        torch.manual_seed(0)
+        router = Router(H, RouterConfig(E, K, score=score, **coefficients), dtype=torch.float64)
+        router.loss_scale = scale
+        tokens = draw(T, H, seed=1).requires_grad_()
+        indices, weights = router(tokens)
+        total = (weights * draw(T, K, seed=2)).sum()
+        if not attached:
+            logits = tokens @ router.gate.weight.T
+            s = logits.exp() if score == "softmax" else 1 / (1 + (-logits).exp())
+            mean = (s / s.sum(1, keepdim=True)).mean(0)
+            f = torch.tensor([(indices == e).sum().item() / (T * K) for e in range(E)], dtype=torch.float64)
+            total = total + scale * aux * E * (f * mean).sum()
+            total = total + scale * z * (logits.exp().sum(1).log() ** 2).mean()
+        total.backward()
+        grads.append([router.gate.weight.grad, tokens.grad])
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-14)
+
+
+def test_nothing_is_attached_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    router = Router(5, RouterConfig(6, 2, aux_coefficient=0.2, z_coefficient=0.3)).eval()
+    (router(torch.randn(11, 5))[1] * 0).sum().backward()
+    assert torch.equal(router.gate.weight.grad, torch.zeros(6, 5))
+    router.train()
+    (router(torch.randn(11, 5))[1] * 0).sum().backward()
+    assert router.gate.weight.grad.abs().max() > 1e-3
+
+
+def test_the_scale_reaches_every_router_and_is_read_in_the_forward() -> None:
+    config = MoEConfig(vocabulary=11, layers=3, hidden=8, heads=2, experts=4, intermediate=4, aux_coefficient=0.5)
+    model = MoETransformer(config)
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    assert [router.loss_scale for router in routers] == [1.0] * 3
+    tokens = torch.arange(10).view(2, 5)
+
+    def gradient(before: float, after: float) -> list[Tensor]:
+        model.zero_grad()
+        set_auxiliary_scale(model, before)
+        logits = model(tokens)
+        set_auxiliary_scale(model, after)
+        logits.backward(torch.zeros_like(logits))
+        return [router.gate.weight.grad.clone() for router in routers]
+
+    whole, half = gradient(1.0, 0.25), gradient(0.5, 1.0)
+    assert all(g.abs().max() > 0 for g in whole)
+    torch.testing.assert_close(half, [g / 2 for g in whole])
+    set_auxiliary_scale(nn.Linear(2, 2), 0.5)  # a model without routers is none of its business

@@ -1,0 +1,106 @@
+"""The MoE layer against loops over tokens and experts, and its seam."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap1f1b.moe import GroupedExperts, MoE, RouterConfig, SwiGLU
+
+H, I, E, K = 6, 5, 7, 3  # noqa: E741  the letters of the legend
+
+
+def make(shared: int = 0) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(H, I, RouterConfig(E, K), shared_intermediate=shared, dtype=torch.float64)
+    moe.experts.reset_parameters(torch.Generator().manual_seed(1), std=1.0)
+    return moe
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    size = down.shape[1]
+    gate, up = gate_up[:size] @ x, gate_up[size:] @ x
+    return down @ (gate / (1 + (-gate).exp()) * up)
+
+
+def plain(moe: MoE, x: Tensor) -> Tensor:
+    rows = []
+    for token in x.reshape(-1, H):
+        scores = (moe.router.gate.weight @ token).softmax(0)
+        chosen = scores.argsort(descending=True)[:K].tolist()
+        total = sum(scores[e] for e in chosen)
+        row = torch.zeros(H, dtype=torch.float64)
+        for e in chosen:
+            row = row + scores[e] / total * swiglu(token, moe.experts.gate_up[e], moe.experts.down[e])
+        if moe.shared is not None:
+            row = row + swiglu(token, moe.shared.gate_up.weight, moe.shared.down.weight)
+        rows.append(row)
+    return torch.stack(rows).view(x.shape)
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+@pytest.mark.parametrize("shape", [(1, H), (9, H), (2, 5, H), (1, 1, H)])
+def test_values_and_gradients_are_those_of_the_loops(shape: tuple[int, ...], shared: int) -> None:
+    moe = make(shared)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    cotangent = torch.randn(shape, dtype=torch.float64)
+    got, want = moe(x), plain(moe, x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    over = [x, *moe.parameters()]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, over, cotangent), torch.autograd.grad(want, over, cotangent), rtol=1e-11, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, H), (0, 4, H), (3, 0, H)])
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    moe = make(shared=3)
+    x = torch.empty(shape, dtype=torch.float64, requires_grad=True)
+    y = moe(x)
+    y.sum().backward()
+    assert y.shape == shape
+    for parameter in moe.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+def test_tokens_in_any_layout() -> None:
+    moe = make(shared=3)
+    x = torch.randn(5, 2, H, dtype=torch.float64)
+    assert torch.equal(moe(x.transpose(0, 1)), moe(x.transpose(0, 1).contiguous()))
+
+
+def test_the_seam_is_called_once_before_the_shared_expert() -> None:
+    moe = make(shared=3)
+    calls: list[str] = []
+
+    class Stand(torch.nn.Module):
+        def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            calls.append("experts")
+            assert tokens.shape == (10, H)
+            assert indices.shape == weights.shape == (10, K)
+            assert indices.dtype == torch.int64
+            return 2 * tokens
+
+    moe.experts = Stand()  # type: ignore[assignment]
+    moe.shared.register_forward_hook(lambda *_: calls.append("shared"))  # type: ignore[union-attr]
+    x = torch.randn(2, 5, H, dtype=torch.float64)
+    y = moe(x)
+    assert calls == ["experts", "shared"]
+    assert torch.equal(y, 2 * x + moe.shared(x.view(10, H)).view(2, 5, H))  # type: ignore[misc]
+
+
+def test_swiglu_is_that_of_the_loop() -> None:
+    torch.manual_seed(0)
+    mlp = SwiGLU(H, 7, dtype=torch.float64)
+    x = torch.randn(3, 2, H, dtype=torch.float64)
+    want = torch.stack([swiglu(token, mlp.gate_up.weight, mlp.down.weight) for token in x.view(-1, H)]).view(x.shape)
+    torch.testing.assert_close(mlp(x), want, rtol=1e-13, atol=1e-15)
+
+
+def test_parameter_names() -> None:
+    assert isinstance(make().experts, GroupedExperts)
+    names = ["router.gate.weight", "experts.gate_up", "experts.down"]
+    assert [name for name, _ in make().named_parameters()] == names
+    assert [name for name, _ in make(3).named_parameters()] == [*names, "shared.gate_up.weight", "shared.down.weight"]

@@ -1,0 +1,351 @@
+"""The reference transformer: attention against loops, causality, names, and weights that follow from the seed."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router
+from overlap1f1b.moe.transformer import Attention, Block, Rotary
+from tests.ranks import Ranks
+
+SMALL = MoEConfig(
+    vocabulary=13,
+    layers=2,
+    hidden=12,
+    heads=2,
+    experts=4,
+    top_k=2,
+    intermediate=5,
+    shared_intermediate=3,
+    dense_layers=1,
+    dense_intermediate=7,
+    sequence=9,
+)
+
+
+def tokens(batch: int = 2, sequence: int = 9, seed: int = 0) -> Tensor:
+    return torch.randint(SMALL.vocabulary, (batch, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+def states_equal(a: nn.Module, b: nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+
+
+# What it computes.
+
+
+def turned(x: list[float], position: int, theta: float) -> list[float]:
+    """One head, each pair (i, i + D/2) as a complex number times exp(1j · angle)."""
+    half = len(x) // 2
+    pairs = [complex(x[i], x[i + half]) * cmath.exp(1j * position * theta ** (-2 * i / len(x))) for i in range(half)]
+    return [z.real for z in pairs] + [z.imag for z in pairs]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(1, 1, 2), (3, 3, 4), (4, 2, 6), (3, 1, 2)])
+def test_attention_is_that_of_the_loops(heads: int, kv_heads: int, size: int) -> None:
+    B, S, H = 2, 5, heads * size
+    config = replace(SMALL, hidden=H, heads=heads, kv_heads=kv_heads, rope_theta=50.0)
+    torch.manual_seed(0)
+    attention = Attention(config, dtype=torch.float64)
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    parts = attention.qkv.weight.view(heads + 2 * kv_heads, size, H)
+    want = torch.zeros(B, S, H, dtype=torch.float64)
+    for b in range(B):
+        for n in range(heads):
+            group = n * kv_heads // heads
+            q = [turned((parts[n] @ x[b, s]).tolist(), s, 50.0) for s in range(S)]
+            k = [turned((parts[heads + group] @ x[b, s]).tolist(), s, 50.0) for s in range(S)]
+            v = [parts[heads + kv_heads + group] @ x[b, s] for s in range(S)]
+            for s in range(S):
+                score = [sum(i * j for i, j in zip(q[s], k[t], strict=True)) / math.sqrt(size) for t in range(s + 1)]
+                total = sum(map(math.exp, score))
+                for t in range(s + 1):
+                    want[b, s, n * size : (n + 1) * size] += math.exp(score[t]) / total * v[t].detach()
+    torch.testing.assert_close(attention(x), want @ attention.out.weight.T, rtol=1e-11, atol=1e-13)
+
+
+def test_a_block_normalises_before_each_part() -> None:
+    model = MoETransformer(SMALL, dtype=torch.float64)
+    x = torch.randn(2, 3, SMALL.hidden, dtype=torch.float64)
+    for block in (model.layer0, model.layer1):
+        assert isinstance(block, Block)
+        with torch.no_grad():
+            block.attention_norm.weight.uniform_(0.5, 2)
+            block.mlp_norm.weight.uniform_(0.5, 2)
+
+        def norm(t: Tensor, layer: nn.RMSNorm) -> Tensor:
+            return t / (t.square().mean(-1, keepdim=True) + SMALL.rms_eps).sqrt() * layer.weight
+
+        middle = x + block.attention(norm(x, block.attention_norm))
+        want = middle + block.mlp(norm(middle, block.mlp_norm))
+        torch.testing.assert_close(block(x), want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_a_token_changes_its_own_and_later_logits_only(kv_heads: int | None) -> None:
+    model = MoETransformer(replace(SMALL, kv_heads=kv_heads), dtype=torch.float64).eval()
+    before = model(tokens())
+    assert before.shape == (2, 9, SMALL.vocabulary)
+    for position in (0, 4, 8):
+        other = tokens()
+        other[0, position] = (other[0, position] + 1) % SMALL.vocabulary
+        changed = (model(other) - before).abs().amax(-1) > 1e-12
+        assert changed[0].tolist() == [s >= position for s in range(9)]
+        assert not changed[1].any()
+
+
+def test_positions_matter() -> None:
+    model = MoETransformer(replace(SMALL, layers=1, dense_layers=0), dtype=torch.float64).eval()
+    swapped = tokens()[:, [1, 0, *range(2, 9)]]  # one layer without positions could not tell
+    assert (model(swapped) - model(tokens()))[:, -1].abs().max() > 1e-9
+
+
+def test_a_forward_is_the_chain_of_its_children() -> None:
+    model = MoETransformer(SMALL).eval()
+    assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
+    x = tokens()
+    for child in model:
+        x = child(x)
+    assert torch.equal(x, model(tokens()))
+
+
+def test_a_slice_is_a_stage_with_the_same_names() -> None:
+    model = MoETransformer(SMALL).eval()
+    first, last = model[:2], model[2:]
+    assert torch.equal(last(first(tokens())), model(tokens()))
+    names = [*first.state_dict(), *last.state_dict()]
+    assert names == list(model.state_dict())
+    assert model[-1] is model.head
+
+
+def test_shorter_sequences_and_no_sequences() -> None:
+    model = MoETransformer(SMALL, dtype=torch.float64).eval()
+    torch.testing.assert_close(model(tokens()[:, :4]), model(tokens())[:, :4], rtol=1e-12, atol=1e-14)
+    assert model(tokens()[:0]).shape == (0, 9, SMALL.vocabulary)
+    with pytest.raises(ValueError, match=r"^10 positions in a model with sequence=9; allowed: 1 to 9$"):
+        model(tokens(sequence=10))
+
+
+def test_dropout_acts_on_the_residual_in_training_only() -> None:
+    model = MoETransformer(replace(SMALL, dropout=0.5))
+    assert not torch.equal(model(tokens()), model(tokens()))
+    model.eval()
+    assert torch.equal(model(tokens()), model(tokens()))
+    block = model.layer1.train()
+    x = torch.randn(4, 9, SMALL.hidden)
+    block.mlp.forward = torch.zeros_like  # type: ignore[union-attr, method-assign]
+    unchanged = (block(x) == x).float().mean().item()
+    assert 0.4 < unchanged < 0.6  # 0.5 of 432 elements, 3 deviations are 0.07
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_training_reaches_every_parameter_and_learns(score: str) -> None:
+    model = MoETransformer(replace(SMALL, score=score, aux_coefficient=0.01, z_coefficient=0.001))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch, losses = tokens(4), []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(SMALL.vocabulary), rel=0.05)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_bfloat16_is_close_to_float32() -> None:
+    narrow = MoETransformer(SMALL, dtype=torch.bfloat16)
+    wide = MoETransformer(SMALL)
+    wide.load_state_dict(narrow.state_dict())
+    logits = wide.eval()(tokens())
+    for got in (narrow.eval()(tokens()), narrow.float().bfloat16()(tokens())):
+        assert got.dtype == torch.bfloat16
+        assert (got - logits).abs().max() < 0.1 * logits.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = wide(tokens())
+    assert 0 < (got - logits).abs().max() < 0.1 * logits.abs().max()
+
+
+# Rotary positions.
+
+
+def test_products_of_turned_heads_depend_on_the_distance_alone() -> None:
+    rotary = Rotary(40, 6, 100.0, dtype=torch.float64)
+    q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64).expand(2, 1, 1, 40, 6)
+    products = (rotary(q) @ rotary(k).mT)[0, 0]
+    for distance in (0, 1, 7):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-11, atol=1e-13)
+    assert (products.diagonal(1)[0] - products.diagonal(7)[0]).abs() > 1e-3
+
+
+def test_the_table_is_not_rounded_with_the_model_and_in_no_checkpoint() -> None:
+    model = MoETransformer(SMALL)
+    want = model.layer0.attention.rotary.table.clone()
+    model.bfloat16()
+    table = model.layer0.attention.rotary.table
+    assert table.dtype == torch.float32
+    assert torch.equal(table, want)
+    assert not torch.equal(table.bfloat16().float(), want)
+    assert model.double().layer0.attention.rotary.table.dtype == torch.float64
+    assert not any("rotary" in name for name in model.state_dict())
+
+
+# Its weights.
+
+
+def test_names_are_stable() -> None:
+    assert list(MoETransformer(SMALL).state_dict()) == [
+        "embedding.weight",
+        "layer0.attention_norm.weight",
+        "layer0.attention.qkv.weight",
+        "layer0.attention.out.weight",
+        "layer0.mlp_norm.weight",
+        "layer0.mlp.gate_up.weight",
+        "layer0.mlp.down.weight",
+        "layer1.attention_norm.weight",
+        "layer1.attention.qkv.weight",
+        "layer1.attention.out.weight",
+        "layer1.mlp_norm.weight",
+        "layer1.mlp.router.correction_bias",
+        "layer1.mlp.router.gate.weight",
+        "layer1.mlp.experts.gate_up",
+        "layer1.mlp.experts.down",
+        "layer1.mlp.shared.gate_up.weight",
+        "layer1.mlp.shared.down.weight",
+        "head.norm.weight",
+        "head.out.weight",
+    ]
+
+
+def test_a_seed_gives_one_model() -> None:
+    torch.manual_seed(1)
+    a = MoETransformer(SMALL, seed=5)
+    torch.manual_seed(2)
+    assert states_equal(a, MoETransformer(SMALL, seed=5))
+    assert not states_equal(a, MoETransformer(SMALL, seed=6))
+    narrow = MoETransformer(SMALL, seed=5, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value.to(narrow[name].dtype), narrow[name]) for name, value in a.state_dict().items())
+
+
+def test_without_a_seed_torchs_generator_decides() -> None:
+    torch.manual_seed(1)
+    a = MoETransformer(SMALL, seed=None)
+    b = MoETransformer(SMALL, seed=None)
+    torch.manual_seed(1)
+    assert states_equal(a, MoETransformer(SMALL, seed=None))
+    assert not states_equal(a, b)
+
+
+def test_a_model_made_without_memory_is_complete_after_reset() -> None:
+    model = MoETransformer(SMALL, device="meta").to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.state_dict().values()]:
+        tensor.data.fill_(9)
+    model.reset_parameters(0)
+    assert states_equal(model, MoETransformer(SMALL))
+    assert torch.equal(model.eval()(tokens()), MoETransformer(SMALL).eval()(tokens()))
+
+
+def test_deviations() -> None:
+    config = MoEConfig(layers=2, hidden=64, heads=2, experts=4, intermediate=96, shared_intermediate=80, dense_layers=1)
+    for name, parameter in MoETransformer(config).named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        residual = name.endswith(("attention.out.weight", "down.weight", "down"))
+        want = 0.02 / math.sqrt(4) if residual else 0.02
+        deviation = want / math.sqrt(2 * parameter.numel())
+        assert abs(parameter.std().item() - want) < 5 * deviation, name
+
+
+def weights_of_a_rank(rank: int, size: int, config: MoEConfig) -> dict[str, Tensor]:
+    return MoETransformer(config, group=dist.group.WORLD, seed=3).state_dict()
+
+
+def test_a_seed_gives_one_model_for_every_number_of_expert_ranks(ranks2: Ranks) -> None:
+    whole = MoETransformer(SMALL, seed=3).state_dict()
+    parts = ranks2.run(weights_of_a_rank, SMALL)
+    for name, want in whole.items():
+        if ".experts." in name:
+            assert parts[0][name].shape[0] == 2
+            assert torch.equal(torch.cat([part[name] for part in parts]), want), name
+        else:
+            assert all(torch.equal(part[name], want) for part in parts), name
+
+
+def message_of_a_rank(rank: int, size: int, config: MoEConfig) -> str:
+    with pytest.raises(ValueError, match="allowed") as raised:
+        MoETransformer(config, group=dist.group.WORLD)
+    return str(raised.value)
+
+
+def test_experts_that_cannot_be_divided(ranks2: Ranks) -> None:
+    message = "9 experts cannot be divided over 2 ranks; allowed: 1, 3, 9"
+    assert ranks2.run(message_of_a_rank, replace(SMALL, experts=9)) == [message] * 2
+
+
+def test_operations_are_six_for_each_weight_and_those_of_attention() -> None:
+    config = replace(SMALL, kv_heads=1, top_k=4)  # every token meets every expert
+    model = MoETransformer(config)
+    met = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embedding" not in name)
+    scores_and_values = 2 * 2 * config.hidden  # for each token and each position it looks at
+    assert model.flops_per_token(5) == 6 * met + 3 * scores_and_values * 5 * config.layers
+    assert model.flops_per_token() - model.flops_per_token(5) == 3 * scores_and_values * 4 * config.layers
+    idle = 2 * sum(p.numel() for p in next(m for m in model.modules() if isinstance(m, GroupedExperts)).parameters())
+    assert MoETransformer(replace(config, top_k=2)).flops_per_token(5) == model.flops_per_token(5) - 6 * idle // 4
+
+
+# Bad configurations.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": 0}, "vocabulary=0; allowed: 1 and more"),
+        ({"layers": 0}, "layers=0; allowed: 1 and more"),
+        ({"sequence": -1}, "sequence=-1; allowed: 1 and more"),
+        ({"intermediate": 0}, "intermediate=0; allowed: 1 and more"),
+        ({"dense_intermediate": 0}, "dense_intermediate=0; allowed: 1 and more"),
+        ({"shared_intermediate": -1}, "shared_intermediate=-1; allowed: 0 and more"),
+        ({"hidden": 12, "heads": 4}, "hidden=12 with heads=4; allowed: multiples of 8"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4; allowed: 1, 2, 4"),
+        ({"heads": 4, "kv_heads": 0}, "kv_heads=0 with heads=4; allowed: 1, 2, 4"),
+        ({"dense_layers": 5}, "dense_layers=5 of 4 layers; allowed: 0 to 4"),
+        ({"dropout": 1.0}, "dropout=1.0; allowed: 0 to less than 1"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0; allowed: more than 0"),
+        ({"rms_eps": 0.0}, "rms_eps=0.0; allowed: more than 0"),
+        ({"experts": 4, "top_k": 5}, "top_k=5 of 4 experts; allowed: 1 to 4"),
+        ({"groups": 3}, "8 experts cannot be divided into groups=3; allowed: 1, 2, 4, 8"),
+    ],
+)
+def test_bad_configurations_say_what_is_allowed(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="allowed") as raised:
+        MoEConfig(**options)
+    assert str(raised.value) == message
+
+
+def test_every_router_field_of_the_configuration_arrives() -> None:
+    fields = {
+        "experts": 6,
+        "top_k": 3,
+        "score": "sigmoid",
+        "normalize": False,
+        "scaling": 2.5,
+        "groups": 3,
+        "top_groups": 2,
+        "aux_coefficient": 0.25,
+        "z_coefficient": 0.125,
+    }
+    model = MoETransformer(replace(SMALL, **fields))
+    (router,) = (m for m in model.modules() if isinstance(m, Router))
+    assert vars(router.config) == fields
