@@ -139,7 +139,6 @@ class Wire:
 
     def close(self) -> None:
         """End what runs in the namespaces and remove them. Ctrl-C waits until that is done."""
-        # The commands inherit the mask, so a terminal's Ctrl-C, which goes to them too, does not end them either.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for namespace in [*self._namespaces, *([self._hub] if self._hub else [])]:
@@ -207,9 +206,11 @@ def _remove_stale() -> None:
 
 
 def _run(*command: str, check: bool = True) -> str:
-    """The command's output."""
+    """The command's output. It has a session of its own, so that a terminal's Ctrl-C does not end it half way."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, start_new_session=True, check=False
+        )
     except subprocess.TimeoutExpired:
         raise ValueError(f"--wire: `{' '.join(command)}` took longer than {COMMAND_S:g} s") from None
     if check and done.returncode != 0:

@@ -20,7 +20,7 @@ from overlap1f1b.engine.stage import Stage
 from overlap1f1b.moe.exchange import Exchange, build_exchange
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
 from overlap1f1b.schedule import Program, forward_only
-from overlap1f1b.simulate import Timeline
+from overlap1f1b.simulation import Timeline
 
 DEFAULT_OVERLAP = 3
 
@@ -62,6 +62,7 @@ class Engine:
         loss_fn: ``(output, target) → scalar`` of one microbatch.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         costs: Seconds of every node, instead of measuring them.
+        plan: What to play, instead of compiling one.
         timeout: Limit in seconds of every wait for another rank.
         exchange: Instead of the mesh's own, for measurements.
         pace: Seconds that each compute node lasts at least, for measurements.
@@ -79,6 +80,7 @@ class Engine:
         loss_fn: LossFunction,
         overlap: Overlap = DEFAULT_OVERLAP,
         costs: NodeCosts | None = None,
+        plan: Plan | None = None,
         timeout: float = 600.0,
         exchange: Exchange | None = None,
         pace: Pace | None = None,
@@ -96,7 +98,10 @@ class Engine:
             group = dist.new_group(ranks, use_local_synchronization=True)
             self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE])
         self.costs = costs
-        self._plan: Plan | None = None
+        if plan is not None:
+            planning.check(plan)
+            agree(plan, self.group)
+        self._plan = plan
         self._serial: Plan | None = None
         self._warm = False
 
@@ -137,7 +142,7 @@ class Engine:
         spans = self.player.spans()
         if self.reducer is not None:
             self.reducer.finish()
-        if self.costs is None:
+        if self.costs is None and self._plan is None:
             if self._warm:
                 self.costs = measured_costs(plan, spans, self.group)
             self._warm = True

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from overlap1f1b.engine.forward import seam
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
 from overlap1f1b.moe.experts import GroupedExperts
-from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import BlockShape, StageShape
 
 
@@ -137,8 +137,8 @@ class Stage:
                 change(experts, "product", self._grouped_product)
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", _SplitForward(self, linear))
-            for router in (m for block in self.blocks for m in block.modules() if isinstance(m, Router)):
-                change(router, "loss_scale", loss_scale)
+            for carrier in (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier)):
+                change(carrier, "loss_scale", loss_scale)
             yield
         finally:
             for attributes, name, value in reversed(changed):

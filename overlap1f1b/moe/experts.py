@@ -65,10 +65,10 @@ class GroupedExperts(nn.Module):
         """Normal weights. All E experts are drawn and this rank's kept: one seed gives one model on any ranks."""
         mine = self.exchange.rank
         for weight in (self.gate_up, self.down):
-            for rank in range(self.exchange.ranks):
-                drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(std=std, generator=generator)
-                if rank == mine:
-                    weight.copy_(drawn)
+            for expert in range(self.experts):  # one draw each: normal_ fills in blocks, so the parts would differ
+                drawn = torch.empty(weight.shape[1:], dtype=torch.float32).normal_(std=std, generator=generator)
+                if expert // self.local_experts == mine:
+                    weight[expert % self.local_experts].copy_(drawn)
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from overlap1f1b.plan.clock import makespan
@@ -42,6 +42,11 @@ class Plan:
     def fingerprint(self) -> str:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
         return hashlib.sha256("\n".join(map(str, self.nodes)).encode()).hexdigest()
+
+    def without_reductions(self) -> Plan:
+        """The same order with nothing to sum over ranks."""
+        shape = tuple(block._replace(reduced=False) for block in self.shape)
+        return replace(self, shape=shape, nodes=tuple(node for node in self.nodes if node.op is not Op.REDUCE))
 
     @property
     def peak_activations(self) -> int:

@@ -2,10 +2,20 @@
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of
 from overlap1f1b.schedule.checks import check
-from overlap1f1b.schedule.generators import SCHEDULES, build_schedule, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule.generators import (
+    DEFAULT_EXTRA_WARMUP,
+    DEFAULT_PROGRAM,
+    SCHEDULES,
+    build_schedule,
+    combined_1f1b,
+    forward_only,
+    sequential,
+)
 from overlap1f1b.schedule.program import Program
 
 __all__ = [
+    "DEFAULT_EXTRA_WARMUP",
+    "DEFAULT_PROGRAM",
     "SCHEDULES",
     "Action",
     "Kind",

@@ -257,13 +257,16 @@ with Wire(3) as wire:
 
 
 @pytest.fixture
-def parent() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def parent(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Makes processes that have a wire, and with "ranks" also three ranks on it, by the time the call returns."""
     processes: list[subprocess.Popen[str]] = []
 
     def make(what: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", PARENT, what]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        environ = dict(os.environ, TMPDIR=str(tmp_path))  # for the store of a parent that is killed
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         processes.append(process)
         assert process.stdout is not None
         for _ in range(4 if what == "ranks" else 1):

@@ -1,0 +1,60 @@
+"""Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.
+
+Names are imported when they are first used: schedules and plans never load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Engine": "engine",
+    "Stage": "engine",
+    "StepResult": "engine",
+    "combined_forward_backward_step": "engine",
+    "NodeCosts": "plan",
+    "Plan": "plan",
+    "compile": "plan",
+    "Action": "schedule",
+    "Pair": "schedule",
+    "Program": "schedule",
+    "build_schedule": "schedule",
+    "Timeline": "simulation",
+    "simulate": "simulation",
+}
+
+if TYPE_CHECKING:
+    from overlap1f1b.engine import Engine, Stage, StepResult, combined_forward_backward_step
+    from overlap1f1b.plan import NodeCosts, Plan, compile
+    from overlap1f1b.schedule import Action, Pair, Program, build_schedule
+    from overlap1f1b.simulation import Timeline, simulate
+
+__all__ = [
+    "Action",
+    "Engine",
+    "NodeCosts",
+    "Pair",
+    "Plan",
+    "Program",
+    "Stage",
+    "StepResult",
+    "Timeline",
+    "build_schedule",
+    "combined_forward_backward_step",
+    "compile",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'overlap1f1b' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"overlap1f1b.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,7 @@
+"""``python -m overlap1f1b``."""
+
+import sys
+
+from overlap1f1b.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""``overlap1f1b bench``: what each program costs on one workload."""

@@ -1,0 +1,75 @@
+"""``overlap1f1b bench`` on one rank: measures, prints, writes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from overlap1f1b.cli.bench.measure import Bench
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.workload import environment
+
+
+def bench(options: BenchOptions, rank: Rank) -> None:
+    """Measures every row; the first rank reports."""
+    screen = console(options.json, quiet=rank.rank != 0)
+    with screen.status("starting") as status:
+        result = Bench(options, rank, status.update).run()
+    if rank.rank:
+        return
+    workload = {key: value for key, value in asdict(options.model).items()} | {
+        "microbatches": options.microbatches,
+        "batch": options.batch,
+        "sequence": options.sequence,
+        "rounds": options.rounds,
+    }
+    result = {"environment": environment(rank), "workload": workload} | result
+    show(result, screen)
+    write_json(options.json, result)
+
+
+def show(result: dict[str, Any], screen: Console) -> None:
+    """Prints the ablation table with the bounds above it."""
+    wire, rate = result["wire"], result["wire"]["rate_gbps"]
+    link = "loopback" if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
+    screen.print(
+        f"[bold]{result['environment']['ranks']} ranks[/bold], {link}, {result['compute']} compute, "
+        f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
+    )
+    floor = "" if rate is None else f" (bytes over rate {wire['bytes_over_rate_ms']:.0f})"
+    screen.print(
+        f"ms: compute only {result['compute_only_ms']:.0f}, exchange only {result['exchange_only_ms']:.0f}{floor}, "
+        f"bound {result['bound_ms']:.0f}, contended {result['contended_ms']:.0f}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("program", "overlap", "order"):
+        table.add_column(name)
+    for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", "over contended", "exposed ms"):
+        table.add_column(name, justify="right")
+    for name in ("hidden", "predicted ms", "peak MiB", "gradients"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        step = row["step_ms"]
+        table.add_row(
+            row["program"],
+            row["overlap"],
+            row["order"],
+            f"{step['median']:.0f}",
+            f"{step['min']:.0f}–{step['max']:.0f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['speedup']:.2f}×",
+            f"{row['over_bound']:.3f}",
+            f"{row['over_contended']:.3f}",
+            f"{row['exposed_ms']:.0f}",
+            f"{row['hidden_fraction']:.1%}",
+            f"{row['predicted_ms']:.0f}",
+            f"{row['peak_activation_bytes'] / 2**20:.0f}",
+            "equal" if row["grads_equal"] else f"differ by {row['max_grad_diff']:.1e}",
+            style="bold" if row["default"] else None,
+        )
+    screen.print(table)

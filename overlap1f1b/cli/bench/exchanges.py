@@ -1,0 +1,102 @@
+"""Exchanges that stand in for the real one, to time compute and exchange apart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.moe.exchange import Exchange, Transfer
+
+
+class Sizes(NamedTuple):
+    """One exchange of rows: rows to and from each rank, and a row's shape and dtype."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that leave this rank."""
+        rows = sum(self.send) - self.send[rank]
+        return rows * self.dtype.itemsize * torch.Size(self.row).numel()
+
+
+class RecordingExchange:
+    """The real exchange; keeps the sizes and counts of a step in the order of their launch."""
+
+    def __init__(self, real: Exchange) -> None:
+        self.real, self.ranks, self.rank = real, real.ranks, real.rank
+        self.sizes: list[Sizes] = []
+        self._counts: list[Transfer] = []
+
+    @property
+    def counts_received(self) -> list[Tensor]:
+        """The received counts of the step."""
+        return [transfer.result for transfer in self._counts]
+
+    def clear(self) -> None:
+        """Forgets a step."""
+        self.sizes, self._counts = [], []
+
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+        self.sizes.append(Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype))
+        return self.real.rows(source, send, receive)
+
+    def counts(self, counts: Tensor) -> Transfer:
+        self._counts.append(self.real.counts(counts))
+        return self._counts[-1]
+
+
+class AnsweringExchange:
+    """Answers at once, with rows of zeros in the numbers that a recorded step received: compute without exchange."""
+
+    def __init__(self, ranks: int, rank: int, counts: Iterable[Tensor]) -> None:
+        self.ranks, self.rank = ranks, rank
+        self._counts = list(counts)
+        self._next = 0
+
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+        return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
+
+    def counts(self, counts: Tensor) -> Transfer:
+        answer = self._counts[self._next % len(self._counts)]  # every step launches the same counts in the same order
+        self._next += 1
+        return Transfer(answer)
+
+
+class Replay:
+    """The exchanges of a recorded step, launched with no compute between them, ``depth`` in flight."""
+
+    def __init__(self, real: Exchange, sizes: Sequence[Sizes], depth: int = 4) -> None:
+        self.real, self.sizes, self.depth = real, sizes, depth
+        width = max((sum(s.send) for s in sizes), default=0)
+        self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype) for s in sizes}
+
+    def run(self) -> float:
+        """Seconds from the first launch to the last arrival."""
+        start = time.perf_counter()
+        for _ in self._launches():
+            pass
+        return time.perf_counter() - start
+
+    def _launches(self) -> Iterator[None]:
+        flying: deque[Transfer] = deque()
+        for size in self.sizes:
+            if len(flying) == self.depth:
+                flying.popleft().finish()
+            source = self._sources[size.row, size.dtype][: sum(size.send)]
+            flying.append(self.real.rows(source, size.send, size.receive))
+            yield
+        for transfer in flying:
+            transfer.finish()
+
+    def beside(self) -> threading.Thread:
+        """A thread, not yet started, that runs the exchanges beside whatever this thread computes."""
+        return threading.Thread(target=self.run, name="overlap1f1b-replay", daemon=True)

@@ -1,0 +1,274 @@
+"""Measures the rows: compute only, exchange only, both without dependencies, and every program, interleaved."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
+from overlap1f1b.cli.bench.hollow import hollow
+from overlap1f1b.cli.bench.memory import peak_bytes
+from overlap1f1b.cli.bench.rows import Row, Samples, ablation
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.wire import INTERFACE, parse_rate, shape
+from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
+from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.moe.exchange import build_exchange
+from overlap1f1b.plan import NodeCosts, parse_overlap
+from overlap1f1b.simulation import simulate
+
+FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
+Report = Callable[[str], None]
+
+
+@dataclass
+class Bench:
+    """One rank's part of the benchmark.
+
+    Args:
+        options: From the command line.
+        rank: This process.
+        report: Told what is being done.
+    """
+
+    options: BenchOptions
+    rank: Rank
+    report: Report
+
+    def __post_init__(self) -> None:
+        options, rank = self.options, self.rank
+        self.overlap = parse_overlap(options.overlap)
+        self.model = build_model(options, rank)
+        corpus = load_corpus(options)
+        self.inputs, self.target = corpus.batch(
+            0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        )
+        self.real = build_exchange(rank.group, counts_group=_new_group(rank))
+        self.recording = RecordingExchange(self.real)
+        self.pace: NodeCosts | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Everything, as the JSON of design and documentation; times are the slowest rank's."""
+        rows = ablation(self.options.microbatches, self.overlap)
+        self.report("measuring nodes")
+        serial = self._engine(rows[0])
+        for _ in range(3):
+            self._step(serial)
+        if self.options.compute == "timed":
+            self.pace = serial.costs
+        with self._computing():
+            rate = self._shape_wire(serial.costs)
+            self.report("measuring nodes on the wire")
+            costs = self._calibrated(rows[0])
+            engines = {row.key: self._engine(row, costs) for row in rows}
+            timed = self._rounds(rows, engines, costs)
+        self.report("comparing gradients")
+        checked = self._check(rows, costs)
+        return self._summary(rows, timed, checked, engines, costs, rate)
+
+    # ------------------------------------------------------------------------------------------- pieces
+
+    def _engine(self, row: Row, costs: NodeCosts | None = None, exchange: Any = None) -> Engine:
+        return Engine(
+            self.model,
+            row.program,
+            mesh=self.rank.mesh,
+            loss_fn=loss_fn,
+            overlap=row.overlap,
+            costs=costs,
+            timeout=self.options.timeout,
+            exchange=exchange or self.recording,
+            pace=self.pace,
+        )
+
+    def _step(self, engine: Engine) -> tuple[float, StepResult]:
+        """One step from a common start; seconds until the slowest rank is done."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+        self.recording.clear()
+        _barrier(self.rank)
+        start = time.perf_counter()
+        result = engine.step(self.inputs, target=self.target)
+        return _slowest(time.perf_counter() - start, self.rank), result
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return hollow(self.model) if self.options.compute == "timed" else nullcontext()
+
+    def _calibrated(self, row: Row) -> NodeCosts:
+        engine = self._engine(row)
+        while engine.costs is None:
+            self._step(engine)
+        return engine.costs
+
+    def _shape_wire(self, costs: NodeCosts | None) -> float | None:
+        """Shapes this rank's end of the wire and returns the rate in bits per second."""
+        wire = self.options.wire
+        if wire is None:
+            return None
+        if wire.startswith("balanced"):
+            self.report("finding the rate at which exchange equals compute")
+            default = self._engine(ablation(self.options.microbatches, self.overlap)[-1], costs)
+            self._step(default)
+            compute = self._compute_only(default)
+            seconds = median(compute() for _ in range(3))
+            sent = _slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
+            rate = 8 * sent / seconds / FRAMES * float(wire.partition("*")[2] or 1)
+        else:
+            rate = parse_rate(wire)
+        _barrier(self.rank)
+        shape(os.environ[INTERFACE], rate)
+        _barrier(self.rank)
+        return rate
+
+    def _compute_only(self, recorded: Engine) -> Callable[[], float]:
+        """The step of an engine that has just been recorded, every exchange answered locally."""
+        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
+        self._sizes = list(self.recording.sizes)
+        engine = Engine(
+            self.model,
+            recorded.program,
+            loss_fn=loss_fn,
+            plan=recorded.plan.without_reductions(),
+            exchange=answers,
+            pace=self.pace,
+        )
+        return lambda: self._step(engine)[0]
+
+    # ------------------------------------------------------------------------------------------- phases
+
+    def _rounds(self, rows: list[Row], engines: dict[str, Engine], costs: NodeCosts) -> dict[str, Any]:
+        default = next(engines[row.key] for row in rows if row.default)
+        self._step(default)
+        compute_only = self._compute_only(default)
+        replay = Replay(self.real, self._sizes)
+
+        def exchange_only() -> float:
+            _barrier(self.rank)
+            return _slowest(replay.run(), self.rank)
+
+        def contended() -> float:
+            beside = replay.beside()
+            _barrier(self.rank)
+            start = time.perf_counter()
+            beside.start()
+            compute_only()
+            beside.join()
+            return _slowest(time.perf_counter() - start, self.rank)
+
+        bounds: dict[str, list[float]] = {"compute_only": [], "exchange_only": [], "contended": []}
+        samples = {row.key: Samples() for row in rows}
+        for turn in range(self.options.rounds + 1):  # the first is for warming up
+            self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
+            for name, measure in (
+                ("compute_only", compute_only),
+                ("exchange_only", exchange_only),
+                ("contended", contended),
+            ):
+                seconds = measure()
+                if turn:
+                    bounds[name].append(seconds)
+            for row in rows:
+                seconds, result = self._step(engines[row.key])
+                if turn:
+                    samples[row.key].seconds.append(seconds)
+                    samples[row.key].exposed.append(_slowest(result.overlap.exposed, self.rank))
+                    samples[row.key].hidden.append(-_slowest(-result.overlap.hidden_fraction, self.rank))
+        return {"bounds": {name: median(values) for name, values in bounds.items()}, "samples": samples}
+
+    def _check(self, rows: list[Row], costs: NodeCosts) -> dict[str, dict[str, Any]]:
+        """Gradients of every row against those of the first, with real compute, and the memory that each takes."""
+        self.pace = None
+        reference: list[Tensor] = []
+        found: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            engine = self._engine(row, costs)
+            memory = peak_bytes(self.rank.device, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+            grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+            reference = reference or grads
+            difference = max(float((a - b).abs().max()) for a, b in zip(grads, reference, strict=True))
+            found[row.key] = {
+                "grads_equal": _slowest(difference, self.rank) == 0.0,
+                "max_grad_diff": _slowest(difference, self.rank),
+                "peak_activation_bytes": int(_slowest(float(memory), self.rank)),
+            }
+        return found
+
+    def _summary(
+        self,
+        rows: list[Row],
+        timed: dict[str, Any],
+        checked: dict[str, dict[str, Any]],
+        engines: dict[str, Engine],
+        costs: NodeCosts,
+        rate: float | None,
+    ) -> dict[str, Any]:
+        bounds = timed["bounds"]
+        bound = max(bounds["compute_only"], bounds["exchange_only"])
+        tokens = self.options.batch * self.options.sequence * self.rank.size
+        baseline = median(timed["samples"][rows[0].key].seconds)
+        table = []
+        for row in rows:
+            samples = timed["samples"][row.key]
+            step = median(samples.seconds)
+            predicted = simulate(engines[row.key].plan, costs).makespan
+            table.append(
+                {"program": row.program.name, "overlap": str(row.overlap), "default": row.default}
+                | samples.summary()
+                | {
+                    "order": engines[row.key].plan.order,
+                    "tokens_per_s": tokens / step,
+                    "over_bound": step / bound,
+                    "over_contended": step / bounds["contended"],
+                    "predicted_ms": 1e3 * predicted,
+                    "speedup": baseline / step,
+                }
+                | checked[row.key]
+            )
+        sent = max(s.sent_bytes(self.rank.rank) for s in self._sizes) if self._sizes else 0
+        total = sum(s.sent_bytes(self.rank.rank) for s in self._sizes)
+        return {
+            "wire": {
+                "kind": "loopback" if rate is None else "shaped",
+                "rate_gbps": None if rate is None else rate / 1e9,
+                "bytes_sent": int(_slowest(float(total), self.rank)),
+                "largest_exchange_bytes": int(_slowest(float(sent), self.rank)),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / FRAMES,
+            },
+            "compute": self.options.compute,
+            "compute_only_ms": 1e3 * bounds["compute_only"],
+            "exchange_only_ms": 1e3 * bounds["exchange_only"],
+            "bound_ms": 1e3 * bound,
+            "contended_ms": 1e3 * bounds["contended"],
+            "rows": table,
+        }
+
+
+def _new_group(rank: Rank) -> dist.ProcessGroup | None:
+    return None if rank.mesh is None else dist.new_group(list(range(rank.size)))
+
+
+def _barrier(rank: Rank) -> None:
+    if rank.group is not None:
+        dist.barrier(rank.group)
+
+
+def _slowest(value: float, rank: Rank) -> float:
+    """The largest of the ranks' values."""
+    if rank.group is None:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=rank.group)
+    return largest.item()

@@ -1,0 +1,59 @@
+"""The rows of the ablation table."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any, NamedTuple
+
+from overlap1f1b.plan import Overlap
+from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
+
+
+class Row(NamedTuple):
+    """A program under an overlap."""
+
+    program: Program
+    overlap: Overlap
+    default: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in tables."""
+        return f"{self.program.name} · {self.overlap}"
+
+
+def ablation(microbatches: int, overlap: Overlap) -> list[Row]:
+    """From the serial baseline through Megatron's pattern to the default, one change a row."""
+    sequential = build_schedule("sequential", microbatches=microbatches)
+    merged = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=0)
+    warmed = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=DEFAULT_EXTRA_WARMUP)
+    rows = [
+        Row(sequential, "serial"),
+        Row(sequential, 1),
+        Row(merged, "pairs"),
+        Row(merged, 2),
+        Row(warmed, 2),
+        Row(warmed, overlap, default=True),
+    ]
+    return list({row.key: row for row in rows}.values())
+
+
+class Samples:
+    """Times of one row over the rounds, in seconds, and what was seen beside them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.exposed: list[float] = []
+        self.hidden: list[float] = []
+
+    def summary(self) -> dict[str, Any]:
+        """The row's measured part of the JSON."""
+        return {
+            "step_ms": {
+                "min": 1e3 * min(self.seconds),
+                "median": 1e3 * median(self.seconds),
+                "max": 1e3 * max(self.seconds),
+            },
+            "exposed_ms": 1e3 * median(self.exposed),
+            "hidden_fraction": median(self.hidden),
+        }

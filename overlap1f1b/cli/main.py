@@ -1,0 +1,91 @@
+"""The command line: parses options, starts ranks, turns errors into one line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
+from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
+from overlap1f1b.cli.wire import Wire, parse_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from overlap1f1b.cli.ranks import Rank
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options = tyro.extras.subcommand_cli_from_dict(
+        {"train": TrainOptions, "bench": BenchOptions},
+        args=argv or ["--help"],
+        prog="overlap1f1b",
+        description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
+        sort_subcommands=False,
+    )
+    try:
+        check_run(options)
+        if STORE in os.environ or under_torchrun():
+            return _run_rank(options)
+        return _run_here(options, argv)
+    except ValueError as error:
+        return _fail(error)
+
+
+def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
+    """Starts the ranks; a single one without a wire is this process."""
+    for name, value in (("KINETO_LOG_LEVEL", "5"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, value)  # torch's profiler, which bench counts memory with, is chatty
+    wire = options.wire if isinstance(options, BenchOptions) else None
+    if wire is None:
+        return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)
+    if not wire.startswith("balanced"):
+        parse_rate(wire)
+    elif wire.partition("*")[2] and not _positive(wire.partition("*")[2]):
+        raise ValueError(f"--wire {wire}; allowed: a rate such as 500mbit, balanced, or balanced*FACTOR")
+    with Wire(options.ranks) as link:
+        return run_ranks(argv, options.ranks, wire=link)
+
+
+def _positive(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return 0 < float(text) < float("inf")
+    return False
+
+
+def _run_rank(options: RunOptions) -> int:
+    from overlap1f1b.cli.ranks import joined
+
+    verb: Callable[[Any, Rank], None]
+    if isinstance(options, TrainOptions):
+        from overlap1f1b.cli.train import train as verb
+    else:
+        from overlap1f1b.cli.bench.command import bench as verb
+    with joined(options.timeout) as rank:
+        try:
+            verb(options, rank)
+        except ValueError as error:
+            return _fail(error) if _first_to_fail(rank) else 2
+    return 0
+
+
+def _first_to_fail(rank: Rank) -> bool:
+    """Whether this is the first rank to report: all see the same bad option, and one line is enough."""
+    if rank.size == 1:
+        return True
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store().add("overlap1f1b/errors", 1) == 1
+
+
+def _fail(error: ValueError) -> int:
+    sys.stderr.write(f"overlap1f1b: error: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+    return 2

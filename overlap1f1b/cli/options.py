@@ -1,0 +1,138 @@
+"""What the command line takes. No torch here: ``--help`` and errors come at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Sizes of the byte-level MoE transformer."""
+
+    layers: int = 4
+    """Transformer blocks."""
+    hidden: int = 256
+    """Hidden size."""
+    heads: int = 4
+    """Attention heads."""
+    experts: int = 8
+    """Experts of a block, over all ranks."""
+    top_k: int = 2
+    """Experts per token."""
+    intermediate: int = 512
+    """Intermediate size of an expert."""
+    shared_intermediate: int = 0
+    """Intermediate size of the expert that every token uses; 0 for none."""
+    dense_layers: int = 0
+    """First blocks without experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router; sigmoid balances its load by a correction bias instead of an auxiliary loss."""
+    dropout: float = 0.0
+    """Probability of dropping an element of what a block adds to the residual."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What train and bench share."""
+
+    model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
+    ranks: int = 2
+    """Local expert-parallel ranks to start; under torchrun its ranks are used instead."""
+    microbatches: int = 8
+    """Microbatches of a step."""
+    batch: int = 16
+    """Sequences of a step on each rank, divided evenly into microbatches."""
+    sequence: int = 256
+    """Bytes of a sequence."""
+    overlap: str = "3"
+    """serial, pairs, or the number of actions that may be open at once."""
+    text: tuple[Path, ...] = ()
+    """Files or folders to read; by default the standard library of this Python."""
+    seed: int = 0
+    """Of weights and batches."""
+    timeout: float = 120.0
+    """Seconds after which a wait for another rank is given up."""
+    json: str | None = None
+    """File for the results as JSON, or - for standard output."""
+
+
+@dataclass(frozen=True)
+class TrainOptions(RunOptions):
+    """Train a byte-level MoE language model, its expert all-to-all hidden behind compute.
+
+    Examples:
+
+      overlap1f1b train                                    # two local ranks, the standard library's sources
+
+      overlap1f1b train --text my/notes --steps 500 --checkpoint runs/notes
+
+      overlap1f1b train --compare                          # the same steps with sequential beside it
+
+      torchrun --nproc-per-node 4 -m overlap1f1b train --experts 16
+    """
+
+    microbatches: int = 4
+    """Microbatches of a step."""
+    batch: int = 8
+    """Sequences of a step on each rank, divided evenly into microbatches."""
+    steps: int = 150
+    """Optimizer steps."""
+    schedule: str = DEFAULT_PROGRAM
+    """Program to play."""
+    extra_warmup: int | None = None
+    """Forwards beyond the first before the first backward, for combined_1f1b; by default 1."""
+    lr: float = 2e-3
+    """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
+    weight_decay: float = 0.1
+    """Of AdamW."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    eval_every: int = 50
+    """Steps between losses on held-out text."""
+    checkpoint: Path | None = None
+    """Folder for checkpoints; a run that finds some there goes on from the last."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    compare: bool = False
+    """Train the same steps with sequential too, and show both."""
+
+
+@dataclass(frozen=True)
+class BenchOptions(RunOptions):
+    """Measure the throughput of every program on one workload, rows interleaved in one process.
+
+    Examples:
+
+      overlap1f1b bench                                    # loopback, real compute
+
+      overlap1f1b bench --wire balanced --compute timed    # a real link as slow as compute (root)
+
+      overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
+    """
+
+    wire: str | None = None
+    """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
+    rate. Needs root and iproute2. Without it the loopback is used."""
+    compute: Literal["real", "timed"] = "real"
+    """timed: a node waits for its measured time instead of computing, as a GPU would leave the processor."""
+    rounds: int = 5
+    """Times that every row is measured."""
+
+
+def check_run(options: RunOptions) -> None:
+    """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
+    for name in ("ranks", "microbatches", "batch", "sequence"):
+        if (value := getattr(options, name)) < 1:
+            raise ValueError(f"--{name} {value}; allowed: 1 or more")
+    if options.batch % options.microbatches:
+        raise ValueError(
+            f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
+        )
+    if isinstance(options, TrainOptions) and options.schedule not in SCHEDULES:
+        raise ValueError(f"unknown program {options.schedule!r}; allowed: {', '.join(SCHEDULES)}")

@@ -1,0 +1,65 @@
+"""The process group of a rank, whoever started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap1f1b.cli.launch import STORE
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the expert-parallel ranks.
+
+    Args:
+        rank: Its number.
+        size: How many there are.
+        device: Where it computes.
+        mesh: One dimension "ep"; None for a single rank.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the experts."""
+        return None if self.mesh is None else self.mesh.get_group("ep")
+
+
+@contextmanager
+def joined(timeout: float) -> Iterator[Rank]:
+    """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either."""
+    store = os.environ.get(STORE)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
+        return
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    # Local ranks may outnumber GPUs, which NCCL refuses: then all compute on the processor.
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpu else "gloo"
+    limit = timedelta(seconds=timeout)
+    if store:
+        file_store = dist.FileStore(store, size)
+        dist.init_process_group(backend, store=file_store, rank=rank, world_size=size, timeout=limit)
+    else:
+        dist.init_process_group(backend, timeout=limit)
+    try:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ep",))
+        yield Rank(rank, size, device, mesh)
+    finally:
+        dist.destroy_process_group()
