@@ -121,6 +121,8 @@ class BenchOptions(RunOptions):
     rate. Needs root and iproute2. Without it the loopback is used."""
     compute: Literal["real", "timed"] = "real"
     """timed: a node waits for its measured time instead of computing, as a GPU would leave the processor."""
+    reduce: bool = False
+    """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not contain it."""
     rounds: int = 5
     """Times that every row is measured."""
 

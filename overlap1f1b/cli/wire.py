@@ -176,7 +176,7 @@ class Wire:
 def _limit(namespace: list[str], interface: str, rate_bps: float) -> None:
     if not rate_bps >= MIN_RATE:  # also refuses nan
         raise ValueError(f"a wire's rate must be {MIN_RATE:.0f} bit/s or more, not {rate_bps:g}")
-    limit = ["rate", f"{round(rate_bps)}bit", "burst", "256kb", "latency", "400ms"]
+    limit = ["rate", f"{round(rate_bps)}bit", "burst", "32kb", "latency", "400ms"]
     _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
 
 

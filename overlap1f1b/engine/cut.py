@@ -13,18 +13,21 @@ With several calls of experts in a block, 1 and 2 repeat in reverse order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
+from overlap1f1b.engine.lanes import Flight, Post
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Exchange, Transfer
 from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
+from overlap1f1b.schedule import Kind
 
 
 class SeamRun:
@@ -43,22 +46,30 @@ class SeamRun:
         self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
         self.y: Tensor | None = None
 
-    def send(self) -> Transfer:
+    def send(self, counts: Flight | None = None) -> Post:
+        """Rows from their tokens to their experts; the first time once the counts are here."""
         rows, self.rows = self.rows, None
         assert rows is not None
-        return self.exchange.rows(rows, self.route.send, self.route.receive)
 
-    def send_back(self) -> Transfer:
+        def post() -> Transfer:
+            if counts is not None:
+                self.route.arrive(counts.wait())
+            return self.exchange.rows(rows, self.route.send, self.route.receive)
+
+        return post
+
+    def send_back(self) -> Post:
+        """Rows from their experts to their tokens."""
         rows, self.rows = self.rows, None
         assert rows is not None
-        return self.exchange.rows(rows, self.route.receive, self.route.send)
+        return partial(self.exchange.rows, rows, self.route.receive, self.route.send)
 
 
 class BlockRun:
     """The nodes of one block for one microbatch, forward and backward, in the order of the plan's chains.
 
-    Each method is one node; ``received`` is what the exchange before it brought. An exchange node returns the
-    transfer that it launched.
+    Each method is one node. A compute node takes what the exchange before it brought; an exchange node returns what
+    starts its transfer.
     """
 
     def __init__(self, microbatch: Microbatch, block: int) -> None:
@@ -84,14 +95,12 @@ class BlockRun:
 
     dense_f = attention_f
 
-    def counts_f(self, received: Tensor | None) -> Transfer:
+    def counts_f(self) -> Post:
         seam = self.seams[-1]
-        return seam.exchange.counts(seam.route.counts)
+        return partial(seam.exchange.counts, seam.route.counts)
 
-    def dispatch_f(self, received: Tensor) -> Transfer:
-        seam = self.seams[-1]
-        seam.route.arrive(received)
-        return seam.send()
+    def dispatch_f(self) -> Post:
+        return self.seams[-1].send(self.microbatch.flights.pop(Kind.F))
 
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -103,7 +112,7 @@ class BlockRun:
         if self.microbatch.grad:
             seam.leaf, seam.result = leaf, get_gradient_edge(result)
 
-    def combine_f(self, received: Tensor | None) -> Transfer:
+    def combine_f(self) -> Post:
         return self.seams[-1].send_back()
 
     def aggregate_f(self, received: Tensor) -> None:
@@ -166,7 +175,7 @@ class BlockRun:
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
 
-    def combine_b(self, received: Tensor | None) -> Transfer:
+    def combine_b(self) -> Post:
         return self.seams[-1].send()
 
     def experts_b(self, received: Tensor) -> None:
@@ -179,7 +188,7 @@ class BlockRun:
         seam.queue.keep(_present(parameters, grads[1:]))
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
 
-    def dispatch_b(self, received: Tensor | None) -> Transfer:
+    def dispatch_b(self) -> Post:
         return self.seams[-1].send_back()
 
     def attention_b(self, received: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ class Engine:
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
+        reduce: Whether gradients outside the experts are summed over the ranks at the end of each step.
         timeout: Limit in seconds of every wait for another rank.
         exchange: Instead of the mesh's own, for measurements.
         pace: Seconds that each compute node lasts at least, for measurements.
@@ -81,6 +83,7 @@ class Engine:
         overlap: Overlap = DEFAULT_OVERLAP,
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
+        reduce: bool = True,
         timeout: float = 600.0,
         exchange: Exchange | None = None,
         pace: Pace | None = None,
@@ -90,10 +93,10 @@ class Engine:
         self.program, self.loss_fn = program, loss_fn
         self.group = _ep_group(mesh)
         self.exchange = exchange or _lanes_exchange(self.group)
-        self.stage = Stage(model, self.exchange, reduced=self.group is not None)
-        self.player = Player(timedelta(seconds=timeout), pace)
+        self.stage = Stage(model, self.exchange, reduced=reduce and self.group is not None)
+        self.player = Player(timedelta(seconds=timeout), pace, background=self.exchange.background)
         self.reducer: Reducer | None = None
-        if self.group is not None:
+        if reduce and self.group is not None:
             ranks = dist.get_process_group_ranks(self.group)
             group = dist.new_group(ranks, use_local_synchronization=True)
             self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE])
@@ -117,7 +120,7 @@ class Engine:
         return self._serial
 
     def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
-        plan = planning.compile(program, self.stage.shape, costs, overlap)
+        plan = planning.compile(program, self.stage.shape, costs, overlap, counts_block=not self.exchange.background)
         planning.check(plan)
         agree(plan, self.group)
         return plan
@@ -136,13 +139,17 @@ class Engine:
         """
         plan = self.plan
         scale = 1.0 / (self.program.microbatches * self.exchange.ranks)
+        measuring = self.costs is None and self._plan is None
+        if measuring and self.group is not None:
+            self.player.before_launch = partial(dist.barrier, self.group)
         if self.reducer is not None:
             self.reducer.begin()
         microbatches = self._play(plan, inputs, target, scale, grad=True)
-        spans = self.player.spans()
         if self.reducer is not None:
             self.reducer.finish()
-        if self.costs is None and self._plan is None:
+        spans = self.player.spans()
+        if measuring:
+            self.player.before_launch = None
             if self._warm:
                 self.costs = measured_costs(plan, spans, self.group)
             self._warm = True

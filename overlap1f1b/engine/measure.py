@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.plan import CostKey, Lane, NodeCosts, Plan, Span
+from overlap1f1b.plan import CostKey, NodeCosts, Plan, Span
 
 
 def measured_costs(plan: Plan, spans: Iterable[Span], group: dist.ProcessGroup | None) -> NodeCosts:
-    """Costs in seconds: the median over microbatches of each node.
-
-    Of a compute node the slowest rank counts, for the others wait for it. Of an exchange the rank that came last
-    counts, which is the one that saw it shortest: the others' spans contain their wait for it.
-    """
+    """Costs in seconds: the mean over microbatches of each node, on the rank where it took longest."""
     took = {span.node: span.end - span.start for span in spans}
     times = torch.tensor([took.get(node, 0.0) for node in plan.nodes], dtype=torch.float64)
     if group is not None:
-        longest, shortest = times.clone(), times
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(shortest, dist.ReduceOp.MIN, group=group)
-        computes = torch.tensor([node.lane is Lane.COMPUTE for node in plan.nodes])
-        times = torch.where(computes, longest, shortest)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     samples: dict[CostKey, list[float]] = {}
     for node, time in zip(plan.nodes, times.tolist(), strict=True):
         samples.setdefault((node.op, node.kind, node.block, node.seam), []).append(time)
-    return NodeCosts(by_node={key: median(values) for key, values in samples.items()})
+    return NodeCosts(by_node={key: fmean(values) for key, values in samples.items()})
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None) -> None:

@@ -23,13 +23,19 @@ class Player:
 
     Args:
         timeout: Limit of every wait for another rank.
+        background: Whether exchanges are started and awaited by threads of the lanes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
+
+    ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
+    of a transfer does not contain one rank's wait for another.
     """
 
-    def __init__(self, timeout: timedelta, pace: Pace | None = None) -> None:
-        self.lanes = {op: Lane(op.value, timeout) for op in (Op.DISPATCH, Op.COUNTS, Op.REDUCE)}
+    def __init__(self, timeout: timedelta, pace: Pace | None = None, *, background: bool = False) -> None:
+        lanes = (Op.DISPATCH, Op.COUNTS, Op.REDUCE)
+        self.lanes = {op: Lane(op.value, timeout, background=background) for op in lanes}
         self.lanes[Op.COMBINE] = self.lanes[Op.DISPATCH]
         self.pace = pace
+        self.before_launch: Callable[[], None] | None = None
         self.peak_activations = self.peak_held = 0
         self._spans: list[Span] = []
         self._flights: list[Flight] = []
@@ -71,30 +77,32 @@ class Player:
             raise
 
     def _node(self, node: Node, microbatch: Microbatch) -> None:
-        received = None
+        run = microbatch.runs.get(node.block)
+        if run is None and node.kind is not Kind.W:
+            run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
+        step = getattr(run, f"{node.op.value}_{'f' if node.kind is Kind.F else 'b'}", None)
+        if node.lane is not LaneName.COMPUTE:
+            assert step is not None
+            if self.before_launch is not None:
+                self.before_launch()
+            flight = self.lanes[node.op].launch(node, step())
+            microbatch.flights[node.kind] = flight
+            self._flights.append(flight)
+            return
         flight = microbatch.flights.pop(node.kind, None)
-        if flight is not None:
-            received = flight.wait()
+        received = None if flight is None else flight.wait()
         start = time.perf_counter()
         if node.kind is Kind.W:
             accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
         else:
-            run = microbatch.runs.get(node.block)
-            if run is None:
-                run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
-            transfer = getattr(run, f"{node.op.value}_{'f' if node.kind is Kind.F else 'b'}")(received)
-            if transfer is not None:
-                flight = self.lanes[node.op].launch(node, transfer)
-                microbatch.flights[node.kind] = flight
-                self._flights.append(flight)
-                return
-        if self.pace is not None and node.lane is LaneName.COMPUTE:
+            assert step is not None
+            step(received)
+        if self.pace is not None:
             time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))
 
     def spans(self) -> tuple[Span, ...]:
-        """What the last :meth:`play` did, in seconds from its start."""
-        flights = [
-            Span(f.node, f.launched - self._begun, f.landed - self._begun) for f in self._flights if f.landed is not None
-        ]
+        """What the last :meth:`play` did, in seconds from its start; on CUDA only what the thread saw."""
+        landed = [flight for flight in self._flights if flight.landed]
+        flights = [Span(f.node, f.departed - self._begun, f.landed - self._begun) for f in landed]
         return (*self._spans, *flights)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,12 +43,14 @@ class Reducer:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             grads = [p.grad for p in parameters if p.grad is not None]
-            flat = _flatten_dense_tensors(grads)
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-            assert work is not None
-            flight = self.lane.launch(node, Transfer(flat, [work]))
+            flight = self.lane.launch(node, partial(self._post, _flatten_dense_tensors(grads)))
             self._flights.append((parameters, grads, flight))
         return flight
+
+    def _post(self, flat: Tensor) -> Transfer:
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return Transfer(flat, [work])
 
     def finish(self) -> None:
         """Waits for all reductions and adds what :meth:`begin` set aside."""

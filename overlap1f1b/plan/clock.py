@@ -21,11 +21,12 @@ class Clock:
     """Plays nodes in issue order.
 
     The issuing thread computes. It launches an exchange without waiting for it, and waits where a compute node needs a
-    result, or where a dispatch needs counts. A lane runs its nodes in the order of their launch.
+    result. A lane runs its nodes in the order of their launch. A dispatch needs counts: the lane waits for them, or, if
+    ``counts_block``, the issuing thread does.
     """
 
-    def __init__(self, costs: NodeCosts) -> None:
-        self.costs = costs
+    def __init__(self, costs: NodeCosts, *, counts_block: bool = False) -> None:
+        self.costs, self.counts_block = costs, counts_block
         self.free = dict.fromkeys(Lane, 0.0)
         self.ready: dict[tuple[int, int, int, Kind], float] = {}
         self.end: dict[Node, float] = {}
@@ -51,7 +52,7 @@ class Clock:
     def play(self, node: Node) -> Span:
         """Issues the node."""
         start = self.start(node)
-        if node.op is Op.DISPATCH and node.kind is Kind.F:  # the issuing thread itself waits for the counts
+        if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
             self.free[Lane.COMPUTE] = max(self.now, self.needed(node))
         end = start + self.costs(node)
         self.free[node.lane] = end
@@ -61,12 +62,12 @@ class Clock:
         return Span(node, start, end)
 
 
-def play(nodes: tuple[Node, ...], costs: NodeCosts) -> list[Span]:
+def play(nodes: tuple[Node, ...], costs: NodeCosts, *, counts_block: bool = False) -> list[Span]:
     """The spans of a whole plan."""
-    clock = Clock(costs)
+    clock = Clock(costs, counts_block=counts_block)
     return [clock.play(node) for node in nodes]
 
 
-def makespan(nodes: tuple[Node, ...], costs: NodeCosts) -> float:
+def makespan(nodes: tuple[Node, ...], costs: NodeCosts, *, counts_block: bool = False) -> float:
     """The time at which the last node ends."""
-    return max((span.end for span in play(nodes, costs)), default=0.0)
+    return max((span.end for span in play(nodes, costs, counts_block=counts_block)), default=0.0)

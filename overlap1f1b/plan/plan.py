@@ -90,7 +90,9 @@ def parse_overlap(value: str | int) -> Overlap:
     raise ValueError(f"overlap={value!r}; allowed: serial, pairs, or a number of open actions from 1")
 
 
-def compile(program: Program, shape: StageShape, costs: NodeCosts, overlap: Overlap) -> Plan:
+def compile(
+    program: Program, shape: StageShape, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False
+) -> Plan:
     """The plan of a one-stage program.
 
     A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
@@ -108,9 +110,11 @@ def compile(program: Program, shape: StageShape, costs: NodeCosts, overlap: Over
         candidates["pairs"] = list(pairs(steps, shape))
     if isinstance(overlap, int):
         for k in range(1, overlap + 1):
-            scheduler = ListScheduler(program.actions(0), shape, costs, Policy(k), program.peak_activations[0])
+            scheduler = ListScheduler(
+                program.actions(0), shape, costs, Policy(k, counts_block), program.peak_activations[0]
+            )
             candidates[f"k={k}"] = scheduler.run()
     ordered = {name: tuple(with_reductions(nodes, shape)) for name, nodes in candidates.items()}
-    spans = {name: makespan(nodes, costs) for name, nodes in ordered.items()}
+    spans = {name: makespan(nodes, costs, counts_block=counts_block) for name, nodes in ordered.items()}
     best = min(ordered, key=lambda name: spans[name])
     return Plan(program, overlap, best, shape, ordered[best], spans[best])

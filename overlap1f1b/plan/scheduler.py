@@ -18,10 +18,12 @@ class Policy(NamedTuple):
 
     Args:
         open_actions: k, the number of consecutive actions that are open at once.
+        counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
         deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone.
     """
 
     open_actions: int
+    counts_block: bool = False
     deferred: int = 1
 
 
@@ -42,8 +44,8 @@ class ListScheduler:
     """Orders the nodes of one rank's actions; the order is the result, the times are only its means.
 
     Of the next nodes of the open actions the one that can start first is issued, of equals that of the older action.
-    A launch follows its producer at once; a dispatch follows when its counts have arrived, or when there is nothing
-    else to do. Weight gradients are issued where the compute lane would otherwise wait, and where a forward could not
+    A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
+    arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise wait, and where a forward could not
     open without them: at most ``peak`` microbatches are between forward and backward, at most ``policy.deferred`` more
     wait for weight gradients.
     """
@@ -53,7 +55,7 @@ class ListScheduler:
         self.waiting = deque(actions)
         self.open: list[_Open] = []
         self.weights: deque[Node] = deque()
-        self.clock = Clock(costs)
+        self.clock = Clock(costs, counts_block=policy.counts_block)
         self.order: list[Node] = []
         self.live: set[int] = set()  # microbatches from their first forward node to their last backward node
         self.pending: Counter[int] = Counter()  # weight gradients to come, per microbatch
@@ -85,10 +87,12 @@ class ListScheduler:
     def _launch(self) -> None:
         for entry in list(self.open):
             while entry.issued < len(entry.chain) and entry.next.lane is not Lane.COMPUTE:
-                arrived = self.clock.needed(entry.next) <= self.clock.now
-                if entry.next.op is Op.DISPATCH and entry.next.kind is Kind.F and not arrived:
+                if self._awaits_counts(entry.next) and self.clock.needed(entry.next) > self.clock.now:
                     break
                 self._advance(entry)
+
+    def _awaits_counts(self, node: Node) -> bool:
+        return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F
 
     def _candidates(self) -> Iterator[_Open]:
         unfinished = {e.action.microbatch for e in self.open if e.action.kind is Kind.F}
@@ -142,7 +146,7 @@ class ListScheduler:
 
     def _await_counts(self, until: float) -> bool:
         """Lets the issuing thread wait for counts, if they come before any compute node can start."""
-        dispatches = [e for e in self.open if e.next.op is Op.DISPATCH and e.next.kind is Kind.F]
+        dispatches = [entry for entry in self.open if self._awaits_counts(entry.next)]
         entry = min(dispatches, key=lambda e: self.clock.needed(e.next), default=None)
         if entry is None or self.clock.needed(entry.next) >= until:
             return False

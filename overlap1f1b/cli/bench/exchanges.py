@@ -32,7 +32,7 @@ class RecordingExchange:
     """The real exchange; keeps the sizes and counts of a step in the order of their launch."""
 
     def __init__(self, real: Exchange) -> None:
-        self.real, self.ranks, self.rank = real, real.ranks, real.rank
+        self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
         self.sizes: list[Sizes] = []
         self._counts: list[Transfer] = []
 
@@ -58,7 +58,7 @@ class AnsweringExchange:
     """Answers at once, with rows of zeros in the numbers that a recorded step received: compute without exchange."""
 
     def __init__(self, ranks: int, rank: int, counts: Iterable[Tensor]) -> None:
-        self.ranks, self.rank = ranks, rank
+        self.ranks, self.rank, self.background = ranks, rank, False
         self._counts = list(counts)
         self._next = 0
 

@@ -86,6 +86,7 @@ class Bench:
             loss_fn=loss_fn,
             overlap=row.overlap,
             costs=costs,
+            reduce=self.options.reduce,
             timeout=self.options.timeout,
             exchange=exchange or self.recording,
             pace=self.pace,
