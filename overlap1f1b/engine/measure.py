@@ -8,19 +8,31 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.plan import CostKey, NodeCosts, Plan, Span
+from overlap1f1b.plan import LANE_OF, CostKey, Lane, NodeCosts, Plan, Span
 
 
 def measured_costs(plan: Plan, spans: Iterable[Span], group: dist.ProcessGroup | None) -> NodeCosts:
-    """Costs in seconds: the mean over microbatches of each node, on the rank where it took longest."""
+    """Costs in seconds: the mean over microbatches of each node.
+
+    Of a compute node that of the slowest rank; of an exchange one for every rank, the time until it had received all
+    its rows, since the ranks' links carry different numbers of them.
+    """
     took = {span.node: span.end - span.start for span in spans}
-    times = torch.tensor([took.get(node, 0.0) for node in plan.nodes], dtype=torch.float64)
+    mine: dict[CostKey, list[float]] = {}
+    for node in plan.nodes:
+        mine.setdefault((node.op, node.kind, node.block, node.seam), []).append(took.get(node, 0.0))
+    means = torch.tensor([fmean(values) for values in mine.values()], dtype=torch.float64)
+    every = [means]
     if group is not None:
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    samples: dict[CostKey, list[float]] = {}
-    for node, time in zip(plan.nodes, times.tolist(), strict=True):
-        samples.setdefault((node.op, node.kind, node.block, node.seam), []).append(time)
-    return NodeCosts(by_node={key: fmean(values) for key, values in samples.items()})
+        every = [torch.empty_like(means) for _ in range(group.size())]
+        dist.all_gather(every, means, group=group)
+    by_rank = torch.stack(every, dim=1).tolist()
+    return NodeCosts(
+        by_node={
+            key: max(times) if LANE_OF[key[0]] is Lane.COMPUTE else tuple(times)
+            for key, times in zip(mine, by_rank, strict=True)
+        }
+    )
 
 
 def agree(plan: Plan, group: dist.ProcessGroup | None) -> None:

@@ -27,14 +27,11 @@ class Clock:
 
     def __init__(self, costs: NodeCosts, *, counts_block: bool = False) -> None:
         self.costs, self.counts_block = costs, counts_block
-        self.free = dict.fromkeys(Lane, 0.0)
+        self.now = 0.0
+        """Time at which the issuing thread takes its next node."""
+        self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
         self.ready: dict[tuple[int, int, int, Kind], float] = {}
         self.end: dict[Node, float] = {}
-
-    @property
-    def now(self) -> float:
-        """Time at which the issuing thread takes its next node."""
-        return self.free[Lane.COMPUTE]
 
     def needed(self, node: Node) -> float:
         """Time at which everything that the node needs is there."""
@@ -47,9 +44,34 @@ class Clock:
 
     def start(self, node: Node) -> float:
         """Earliest start of a node if it were issued now."""
-        return max(self.now, self.free[node.lane], self.needed(node))
+        return max(self.now, self.needed(node))
 
     def play(self, node: Node) -> Span:
+        """Issues the node."""
+        start = self.start(node)
+        if node.lane is Lane.COMPUTE:
+            end = self.now = start + self.costs(node)
+        else:
+            if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
+                self.now = start
+            start, end = self._travel(node, start)
+        if node.op is not Op.REDUCE and node.kind is not Kind.W:
+            self.ready[node.pipe, node.stage, node.microbatch, node.kind] = end
+            self.end[node] = end
+        return Span(node, start, end)
+
+    def _travel(self, node: Node, launched: float) -> tuple[float, float]:
+        """First start and last end over the links, each of which is first in, first out."""
+        costs, free = self.costs.links(node), self.free[node.lane]
+        free.extend([max(free, default=0.0)] * (len(costs) - len(free)))
+        if len(costs) == 1:  # a single time holds for every link
+            costs = costs * len(free)
+        starts = [max(launched, at) for at in free]
+        free[:] = [start + cost for start, cost in zip(starts, costs, strict=True)]
+        return min(starts), max(free)
+
+
+def play(self, node: Node) -> Span:
         """Issues the node."""
         start = self.start(node)
         if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:

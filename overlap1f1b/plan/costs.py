@@ -11,6 +11,9 @@ from overlap1f1b.schedule import Kind
 CostKey = tuple[Op, Kind, int, int]
 """Sub-op, kind, block, seam."""
 
+Cost = float | tuple[float, ...]
+"""A time, or of an exchange the time on each of the links that it uses side by side."""
+
 
 @dataclass(frozen=True)
 class NodeCosts:
@@ -22,20 +25,29 @@ class NodeCosts:
 
     Args:
         by_op: Cost of a (sub-op, kind) in every block; absent ones cost nothing.
-        by_node: Costs of single (sub-op, kind, block, seam), which come first: a measured step fills these.
+        by_node: Costs of single (sub-op, kind, block, seam), which come first: a measured step fills these. An exchange
+            whose rows are spread unevenly loads the links unevenly; another may load them the other way round, so the
+            links are told apart.
     """
 
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
-    by_node: Mapping[CostKey, float] = field(default_factory=dict)
+    by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, cost in (*self.by_op.items(), *self.by_node.items()):
-            if not cost >= 0 or cost == float("inf"):
-                raise ValueError(f"cost of {key[0].value}.{key[1].value} is {cost}; allowed: a finite number ≥ 0")
+            for part in cost if isinstance(cost, tuple) else (cost,):
+                if not 0 <= part < float("inf"):
+                    raise ValueError(f"cost of {key[0].value}.{key[1].value} is {part}; allowed: a finite number ≥ 0")
 
     def __call__(self, node: Node) -> float:
+        return max(self.links(node))
+
+    def links(self, node: Node) -> tuple[float, ...]:
+        """Its cost on every link; one for a compute node."""
         cost = self.by_node.get((node.op, node.kind, node.block, node.seam))
-        return self.by_op.get((node.op, node.kind), 0.0) if cost is None else cost
+        if cost is None:
+            cost = self.by_op.get((node.op, node.kind), 0.0)
+        return cost if isinstance(cost, tuple) else (cost,)
 
     @classmethod
     def uniform(
