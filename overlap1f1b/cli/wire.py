@@ -34,6 +34,7 @@ PREFIX = "o1f1b-"
 SUBNET = "10.77.0"
 MAX_RANKS = 254  # addresses in SUBNET.0/24
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+PACKET = 16384  # bytes that the kernel handles at once on a wire
 MIN_RATE = 1e4  # well below it, at 1 kbit/s, the time of a burst overflows tc's 32 bits
 COMMAND_S = 20.0
 KILL_S = 5.0
@@ -71,7 +72,7 @@ def shape(interface: str, rate_bps: float) -> None:
         shape(os.environ["OVERLAP1F1B_WIRE_INTERFACE"], parse_rate("500mbit"))
 
     Every rank has to call it: what a rank receives without a hub is limited by the other's end. The rate counts
-    Ethernet frames, of which TCP's payload is 95.6 %, and the first 256 KiB after a pause pass at once.
+    Ethernet frames, of which TCP's payload is 95.6 %, and the first 32 KiB (or millisecond) after a pause pass at once.
     """
     _limit([], interface, rate_bps)
     if os.environ.get(HUB):
@@ -171,12 +172,17 @@ class Wire:
         """Both ends are made inside the namespaces: no name of the machine's own is taken, even for a moment."""
         end, far_end = ["name", self.interface, "netns", namespace], ["name", port, "netns", other]
         _run("ip", "link", "add", *end, "type", "veth", "peer", *far_end)
+        for space, name in ((namespace, self.interface), (other, port)):
+            # Larger packets than the burst would be cut up by the kernel, which takes time from what is measured.
+            _run("ip", "-n", space, "link", "set", "dev", name, "gso_max_size", str(PACKET))
 
 
 def _limit(namespace: list[str], interface: str, rate_bps: float) -> None:
     if not rate_bps >= MIN_RATE:  # also refuses nan
         raise ValueError(f"a wire's rate must be {MIN_RATE:.0f} bit/s or more, not {rate_bps:g}")
-    limit = ["rate", f"{round(rate_bps)}bit", "burst", "32kb", "latency", "400ms"]
+    # The burst passes at once after a pause. It must cover a packet, and a tick of the kernel's timer at that rate.
+    burst = max(2 * PACKET, round(rate_bps / 8 * 1e-3))
+    limit = ["rate", f"{round(rate_bps)}bit", "burst", f"{burst}b", "latency", "400ms"]
     _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
 
 

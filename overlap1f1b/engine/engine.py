@@ -92,7 +92,7 @@ class Engine:
         self.overlap = planning.parse_overlap(overlap)
         self.program, self.loss_fn = program, loss_fn
         self.group = _ep_group(mesh)
-        self.exchange = exchange or _lanes_exchange(self.group)
+        self.exchange = exchange or build_exchange(self.group, lanes=True)
         self.stage = Stage(model, self.exchange, reduced=reduce and self.group is not None)
         self.player = Player(timedelta(seconds=timeout), pace, background=self.exchange.background)
         self.reducer: Reducer | None = None
@@ -202,12 +202,3 @@ def _ep_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     group = mesh.get_group("ep")
     return group if group.size() > 1 else None
 
-
-def _lanes_exchange(group: dist.ProcessGroup | None) -> Exchange:
-    """An exchange on groups of the engine's own: its lanes share no queue with anything else."""
-    if group is None:
-        return build_exchange(None)
-    ranks = dist.get_process_group_ranks(group)
-    rows = dist.new_group(ranks, use_local_synchronization=True)
-    counts = dist.new_group(ranks, use_local_synchronization=True)
-    return build_exchange(rows, counts_group=counts)

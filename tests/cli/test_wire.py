@@ -165,7 +165,7 @@ def test_ranks_shape_their_own_ends(ranks: int) -> None:
         for namespace in namespaces():
             tc = ["tc", "-n", namespace, "qdisc", "show"]
             out = subprocess.run(tc, capture_output=True, text=True, check=True).stdout
-            limited += re.findall(r"qdisc tbf \S+ dev (\S+) root .*rate 150Mbit burst 26\d+b lat 400ms", out)
+            limited += re.findall(r"qdisc tbf \S+ dev (\S+) root .*rate 150Mbit burst 3\d+Kb?b lat 400ms", out)
         assert sorted(limited) == sorted(["wire"] * ranks + [f"port{r}" for r in range(ranks) if ranks > 2])
 
 

@@ -53,7 +53,7 @@ class Bench:
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.real = build_exchange(rank.group, counts_group=_new_group(rank))
+        self.real = build_exchange(rank.group, lanes=True)
         self.recording = RecordingExchange(self.real)
         self.pace: NodeCosts | None = None
 
@@ -255,10 +255,6 @@ class Bench:
             "contended_ms": 1e3 * bounds["contended"],
             "rows": table,
         }
-
-
-def _new_group(rank: Rank) -> dist.ProcessGroup | None:
-    return None if rank.mesh is None else dist.new_group(list(range(rank.size)))
 
 
 def _barrier(rank: Rank) -> None:

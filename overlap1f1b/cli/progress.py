@@ -1,0 +1,72 @@
+"""How far training is: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean, median
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from overlap1f1b.cli.trainer import Step
+
+LINES = 15  # of a run, where there is no bar
+RECENT = 20  # steps over which speed and hidden share are shown
+
+
+class Progress:
+    """Shows each step.
+
+    >>> with shown(screen, tokens=4096, start=0, steps=150) as progress:
+    ...     progress.show(1, trainer.step(0), held_out=None)
+
+    Args:
+        screen: Where to.
+        bar: Its bar; None where it is no terminal.
+        tokens: Of a step, over all ranks.
+        start: Steps done before.
+        steps: All steps.
+    """
+
+    def __init__(self, screen: Console, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
+        self.screen, self.bar, self.tokens, self.steps = screen, bar, tokens, steps
+        self.every = max(1, round((steps - start) / LINES))
+        self._recent: deque[Step] = deque(maxlen=RECENT)
+        self._task = None if bar is None else bar.add_task("", total=steps, completed=start, text="")
+
+    def show(self, number: int, step: Step, held_out: float | None) -> None:
+        """Step ``number``, the first being 1, and the loss on held-out text if it was just measured."""
+        if self._recent and self._recent[-1].measuring and not step.measuring:
+            self._recent.clear()  # serial steps say nothing of those to come
+        self._recent.append(step)
+        text = f"loss {step.loss:.3f}"
+        if self.bar is None or self._task is None:
+            if held_out is not None or number % self.every == 0 or number == self.steps:
+                text += "" if held_out is None else f"  held-out {held_out:.3f}"
+                self.screen.print(
+                    f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {self._speed()}",
+                    highlight=False,
+                )
+            return
+        if held_out is not None:
+            self.bar.console.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
+        self.bar.update(self._task, completed=number, text=f"{text}  {self._speed()}")
+
+    def _speed(self) -> str:
+        speed = self.tokens / median(step.seconds for step in self._recent)
+        shares = [step.hidden for step in self._recent if step.hidden is not None]
+        return f"{speed:.0f} tokens/s" + (f"  hidden {fmean(shares):.0%}" if shares else "")
+
+
+@contextmanager
+def shown(screen: Console, *, tokens: int, start: int, steps: int) -> Iterator[Progress]:
+    """A :class:`Progress` whose bar, if any, is there while the block lasts."""
+    if not screen.is_terminal:
+        yield Progress(screen, None, tokens=tokens, start=start, steps=steps)
+        return
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    with Bar(*columns, console=screen) as bar:
+        yield Progress(screen, bar, tokens=tokens, start=start, steps=steps)

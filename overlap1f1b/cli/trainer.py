@@ -1,0 +1,201 @@
+"""One model in training: its engine, its optimizer, its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlap1f1b.cli import checkpoint
+from overlap1f1b.cli.optimizer import build_optimizer, clip, learning_rate, set_learning_rate, squared_norm
+from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.text import Corpus
+from overlap1f1b.cli.workload import build_model, loss_fn
+from overlap1f1b.engine import Engine
+from overlap1f1b.moe import GroupedExperts, Router
+from overlap1f1b.plan import Overlap
+from overlap1f1b.schedule import Program
+
+BIAS_RATE = 1e-3  # of the router's correction bias a step (DeepSeek-V3)
+EVAL_WINDOWS = 128  # of held-out text, over all ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of all ranks did.
+
+    Args:
+        loss: Mean over ranks and microbatches.
+        grad_norm: Of the whole model, before clipping.
+        seconds: From the batch to the updated weights.
+        exposed: Seconds in which an exchange had no compute beside it, on the rank that had most.
+        hidden: Share of the exchange that had, on the rank that had least; None where nothing was seen to travel.
+        measuring: Whether the engine played it serially, to measure nodes.
+    """
+
+    loss: float
+    grad_norm: float
+    seconds: float
+    exposed: float
+    hidden: float | None
+    measuring: bool
+
+
+class Trainer:
+    """Trains one model by one program.
+
+    >>> trainer = Trainer(options, rank, corpus, program, overlap=3)
+    >>> for index in range(trainer.resume(), options.steps):
+    ...     print(trainer.step(index).loss)
+
+    A step is a function of the weights, the optimizer's state and (seed, index, rank), so a run that resumes from a
+    checkpoint goes on exactly as if it had never stopped.
+    """
+
+    def __init__(
+        self, options: TrainOptions, rank: Rank, corpus: Corpus, program: Program, *, overlap: Overlap
+    ) -> None:
+        self.options, self.rank, self.corpus = options, rank, corpus
+        self.model = build_model(options, rank)
+        self.engine = Engine(
+            self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=overlap, timeout=options.timeout
+        )
+        self.optimizer = build_optimizer(self.model, lr=options.lr, weight_decay=options.weight_decay)
+        experts = [(name, module) for name, module in self.model.named_modules() if isinstance(module, GroupedExperts)]
+        self._sharded = [f"{name}.{own}" for name, module in experts for own, _ in module.named_parameters()]
+        self._experts = [parameter for _, module in experts for parameter in module.parameters()]
+        apart = set(self._experts)
+        self._dense = [parameter for parameter in self.model.parameters() if parameter not in apart]
+        balanced = options.model.router == "sigmoid"
+        self._routers = [m for m in self.model.modules() if isinstance(m, Router)] if balanced else []
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, on all ranks."""
+        return sum(p.numel() for p in self._dense) + self.rank.size * sum(p.numel() for p in self._experts)
+
+    def step(self, index: int) -> Step:
+        """The step with this index.
+
+        Raises:
+            ValueError: The loss or the gradient is not finite; the weights are still those of the step before.
+        """
+        options, rank, start = self.options, self.rank, time.perf_counter()
+        measuring = self.engine.costs is None
+        inputs, target = self.corpus.batch(
+            index, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        )
+        torch.manual_seed(_stream(options.seed, index, rank.rank))
+        result = self.engine.step(inputs.to(rank.device), target=target.to(rank.device))
+        dense, experts, overlap = _grads(self._dense), _grads(self._experts), result.overlap
+        # One small exchange brings all that is reported, and the norm: the same on all ranks, to the last bit.
+        by_rank = self._gathered(
+            [float(result.loss), squared_norm(dense), squared_norm(experts), overlap.exposed, overlap.exchange]
+        )
+        loss = math.fsum(row[0] for row in by_rank) / rank.size
+        norm = math.sqrt(by_rank[0][1] + math.fsum(row[2] for row in by_rank))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise ValueError(
+                f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr}; "
+                "allowed: finite ones (use a smaller --lr or --clip)"
+            )
+        clip([*dense, *experts], norm, options.clip)
+        set_learning_rate(self.optimizer, learning_rate(index, options.steps, options.lr))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for router in self._routers:
+            router.update_correction_bias(BIAS_RATE, rank.group)
+        shares = [1 - exposed / exchange for *_, exposed, exchange in by_rank if exchange]
+        return Step(
+            loss=loss,
+            grad_norm=norm,
+            seconds=time.perf_counter() - start,
+            exposed=max(row[3] for row in by_rank),
+            hidden=min(shares, default=None),
+            measuring=measuring,
+        )
+
+    def evaluate(self) -> float:
+        """Mean loss on held-out text, the same windows each time."""
+        options, rank = self.options, self.rank
+        batches = self.corpus.held_out_batches(rank.rank, rank.size, options.batch, options.sequence, EVAL_WINDOWS)
+        self.model.eval()
+        try:
+            losses = [
+                float(self.engine.evaluate(inputs.to(rank.device), target=target.to(rank.device)).loss)
+                for inputs, target in batches
+            ]
+        finally:
+            self.model.train()
+        by_rank = self._gathered([math.fsum(losses) / len(losses)])
+        return math.fsum(row[0] for row in by_rank) / rank.size
+
+    def save(self, folder: Path, step: int) -> Path:
+        """Writes a checkpoint.
+
+        Raises:
+            ValueError: It cannot be written.
+        """
+        try:
+            return checkpoint.save(
+                folder,
+                step,
+                self.model,
+                self.optimizer,
+                config=self._identity(),
+                mesh=self.rank.mesh,
+                sharded=self._sharded,
+            )
+        except OSError as error:
+            raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
+
+    def load(self, path: Path) -> int:
+        """Goes back to a checkpoint and returns the steps that it has seen.
+
+        Raises:
+            ValueError: It is of another model, text or seed, or damaged.
+        """
+        return checkpoint.load(
+            path,
+            self.model,
+            self.optimizer,
+            config=self._identity(),
+            mesh=self.rank.mesh,
+            sharded=self._sharded,
+        )
+
+    def _identity(self) -> dict[str, object]:
+        """What a resumed run must have in common with the first; ranks, batch and learning rate may change."""
+        options = self.options
+        sizes = asdict(options.model)
+        return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
+
+    def _gathered(self, values: Sequence[float]) -> list[list[float]]:
+        """These values of every rank, first rank first."""
+        if self.rank.group is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.rank.device)
+        every = [torch.empty_like(mine) for _ in range(self.rank.size)]
+        dist.all_gather(every, mine, group=self.rank.group)
+        return [one.tolist() for one in every]
+
+
+def _grads(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Their gradients. An expert that no token met has one of zeros, so that its optimizer state exists everywhere."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _stream(seed: int, step: int, rank: int) -> int:
+    """Seed of what is drawn in one step, dropout for example."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "little")
