@@ -13,20 +13,19 @@ With several calls of experts in a block, 1 and 2 repeat in reverse order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
-from overlap1f1b.engine.lanes import Flight, Post
+from overlap1f1b.engine.lanes import Post
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Exchange, Transfer
 from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 
 
@@ -45,24 +44,6 @@ class SeamRun:
         self.leaf: Tensor | None = None  # their input
         self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
         self.y: Tensor | None = None
-
-    def send(self, counts: Flight | None = None) -> Post:
-        """Rows from their tokens to their experts; the first time once the counts are here."""
-        rows, self.rows = self.rows, None
-        assert rows is not None
-
-        def post() -> Transfer:
-            if counts is not None:
-                self.route.arrive(counts.wait())
-            return self.exchange.rows(rows, self.route.send, self.route.receive)
-
-        return post
-
-    def send_back(self) -> Post:
-        """Rows from their experts to their tokens."""
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        return partial(self.exchange.rows, rows, self.route.receive, self.route.send)
 
 
 class BlockRun:
@@ -96,11 +77,10 @@ class BlockRun:
     dense_f = attention_f
 
     def counts_f(self) -> Post:
-        seam = self.seams[-1]
-        return partial(seam.exchange.counts, seam.route.counts)
+        return self._post(Op.COUNTS, Kind.F)
 
     def dispatch_f(self) -> Post:
-        return self.seams[-1].send(self.microbatch.flights.pop(Kind.F))
+        return self._post(Op.DISPATCH, Kind.F)
 
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -113,7 +93,7 @@ class BlockRun:
             seam.leaf, seam.result = leaf, get_gradient_edge(result)
 
     def combine_f(self) -> Post:
-        return self.seams[-1].send_back()
+        return self._post(Op.COMBINE, Kind.F)
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -152,6 +132,50 @@ class BlockRun:
                 raise ValueError(f"loss_fn returns shape {tuple(out.shape)}; allowed: one number")
         return out
 
+    # ---------------------------------------------------------------------------------------------- exchange
+
+    def _post(self, op: Op, kind: Kind) -> Post:
+        """What starts an exchange of the last seam, perhaps in another thread, and announces the chain's next one."""
+        seam, microbatch = self.seams[-1], self.microbatch
+        node = Node(op, kind, microbatch.index, self.block, len(self.seams) - 1)
+        counts = microbatch.flights.pop(kind) if op is Op.DISPATCH and kind is Kind.F else None
+        rows, seam.rows = seam.rows, seam.rows if op is Op.COUNTS else None
+
+        def post() -> Transfer:
+            route, exchange = seam.route, seam.exchange
+            if counts is not None:
+                route.arrive(counts.wait())
+            expected = microbatch.expected.pop(kind, None)
+            if op is Op.COUNTS:
+                return exchange.counts(route.counts, node.tag, expected)
+            assert rows is not None
+            outward = (op is Op.DISPATCH) == (kind is Kind.F)  # towards the experts
+            sizes = (route.send, route.receive) if outward else (route.receive, route.send)
+            transfer = exchange.rows(rows, *sizes, node.tag, expected)
+            self._announce(node, rows)
+            return transfer
+
+        return post
+
+    def _announce(self, node: Node, like: Tensor) -> None:
+        """Announces the receive of the exchange that follows in the chain, whose sizes are known unless it dispatches."""
+        seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
+        exchange, route = seam.exchange, seam.route
+        if (node.op is Op.DISPATCH) == (kind is Kind.F):  # dispatch.f or combine.b: the rows come back
+            back = node._replace(op=Op.COMBINE if kind is Kind.F else Op.DISPATCH)
+            expected[kind] = exchange.expect_rows(like, route.send, back.tag)
+            return
+        neighbour = self.stage.seam_beside(node.block, node.seam, 1 if kind is Kind.F else -1)
+        if kind is Kind.F and neighbour is not None:
+            following = node._replace(op=Op.COUNTS, block=neighbour[0], seam=neighbour[1])
+            expected[kind] = exchange.expect_counts(route.counts, following.tag)
+        elif kind is Kind.F and self.microbatch.grad:  # the last seam of the forward is the first of the backward
+            expected[Kind.I] = exchange.expect_rows(like, route.receive, node._replace(kind=Kind.I).tag)
+        elif kind is Kind.I and neighbour is not None:
+            before = self.microbatch.runs[neighbour[0]].seams[neighbour[1]].route
+            following = node._replace(op=Op.COMBINE, block=neighbour[0], seam=neighbour[1])
+            expected[kind] = exchange.expect_rows(like, before.receive, following.tag)
+
     # ---------------------------------------------------------------------------------------------- backward
 
     def dense_b(self, received: Tensor | None) -> None:
@@ -176,7 +200,7 @@ class BlockRun:
         self._add_root(seam.weights, weights)
 
     def combine_b(self) -> Post:
-        return self.seams[-1].send()
+        return self._post(Op.COMBINE, Kind.I)
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -189,7 +213,7 @@ class BlockRun:
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
 
     def dispatch_b(self) -> Post:
-        return self.seams[-1].send_back()
+        return self._post(Op.DISPATCH, Kind.I)
 
     def attention_b(self, received: Tensor) -> None:
         self._take_back(received)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overlap1f1b.engine.lanes import Flight
 from overlap1f1b.engine.weights import Gradients, WeightQueue
+from overlap1f1b.moe.exchange import Expected
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import Kind
 
@@ -54,6 +55,7 @@ class Microbatch:
         self.runs: dict[int, BlockRun] = {}
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         self.flights: dict[Kind, Flight] = {}
+        self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.device)
         self.tied: Gradients = {}
         self.ended = False
@@ -65,6 +67,7 @@ class Microbatch:
         self.runs.clear()
         self.queues.clear()
         self.flights.clear()
+        self.expected.clear()
 
 
 class RandomStream:

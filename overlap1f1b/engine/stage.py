@@ -56,7 +56,13 @@ class Stage:
             )
             for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
         )
+        self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
         self._queue = WeightQueue()
+
+    def seam_beside(self, block: int, seam: int, step: int) -> tuple[int, int] | None:
+        """(block, seam) of the call of experts that many after this one, or before; None beyond the ends."""
+        position = self._seams.index((block, seam)) + step
+        return self._seams[position] if 0 <= position < len(self._seams) else None
 
     def _find_parameters(self) -> None:
         seen: dict[nn.Parameter, int] = {}

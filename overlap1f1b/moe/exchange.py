@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,22 +49,43 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
         work.wait(timeout) if timeout is not None else work.wait()
 
 
+class Expected(NamedTuple):
+    """A receive that was announced before its exchange is launched.
+
+    A peer that is ahead can send at once, and how far the ranks drift apart costs no time on the wire.
+    """
+
+    result: Tensor
+    receives: Sequence[dist.Work]
+
+
 class Exchange(Protocol):
-    """Uneven all-to-all over the ranks of a group; its backward is itself with the sizes swapped."""
+    """Uneven all-to-all over the ranks of a group; its backward is itself with the sizes swapped.
+
+    ``tag`` tells exchanges apart that are in flight together; those of one tag meet in order.
+    """
 
     ranks: int
     rank: int
     background: bool
     """Whether a transfer is best started and awaited by a thread of its own."""
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
         """Launches the exchange of ``source [sum(send), H]``, whose parts go to the ranks in order.
 
         The transfer's result is ``[sum(receive), H]``, the parts of the ranks in order.
         """
 
-    def counts(self, counts: Tensor) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
         """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
+
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
+        """Announces the receive of the ``rows`` of this tag, of the width and dtype of ``like``; None where no use."""
+
+    def expect_counts(self, like: Tensor, tag: int) -> Expected | None:
+        """Announces the receive of the ``counts`` of this tag, which are as many as ``like``."""
 
 
 class LocalExchange:
@@ -74,11 +95,19 @@ class LocalExchange:
     rank = 0
     background = False
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
         return Transfer(source)
 
-    def counts(self, counts: Tensor) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
         return Transfer(counts.view(1, -1))
+
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
+        return None
+
+    def expect_counts(self, like: Tensor, tag: int) -> None:
+        return None
 
 
 class PeerExchange:
@@ -95,43 +124,58 @@ class PeerExchange:
     background = True
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]) -> None:
-        self.up, self.down, self.control = groups
+        self.up, self.down, control = groups
+        self.control = (control, control)
         self.ranks, self.rank = self.up.size(), self.up.rank()
-
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
-        source = source.contiguous()
-        result = source.new_empty((sum(receive), *source.shape[1:]))
-        parts = source.split(list(send)), result.split(list(receive))
-        return self._launch(*parts, result, source, self.up, self.down)
-
-    def counts(self, counts: Tensor) -> Transfer:
-        source = counts.view(self.ranks, -1)
-        result = torch.empty_like(source)
-        return self._launch(source.unbind(), result.unbind(), result, source, self.control, self.control)
-
-    def _launch(
-        self,
-        send: Sequence[Tensor],
-        receive: Sequence[Tensor],
-        result: Tensor,
-        source: Tensor,
-        up: dist.ProcessGroup,
-        down: dist.ProcessGroup,
-    ) -> Transfer:
         # Each rank starts with its next neighbour, so that not all of them send to the same one first.
-        peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        receives = [
-            _launched(dist.irecv(receive[p], group=up if p < self.rank else down, group_src=p))
-            for p in reversed(peers)
-            if receive[p].numel()
+        self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
+        expected = expected or self.expect_rows(source, receive, tag)
+        return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
+
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+        expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
+        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self.control)
+
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected:
+        result = like.new_empty((sum(receive), *like.shape[1:]))
+        return self._receive(result, receive, tag, (self.up, self.down))
+
+    def expect_counts(self, like: Tensor, tag: int) -> Expected:
+        result = torch.empty_like(like.view(self.ranks, -1))
+        return self._receive(result, [1] * self.ranks, tag, self.control)
+
+    def _receive(
+        self, result: Tensor, receive: Sequence[int], tag: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    ) -> Expected:
+        (up, down), parts = groups, result.split(list(receive))
+        works = [
+            _launched(dist.irecv(parts[p], group=up if p < self.rank else down, group_src=p, tag=tag))
+            for p in reversed(self.peers)
+            if receive[p]
         ]
-        sends = [
-            _launched(dist.isend(send[p], group=up if self.rank < p else down, group_dst=p))
-            for p in peers
-            if send[p].numel()
+        return Expected(result, works)
+
+    def _send(
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        expected: Expected,
+        receive: Sequence[int],
+        tag: int,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ) -> Transfer:
+        (up, down), parts = groups, source.split(list(send))
+        works = [
+            _launched(dist.isend(parts[p], group=up if self.rank < p else down, group_dst=p, tag=tag))
+            for p in self.peers
+            if send[p]
         ]
-        receive[self.rank].copy_(send[self.rank])
-        return Transfer(result, receives, sends, source)
+        expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])
+        return Transfer(expected.result, expected.receives, works, source)
 
 
 class CollectiveExchange:
@@ -143,19 +187,25 @@ class CollectiveExchange:
         self.rows_group, self.counts_group = rows_group, counts_group
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
-        work = dist.all_to_all_single(
-            result, source, list(receive), list(send), group=self.rows_group, async_op=True
-        )
+        work = dist.all_to_all_single(result, source, list(receive), list(send), group=self.rows_group, async_op=True)
         return Transfer(result, [_launched(work)], source=source)
 
-    def counts(self, counts: Tensor) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
         work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)
         return Transfer(result, [_launched(work)], source=source)
+
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
+        return None
+
+    def expect_counts(self, like: Tensor, tag: int) -> None:
+        return None
 
 
 def _launched(work: dist.Work | None) -> dist.Work:

@@ -69,6 +69,12 @@ class Node(NamedTuple):
         """Sub-op and direction, as in records and tables: ``experts.w``."""
         return f"{self.op.value}.{'b' if self.kind is Kind.I else self.kind.value.lower()}"
 
+    @property
+    def tag(self) -> int:
+        """A number that is the same on every rank, and another for every exchange that may be in flight with it."""
+        kind = 2 * list(Op).index(self.op) + (self.kind is Kind.F)
+        return (((self.microbatch % 2048) * 4096 + self.block) * 16 + self.seam) * 16 + kind
+
     def __str__(self) -> str:
         return f"{self.name}[{self.block}{f'.{self.seam}' if self.seam else ''}] m{self.microbatch}"
 

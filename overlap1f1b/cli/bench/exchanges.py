@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe.exchange import Exchange, Transfer
+from overlap1f1b.moe.exchange import Exchange, Expected, Transfer
 
 
 class Sizes(NamedTuple):
@@ -45,13 +45,21 @@ class RecordingExchange:
         """Forgets a step."""
         self.sizes, self._counts = [], []
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
         self.sizes.append(Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype))
-        return self.real.rows(source, send, receive)
+        return self.real.rows(source, send, receive, tag, expected)
 
-    def counts(self, counts: Tensor) -> Transfer:
-        self._counts.append(self.real.counts(counts))
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+        self._counts.append(self.real.counts(counts, tag, expected))
         return self._counts[-1]
+
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
+        return self.real.expect_rows(like, receive, tag)
+
+    def expect_counts(self, like: Tensor, tag: int) -> Expected | None:
+        return self.real.expect_counts(like, tag)
 
 
 class AnsweringExchange:
@@ -62,10 +70,18 @@ class AnsweringExchange:
         self._counts = list(counts)
         self._next = 0
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+    ) -> Transfer:
         return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
 
-    def counts(self, counts: Tensor) -> Transfer:
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
+        return None
+
+    def expect_counts(self, like: Tensor, tag: int) -> None:
+        return None
+
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
         answer = self._counts[self._next % len(self._counts)]  # every step launches the same counts in the same order
         self._next += 1
         return Transfer(answer)
