@@ -54,8 +54,8 @@ def joined(timeout: float) -> Iterator[Rank]:
     backend = "nccl" if on_gpu else "gloo"
     limit = timedelta(seconds=timeout)
     if store:
-        file_store = dist.FileStore(store, size)
-        dist.init_process_group(backend, store=file_store, rank=rank, world_size=size, timeout=limit)
+        url = f"file://{store}"
+        dist.init_process_group(backend, init_method=url, rank=rank, world_size=size, timeout=limit)
     else:
         dist.init_process_group(backend, timeout=limit)
     try:

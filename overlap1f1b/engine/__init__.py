@@ -1,7 +1,16 @@
 """Floor ``engine``: plays a Program over a model."""
 
+from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine, StepResult
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.stage import Stage
 
-__all__ = ["DEFAULT_OVERLAP", "Engine", "LossFunction", "Microbatch", "Stage", "StepResult"]
+__all__ = [
+    "DEFAULT_OVERLAP",
+    "Engine",
+    "LossFunction",
+    "Microbatch",
+    "Stage",
+    "StepResult",
+    "combined_forward_backward_step",
+]

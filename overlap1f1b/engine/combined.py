@@ -1,1 +1,90 @@
-"""One forward and one backward, interleaved."""
+"""One forward and one backward, interleaved: the step that schedules are made of, usable alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from overlap1f1b import plan as planning
+from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.player import Player
+from overlap1f1b.plan import Node, NodeCosts, Overlap
+from overlap1f1b.plan.orders import pairs, serial
+from overlap1f1b.plan.scheduler import ListScheduler, Policy
+from overlap1f1b.schedule import Action, Kind, Pair
+
+_TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
+
+
+def combined_forward_backward_step(
+    forward: Microbatch | None,
+    backward: Microbatch | None,
+    *,
+    output_grad: Tensor | None = None,
+    overlap: Overlap = "pairs",
+    costs: NodeCosts = _TYPICAL,
+    timeout: float = 600.0,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.
+
+    >>> stage = Stage(blocks, exchange)
+    >>> previous = None
+    >>> for index, (x, y) in enumerate(microbatches):
+    ...     current = stage.microbatch(x, y, index=index, loss_fn=loss_fn, loss_scale=1 / len(microbatches))
+    ...     loss, _ = combined_forward_backward_step(current, previous)
+    ...     previous = current
+    >>> combined_forward_backward_step(None, previous)
+
+    Gradients of parameters are added to ``.grad`` and are not summed over ranks.
+
+    Args:
+        forward: Microbatch to run forward; None runs the backward alone.
+        backward: Microbatch, already run forward, to run backward; None runs the forward alone.
+        output_grad: Gradient of ``backward``'s output; not given where its ``loss_fn`` made a loss.
+        overlap: ``"pairs"`` is Megatron-Core's order; 2 orders the nodes by ``costs``; ``"serial"`` keeps them apart.
+        costs: Of the nodes, in any unit.
+        timeout: Limit in seconds of every wait for another rank.
+
+    Returns:
+        The forward's output (the loss, where it has a ``loss_fn``), detached, and the gradient of the backward's input,
+        None where the input requires none.
+
+    Raises:
+        ValueError: Neither is given, both are the same, or the gradient of the output is missing.
+    """
+    if forward is None and backward is None:
+        raise ValueError("neither a forward nor a backward is given; allowed: one of them or both")
+    if forward is backward:
+        raise ValueError(f"microbatch {forward.index if forward else 0} is given twice; allowed: two different ones")
+    if backward is not None:
+        if output_grad is not None:
+            backward.output_grad = output_grad
+        if not backward.forwarded:
+            raise ValueError(f"microbatch {backward.index} has not run forward; allowed: one that has")
+        if backward.output_grad is None:
+            raise ValueError(f"microbatch {backward.index} has neither output_grad nor loss_fn; allowed: one of them")
+    stage = (forward or backward).stage  # type: ignore[union-attr]  # one of them is given
+    if backward is not None and backward.stage is not stage:
+        raise ValueError("the microbatches are of different stages; allowed: two of one stage")
+    player = Player(timedelta(seconds=timeout), background=stage.exchange.background)
+    microbatches = {i: m for i, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
+    with stage.installed(forward.loss_scale if forward else 1.0), torch.no_grad():
+        player.play(_order(microbatches, overlap, costs), microbatches)
+    return (forward.output if forward else None), (backward.input_grad if backward else None)
+
+
+_BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
+
+
+def _order(microbatches: Mapping[int, Microbatch], overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
+    shape = next(iter(microbatches.values())).stage.shape
+    actions = [Action(Kind.F if number == _FORWARD else Kind.B, 0, number) for number in microbatches]
+    overlap = planning.parse_overlap(overlap)
+    if overlap == "serial":
+        return list(serial(actions, shape))
+    if overlap == "pairs":
+        return list(pairs([Pair(actions[1], actions[0])] if len(actions) == 2 else actions, shape))
+    return ListScheduler(iter(actions), shape, costs, Policy(overlap), peak=2).run()

@@ -150,15 +150,15 @@ class BlockRun:
                 return exchange.counts(route.counts, node.tag, expected)
             assert rows is not None
             outward = (op is Op.DISPATCH) == (kind is Kind.F)  # towards the experts
-            sizes = (route.send, route.receive) if outward else (route.receive, route.send)
-            transfer = exchange.rows(rows, *sizes, node.tag, expected)
+            send, receive = (route.send, route.receive) if outward else (route.receive, route.send)
+            transfer = exchange.rows(rows, send, receive, node.tag, expected)
             self._announce(node, rows)
             return transfer
 
         return post
 
     def _announce(self, node: Node, like: Tensor) -> None:
-        """Announces the receive of the exchange that follows in the chain, whose sizes are known unless it dispatches."""
+        """Announces the receive of the exchange that follows in the chain; only a dispatch's sizes are not known yet."""
         seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
         exchange, route = seam.exchange, seam.route
         if (node.op is Op.DISPATCH) == (kind is Kind.F):  # dispatch.f or combine.b: the rows come back
@@ -190,7 +190,8 @@ class BlockRun:
             seam = self.seams[-1]
         else:
             self._begin_backward()
-        assert seam.y is not None and seam.returned is not None
+        assert seam.y is not None
+        assert seam.returned is not None
         self.queue.probing = True
         (grad,) = torch.autograd.grad(self.roots, seam.y, self.root_grads, retain_graph=True, allow_unused=True)
         self.queue.probing = False
@@ -204,7 +205,8 @@ class BlockRun:
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
-        assert seam.result is not None and seam.leaf is not None
+        assert seam.result is not None
+        assert seam.leaf is not None
         parameters = self.stage.expert_parameters[seam.experts]
         grads = _gradients([seam.result], [seam.route.group(received)], [seam.leaf, *parameters])
         seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
@@ -221,7 +223,8 @@ class BlockRun:
 
     def _begin_backward(self) -> None:
         out, grad = self.out, self.microbatch.output_grad
-        assert out is not None and grad is not None
+        assert out is not None
+        assert grad is not None
         self.roots, self.root_grads, self.out = [], [], None
         self._add_root(out, grad.to(out).expand_as(out))
         if not self.roots:
@@ -265,7 +268,7 @@ class BlockRun:
 
 
 def _gradients(
-    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+    roots: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the leaves, whose own hooks wait: they see the whole gradient when it is accumulated."""
     hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]

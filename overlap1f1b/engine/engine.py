@@ -162,9 +162,7 @@ class Engine:
         microbatches = self._play(plan, inputs, target, 1.0, grad=False)
         return self._result(microbatches, Timeline(self.player.spans()))
 
-    def _play(
-        self, plan: Plan, inputs: Tensor, target: Tensor, scale: float, *, grad: bool
-    ) -> list[Microbatch]:
+    def _play(self, plan: Plan, inputs: Tensor, target: Tensor, scale: float, *, grad: bool) -> list[Microbatch]:
         count = self.program.microbatches
         seed = int(torch.randint(2**62, ()))
         parts = zip(_split(inputs, count, "inputs"), _split(target, count, "target"), strict=True)
@@ -201,4 +199,3 @@ def _ep_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
         raise ValueError(f"mesh with dimensions {names} of sizes {tuple(mesh.shape)}; allowed: one dimension 'ep'")
     group = mesh.get_group("ep")
     return group if group.size() > 1 else None
-

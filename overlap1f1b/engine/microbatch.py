@@ -48,6 +48,7 @@ class Microbatch:
         grad: bool = True,
     ) -> None:
         self.stage, self.index, self.target, self.loss_fn, self.grad = stage, index, target, loss_fn, grad
+        self.loss_scale = loss_scale
         self.activation: Tensor | None = inputs
         self.input_grad: Tensor | None = None
         self.output: Tensor | None = None
@@ -59,6 +60,11 @@ class Microbatch:
         self.random = RandomStream(seed, stage.device)
         self.tied: Gradients = {}
         self.ended = False
+
+    @property
+    def forwarded(self) -> bool:
+        """Whether its forward has ended and its backward has not."""
+        return self.output is not None and self.grad and not self.ended
 
     def stop(self) -> None:
         """Unwinds suspended forwards and lets go of everything."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 from overlap1f1b.engine.cut import BlockRun
-from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.weights import accumulate
 from overlap1f1b.plan import Lane as LaneName
 from overlap1f1b.plan import Node, Op, Span
@@ -89,8 +89,7 @@ class Player:
             microbatch.flights[node.kind] = flight
             self._flights.append(flight)
             return
-        flight = microbatch.flights.pop(node.kind, None)
-        received = None if flight is None else flight.wait()
+        received = microbatch.flights.pop(node.kind).wait() if node.kind in microbatch.flights else None
         start = time.perf_counter()
         if node.kind is Kind.W:
             accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())

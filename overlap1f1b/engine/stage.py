@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -170,23 +170,20 @@ class _SplitForward:
     def __init__(self, stage: Stage, module: nn.Linear) -> None:
         self.stage, self.module = stage, module
 
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  the name of nn.Linear.forward's argument
+    def __call__(self, input: Tensor) -> Tensor:
         return self.stage.linear(self.module, input)
 
 
-def _splits(module: nn.Module) -> bool:
+def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a plain ``nn.Linear`` with a weight of its own to train (no parametrization, no subclass)."""
     return (
         type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
-        and "weight" in module._parameters
-        and module._parameters["weight"] is not None
-        and module._parameters["weight"].requires_grad
+        and (weight := module._parameters.get("weight")) is not None
+        and weight.requires_grad
     )
 
 
 def _numbered(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for index, block in enumerate(blocks):
         yield f"block {index} ({type(block).__name__})", block
-
-

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
 _C: Any = torch._C
 
 
@@ -68,7 +68,9 @@ class ThreadState:
                 _autograd._pop_saved_tensors_default_hooks()
             for pack, unpack in self.hooks:
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        _swap_modes(now.function_modes, self.function_modes, _C._pop_torch_function_stack, _C._push_on_torch_function_stack)
+        _swap_modes(
+            now.function_modes, self.function_modes, _C._pop_torch_function_stack, _C._push_on_torch_function_stack
+        )
         _swap_modes(
             now.dispatch_modes,
             self.dispatch_modes,

@@ -71,7 +71,12 @@ class Exchange(Protocol):
     """Whether a transfer is best started and awaited by a thread of its own."""
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         """Launches the exchange of ``source [sum(send), H]``, whose parts go to the ranks in order.
 
@@ -96,7 +101,12 @@ class LocalExchange:
     background = False
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         return Transfer(source)
 
@@ -131,7 +141,12 @@ class PeerExchange:
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         expected = expected or self.expect_rows(source, receive, tag)
         return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
@@ -188,7 +203,12 @@ class CollectiveExchange:
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))

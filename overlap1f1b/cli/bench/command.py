@@ -22,7 +22,7 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         result = Bench(options, rank, status.update).run()
     if rank.rank:
         return
-    workload = {key: value for key, value in asdict(options.model).items()} | {
+    workload = asdict(options.model) | {
         "microbatches": options.microbatches,
         "batch": options.batch,
         "sequence": options.sequence,

@@ -46,7 +46,12 @@ class RecordingExchange:
         self.sizes, self._counts = [], []
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         self.sizes.append(Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype))
         return self.real.rows(source, send, receive, tag, expected)
@@ -71,7 +76,12 @@ class AnsweringExchange:
         self._next = 0
 
     def rows(
-        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, expected: Expected | None = None
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
     ) -> Transfer:
         return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
 

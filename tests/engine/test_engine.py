@@ -1,0 +1,275 @@
+"""Gradients of the engine against plain autograd, on one rank and on several."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.moe.exchange import Expected, Transfer, build_exchange
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import Program, build_schedule
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3, 4]
+MICROBATCHES = [1, 2, 3, 4, 7]
+
+
+def programs(microbatches: int) -> list[Program]:
+    return [build_schedule(n, microbatches=microbatches, extra_warmup=w) for n, w in PROGRAMS]
+
+
+def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[Tensor, Tensor], **options: Any) -> Any:
+    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, **({"costs": COSTS} | options))
+    return engine, engine.step(data[0], target=data[1])
+
+
+@pytest.mark.parametrize("seams", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+def test_one_rank_equals_plain_autograd_bit_for_bit(microbatches: int, seams: int) -> None:
+    data = models.batch(microbatches)
+    losses, expected = models.plain_gradients(models.build(seams=seams), *data, microbatches)
+    for program in programs(microbatches):
+        for overlap in OVERLAPS:
+            model = models.build(seams=seams)
+            engine, result = step(model, program, overlap, data)
+            where = (program.name, overlap, engine.plan.order)
+            if seams == 1:
+                assert not models.equal(models.gradients(model), expected), where
+            else:  # several calls of experts meet in one residual, whose sum autograd orders in its own way
+                for name, gradient in models.gradients(model).items():
+                    torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=f"{where} {name}")
+            assert [float(x) for x in result.losses] == [float(x) for x in losses]
+            assert result.peak_activations == engine.plan.peak_activations <= program.peak_activations[0]
+            assert result.peak_held == engine.plan.peak_held
+
+
+@pytest.mark.parametrize("seams", [2, 3])
+def test_several_seams_are_bit_equal_between_programs(seams: int) -> None:
+    data, reference = models.batch(4), None
+    for program in programs(4):
+        for overlap in OVERLAPS:
+            model = models.build(seams=seams)
+            step(model, program, overlap, data)
+            found = models.gradients(model)
+            reference = reference or found
+            assert not models.equal(found, reference), (program.name, overlap)
+
+
+def test_tied_parameters_are_summed_per_microbatch_as_autograd_does() -> None:
+    data = models.batch(4)
+    _, expected = models.plain_gradients(models.build(tied=True), *data, 4)
+    for program in programs(4):
+        for overlap in OVERLAPS:
+            model = models.build(tied=True)
+            step(model, program, overlap, data)
+            assert not models.equal(models.gradients(model), expected), (program.name, overlap)
+
+
+def test_dropout_is_the_same_in_every_program() -> None:
+    data, reference = models.batch(4), None
+    for program in programs(4):
+        for overlap in OVERLAPS:
+            model = models.build(dropout=0.3)
+            torch.manual_seed(2)
+            step(model, program, overlap, data)
+            found = models.gradients(model)
+            reference = reference or found
+            assert not models.equal(found, reference), (program.name, overlap)
+    torch.manual_seed(3)
+    model = models.build(dropout=0.3)
+    torch.manual_seed(4)
+    step(model, programs(4)[0], "serial", data)
+    assert models.equal(models.gradients(model), reference or {}), "another seed drops something else"
+
+
+def test_steps_add_to_gradients_and_costs_are_measured_in_the_first_two() -> None:
+    data, model = models.batch(3), models.build()
+    engine = Engine(model, programs(3)[2], loss_fn=models.loss_fn)
+    orders = []
+    for _ in range(3):
+        orders.append(engine.plan.order)
+        engine.step(data[0], target=data[1])
+    assert orders[:2] == ["serial", "serial"]
+    assert engine.costs is not None
+    assert engine.plan.overlap == 3
+    _, expected = models.plain_gradients(plain := models.build(), *data, 3)
+    for _ in range(2):
+        _, expected = models.plain_gradients(plain, *data, 3)
+    assert not models.equal(models.gradients(model), expected)
+
+
+def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
+    data, model = models.batch(3), models.build()
+    engine = Engine(model, programs(3)[2], loss_fn=models.loss_fn)
+    engine.step(data[0], target=data[1])
+    before = models.gradients(model)
+    with torch.no_grad():
+        losses = [models.loss_fn(model(x), y) for x, y in zip(data[0].chunk(3), data[1].chunk(3), strict=True)]
+    result = engine.evaluate(data[0], target=data[1])
+    assert torch.equal(torch.stack(result.losses), torch.stack(losses))
+    assert not models.equal(models.gradients(model), before)
+
+
+def test_two_engines_over_one_model_leave_it_as_it_was() -> None:
+    data, model = models.batch(2), models.build()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    for program in programs(2)[1:3]:
+        step(model, program, 2, data)
+    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert {n: sorted(d) for n, d in before.items()} == {n: sorted(d) for n, d in after.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Delayed:
+    """The real exchange with random pauses before everything that it starts."""
+
+    def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
+        self.real, self.random = build_exchange(group, lanes=True), random.Random(seed)
+        self.ranks, self.rank, self.background = self.real.ranks, self.real.rank, self.real.background
+
+    def _pause(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * 0.004)
+
+    def rows(self, *args: Any) -> Transfer:
+        self._pause()
+        return self.real.rows(*args)
+
+    def counts(self, *args: Any) -> Transfer:
+        self._pause()
+        return self.real.counts(*args)
+
+    def expect_rows(self, *args: Any) -> Expected | None:
+        self._pause()
+        return self.real.expect_rows(*args)
+
+    def expect_counts(self, *args: Any) -> Expected | None:
+        return self.real.expect_counts(*args)
+
+
+def _mesh(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+
+
+def _compare(rank: int, size: int, microbatches: int, choose: str, double: bool) -> list[str]:
+    """Every program and overlap on all ranks, against plain autograd on the whole model in this process."""
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    try:
+        return _compared(rank, size, microbatches, choose, double)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compared(rank: int, size: int, microbatches: int, choose: str, double: bool) -> list[str]:
+    mesh, problems = _mesh(size), []
+    options = {"choose": getattr(models, choose)}
+    data = [models.batch(microbatches, seed=r, sequence=7) for r in range(size)]
+    whole = models.build(**options)
+    for inputs, target in data:
+        _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
+    group = mesh.get_group("ep")
+    reference: dict[str, Tensor] = {}
+    for program in programs(microbatches):
+        for overlap in OVERLAPS:
+            model = models.build(group, **options)
+            exchange = Delayed(group, seed=rank)
+            _, result = step(model, program, overlap, data[rank], mesh=mesh, exchange=exchange, timeout=20)
+            found = models.gradients(model)
+            reference = reference or found
+            problems += [f"{program.name} {overlap}: {n} differs from sequential" for n in models.equal(found, reference)]
+            if result.peak_activations > program.peak_activations[0]:
+                problems.append(f"{program.name} {overlap}: {result.peak_activations} alive")
+    local = models.E // size
+    for name, gradient in reference.items():
+        full = expected[name]
+        if "experts" in name:
+            full = full[rank * local : (rank + 1) * local]
+        error = float((gradient - full).norm() / full.norm().clamp_min(1e-30))
+        if error > (1e-12 if double else 1e-5) and float(full.norm()) > 0:
+            problems.append(f"{name}: relative difference {error:.1e} from one process")
+        if float(full.norm()) == 0 and float(gradient.norm()) != 0:
+            problems.append(f"{name}: a gradient where there is none")
+    return problems
+
+
+@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int, choose: str) -> None:
+    assert ranks2.run(_compare, microbatches, choose, False) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int, choose: str) -> None:
+    assert ranks4.run(_compare, microbatches, choose, False, timeout=120) == [[]] * 4
+
+
+@pytest.mark.parametrize("microbatches", [3, 4])
+def test_two_ranks_in_double_precision(ranks2: Ranks, microbatches: int) -> None:
+    assert ranks2.run(_compare, microbatches, "top_k", True) == [[], []]
+
+
+def _carry_on(rank: int, size: int) -> list[bool]:
+    """Gradients of an earlier step are not summed over the ranks a second time."""
+    mesh, data = _mesh(size), models.batch(2, seed=rank)
+    model = models.build(mesh.get_group("ep"))
+    engine = Engine(model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, timeout=20)
+    engine.step(data[0], target=data[1])
+    once = models.gradients(model)
+    engine.step(data[0], target=data[1])
+    return [torch.allclose(g, 2 * once[n], rtol=1e-5, atol=1e-7) for n, g in models.gradients(model).items()]
+
+
+def test_accumulated_steps_are_reduced_once(ranks2: Ranks) -> None:
+    assert all(all(result) for result in ranks2.run(_carry_on))
+
+
+def _collective(rank: int, size: int) -> list[str]:
+    """torch's all_to_all_single, which NCCL uses, through the same engine."""
+    from overlap1f1b.moe.exchange import CollectiveExchange
+
+    mesh, data = _mesh(size), models.batch(3, seed=rank)
+    group = mesh.get_group("ep")
+    found = []
+    for exchange in (build_exchange(group, lanes=True), CollectiveExchange(group, dist.new_group([0, 1]))):
+        model = models.build(group)
+        step(model, programs(3)[2], 3, data, mesh=mesh, exchange=exchange, timeout=20)
+        found.append(models.gradients(model))
+    return models.equal(*found)
+
+
+def test_collective_exchange_gives_the_same_gradients(ranks2: Ranks) -> None:
+    assert ranks2.run(_collective) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_bad_input_is_named() -> None:
+    model, data = models.build(), models.batch(2)
+    program = programs(2)[0]
+    with pytest.raises(ValueError, match="batch of 4 cannot be cut into 3 microbatches"):
+        step(model, programs(3)[0], 1, data)
+    with pytest.raises(ValueError, match="overlap='all'; allowed"):
+        step(model, program, "all", data)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"loss_fn returns shape \(4,\)"):
+        Engine(model, programs(1)[0], loss_fn=lambda o, t: o.flatten()[:4]).step(data[0], target=data[1])
+    with pytest.raises(ValueError, match="a stage without blocks"):
+        Engine([], program, loss_fn=models.loss_fn)
+    frozen = models.build().requires_grad_(False)
+    with pytest.raises(ValueError, match="requires no gradient"):
+        step(frozen, program, 1, data)

@@ -1,0 +1,118 @@
+"""Small models that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.moe import GroupedExperts
+
+V, H, E, K = 31, 20, 8, 2
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def top_k(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordinary routing, uneven since the gate is random."""
+    weights, indices = logits.softmax(-1).topk(K, -1)
+    return indices, weights
+
+
+def first_experts(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Every token goes to experts 0 and 1: all others, and every rank but the first, receive nothing."""
+    indices = torch.arange(K).expand(len(tokens), K)
+    return indices, logits.softmax(-1).gather(1, indices)
+
+
+class Block(nn.Module):
+    """Norm, linear, experts, and a linear between the experts and the output; ``seams`` calls of experts."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, seams: int = 1, choose: Choose = top_k, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(H), nn.Linear(H, H)
+        self.gates = nn.ModuleList(nn.Linear(H, E, bias=False) for _ in range(seams))
+        self.experts = nn.ModuleList(GroupedExperts(E, H, 12, group=group) for _ in range(seams))
+        self.post = nn.ModuleList(nn.Linear(H, H) for _ in range(seams))
+        self.choose, self.dropout = choose, nn.Dropout(dropout)
+        for experts in self.experts:  # large enough that their gradients matter
+            experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.mix(self.norm(x)))
+        for gate, experts, post in zip(self.gates, self.experts, self.post, strict=True):
+            tokens = x.reshape(-1, H)
+            indices, weights = self.choose(tokens, gate(tokens))
+            x = x + self.dropout(post(self.around(experts, tokens, indices, weights))).view_as(x)
+        return x
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The call of experts, for subclasses that wrap it."""
+        return experts(tokens, indices, weights)
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def build(
+    group: dist.ProcessGroup | None = None,
+    *,
+    layers: int = 2,
+    seams: int = 1,
+    choose: Choose = top_k,
+    dropout: float = 0.0,
+    tied: bool = False,
+    block: type[Block] = Block,
+) -> nn.Sequential:
+    """Embedding, blocks, a dense block in between, head: the same weights for every group."""
+    torch.manual_seed(11)
+    embedding = nn.Embedding(V, H)
+    blocks: list[nn.Module] = [block(group, seams=seams, choose=choose, dropout=dropout) for _ in range(layers)]
+    blocks.insert(1, nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H), nn.Tanh()))
+    return nn.Sequential(embedding, *blocks, Tied(embedding) if tied else nn.Linear(H, V))
+
+
+def batch(microbatches: int, *, rows: int = 2, sequence: int = 7, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step, ``rows`` sequences a microbatch."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (microbatches * rows, sequence)
+    return torch.randint(V, shape, generator=generator), torch.randint(V, shape, generator=generator)
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def plain_gradients(
+    model: nn.Module, inputs: Tensor, target: Tensor, microbatches: int, scale: float = 1.0
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and gradients of a plain loop over the microbatches."""
+    losses = []
+    for x, y in zip(inputs.chunk(microbatches), target.chunk(microbatches), strict=True):
+        loss = loss_fn(model(x), y)
+        (loss * (scale / microbatches)).backward()
+        losses.append(loss.detach())
+    return losses, gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name; zeros where there is none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names whose gradients are not bit-equal."""
+    return [name for name in a if not torch.equal(a[name], b[name])]
