@@ -35,12 +35,13 @@ class SeamRun:
     def __init__(self, call: SeamCall, exchange: Exchange) -> None:
         assert isinstance(call.experts, GroupedExperts)
         self.experts, self.exchange = call.experts, exchange
-        self.tokens, self.weights = call.tokens, call.weights
+        self.tokens, self.weights, self.state = call.tokens, call.weights, call.state
         self.queue = WeightQueue()
         with torch.no_grad():
             self.route = Route(call.indices, self.experts.experts, exchange.ranks)
             self.rows: Tensor | None = self.route.gather(call.tokens.detach())
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
+        self.result_dtype = call.tokens.dtype
         self.leaf: Tensor | None = None  # their input
         self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
         self.y: Tensor | None = None
@@ -85,12 +86,13 @@ class BlockRun:
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
         leaf = seam.route.group(received)
-        with self.stage.splitting(seam.queue), torch.set_grad_enabled(self.microbatch.grad):
-            leaf = leaf.detach().requires_grad_(self.microbatch.grad)
+        name, grad = self.stage.names[self.block], self.microbatch.grad
+        with self.stage.splitting(seam.queue), seam.state.applied(name, device=self.stage.device, grad=grad):
+            leaf = leaf.detach().requires_grad_(seam.state.grad and grad)
             result = seam.experts.compute(leaf, seam.route.expert_rows)
-        seam.rows = seam.route.ungroup(result.detach())
-        if self.microbatch.grad:
-            seam.leaf, seam.result = leaf, get_gradient_edge(result)
+        seam.rows = seam.route.ungroup(result.detach().to(seam.tokens.dtype))
+        if result.requires_grad:
+            seam.leaf, seam.result, seam.result_dtype = leaf, get_gradient_edge(result), result.dtype
 
     def combine_f(self) -> Post:
         return self._post(Op.COMBINE, Kind.F)
@@ -100,8 +102,7 @@ class BlockRun:
         y = seam.route.aggregate(received, seam.weights.detach())
         if self.microbatch.grad:
             seam.returned = received
-            y.requires_grad_()
-            seam.y = y
+            seam.y = y.requires_grad_(seam.state.grad)
         self._go(y)
 
     def _go(self, value: Tensor) -> None:
@@ -158,7 +159,7 @@ class BlockRun:
         return post
 
     def _announce(self, node: Node, like: Tensor) -> None:
-        """Announces the receive of the exchange that follows in the chain; only a dispatch's sizes are not known yet."""
+        """Announces the receive of the exchange that follows in the chain; a dispatch's sizes are not known yet."""
         seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
         exchange, route = seam.exchange, seam.route
         if (node.op is Op.DISPATCH) == (kind is Kind.F):  # dispatch.f or combine.b: the rows come back
@@ -192,10 +193,12 @@ class BlockRun:
             self._begin_backward()
         assert seam.y is not None
         assert seam.returned is not None
-        self.queue.probing = True
-        (grad,) = torch.autograd.grad(self.roots, seam.y, self.root_grads, retain_graph=True, allow_unused=True)
-        self.queue.probing = False
-        grad = torch.zeros_like(seam.y) if grad is None else grad
+        grad = None
+        if seam.y.requires_grad and self.roots:
+            self.queue.probing = True
+            (grad,) = torch.autograd.grad(self.roots, seam.y, self.root_grads, retain_graph=True, allow_unused=True)
+            self.queue.probing = False
+        grad = _dense(grad, seam.y)
         rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
@@ -205,13 +208,15 @@ class BlockRun:
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
-        assert seam.result is not None
-        assert seam.leaf is not None
-        parameters = self.stage.expert_parameters[seam.experts]
-        grads = _gradients([seam.result], [seam.route.group(received)], [seam.leaf, *parameters])
-        seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
+        if seam.result is None or seam.leaf is None:  # no gradient passes these experts, but their rows still travel
+            seam.rows = torch.zeros_like(received)
+        else:
+            parameters = self.stage.expert_parameters[seam.experts]
+            grad = seam.route.group(received).to(seam.result_dtype)
+            grads = _gradients([seam.result], [grad], [seam.leaf, *parameters])
+            seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
+            seam.queue.keep(_present(parameters, grads[1:]))
         seam.result = seam.leaf = None
-        seam.queue.keep(_present(parameters, grads[1:]))
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
 
     def dispatch_b(self) -> Post:
@@ -227,8 +232,8 @@ class BlockRun:
         assert grad is not None
         self.roots, self.root_grads, self.out = [], [], None
         self._add_root(out, grad.to(out).expand_as(out))
-        if not self.roots:
-            raise ValueError(f"the output of {self.stage.names[self.block]} requires no gradient; its input must")
+        if self.is_last and not self.roots:
+            raise ValueError(f"what {self.stage.names[self.block]} returns requires no gradient; one parameter must")
 
     def _add_root(self, root: Tensor, grad: Tensor) -> None:
         if root.requires_grad:
@@ -276,7 +281,9 @@ def _gradients(
     try:
         for hook in hooks:
             hook.clear()
-        return torch.autograd.grad(roots, leaves, grads, allow_unused=True) if leaves else ()
+        if not roots or not leaves:
+            return (None,) * len(leaves)
+        return torch.autograd.grad(roots, leaves, grads, allow_unused=True)
     finally:
         for hook, content in zip(hooks, held, strict=True):
             hook.update(content)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from overlap1f1b.engine.state import ThreadState
 
@@ -20,6 +22,31 @@ class SeamCall(NamedTuple):
     tokens: Tensor  # [T, H]
     indices: Tensor  # [T, K] int64
     weights: Tensor  # [T, K]
+    state: ThreadState  # around the call: autocast and the like, in which the experts must run
+
+
+class OnceHooks(TorchFunctionMode):
+    """Tensor hooks that are registered behind a call of experts run once, though the engine walks that part twice.
+
+    Both walks bring the same gradient, so the second gets what the hook made of it the first time.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            tensor, hook = args
+            return func(tensor, _once(hook))
+        return func(*args, **(kwargs or {}))
+
+
+def _once(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    made: list[Tensor | None] = []
+
+    def call(grad: Tensor) -> Tensor | None:
+        if not made:
+            made.append(hook(grad))
+        return made[0]
+
+    return call
 
 
 class Forward(greenlet):
@@ -30,6 +57,7 @@ class Forward(greenlet):
 
     def __init__(self, function: Callable[..., Any], name: str, device: torch.device) -> None:
         super().__init__(self._main)
+        self._once_hooks = OnceHooks()
         self.function, self.name, self.device = function, name, device
         self.gr_context = contextvars.copy_context()
         self._outside = ThreadState.capture(device)
@@ -60,9 +88,13 @@ class Forward(greenlet):
 
     def hand_out(self, call: SeamCall) -> Tensor:
         """Called inside: leaves the function here, and returns the result once it is resumed."""
-        inside = ThreadState.capture(self.device)
+        inside = call.state
         self._outside.restore(inside, self.name)
         assert self.parent is not None
+        if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it will leave itself
+            own = len(self._outside.function_modes)
+            modes = (*inside.function_modes[:own], self._once_hooks, *inside.function_modes[own:])
+            inside = replace(inside, function_modes=modes)
         try:
             result = self.parent.switch(call)
         finally:  # the function's own context managers must find the state that they left, also when it is stopped
@@ -77,7 +109,8 @@ def seam(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, 
     def call(tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         current = getcurrent()
         if isinstance(current, Forward):
-            return current.hand_out(SeamCall(experts, tokens, indices, weights))
+            state = ThreadState.capture(current.device)
+            return current.hand_out(SeamCall(experts, tokens, indices, weights, state))
         return plain(tokens, indices, weights)
 
     return call

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +79,18 @@ class ThreadState:
             lambda: _C._pop_torch_dispatch_stack(None),
             _C._push_on_torch_dispatch_stack,
         )
+
+
+    @contextmanager
+    def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
+        """Runs its body in this state, but for the grad mode where ``grad`` is off."""
+        outside = ThreadState.capture(device)
+        inside = replace(self, grad=self.grad and grad)
+        inside.restore(outside, name)
+        try:
+            yield
+        finally:
+            outside.restore(inside, name)
 
 
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
