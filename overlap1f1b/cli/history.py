@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -40,8 +40,12 @@ class History:
         return cls(first_step=step)
 
     def save(self, folder: Path) -> None:
-        """Replaces the file as a whole, so that a kill leaves the old one or the new one."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Replaces the file as a whole, so that a kill leaves the old one or the new one.
+
+        A folder that cannot be written is left to the checkpoint to report, which does so on all ranks.
+        """
         unfinished = folder / f".{FILE}.unfinished"
-        unfinished.write_text(json.dumps(asdict(self)))
-        os.replace(unfinished, folder / FILE)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(asdict(self)))
+            unfinished.replace(folder / FILE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
@@ -33,10 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_run(options)
         if STORE in os.environ or under_torchrun():
-            return _run_rank(options)
+            _end_rank(options)
         return _run_here(options, argv)
     except ValueError as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
@@ -60,6 +64,27 @@ def _positive(text: str) -> bool:
     return False
 
 
+def _end_rank(options: RunOptions) -> NoReturn:
+    """Runs this process as one of several ranks and ends it, leaving out Python's finalization.
+
+    A thread of gloo's that lets go of a tensor meanwhile, or one of the engine's that still waits for a lost rank,
+    would abort the process there and hide its exit status.
+    """
+    try:
+        status = _run_rank(options)
+    except ValueError as error:
+        status = _fail(error)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def _run_rank(options: RunOptions) -> int:
     from overlap1f1b.cli.ranks import joined
 
@@ -73,7 +98,23 @@ def _run_rank(options: RunOptions) -> int:
             verb(options, rank)
         except ValueError as error:
             return _fail(error) if _first_to_fail(rank) else 2
+        except RuntimeError as error:
+            if rank.size == 1 or (how := _lost(error)) is None:
+                raise
+            sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
+            return 1
     return 0
+
+
+def _lost(error: RuntimeError) -> str | None:
+    """How the connection to another rank ended, in one line; None if it is not that which failed.
+
+    The other rank has said, or whoever started it will, why it ended: a traceback from here would only hide that.
+    """
+    text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
+    ends = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+    found = [text.index(end) + len(end) for end in ends if end in text]
+    return text[: min(found)] if found else None
 
 
 def _first_to_fail(rank: Rank) -> bool:

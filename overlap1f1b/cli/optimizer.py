@@ -12,6 +12,7 @@ WARMUP = 0.1  # of the steps
 FLOOR = 0.1  # of the peak, at the last step
 BETAS = (0.9, 0.95)
 
+
 def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW that decays matrices alone: no embedding, and nothing of one dimension."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

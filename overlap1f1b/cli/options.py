@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES
+from overlap1f1b.plan import parse_overlap
+from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
     """
 
+    batch: int = 32
+    """Sequences of a step on each rank, divided evenly into microbatches."""
     wire: str | None = None
     """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
     rate. Needs root and iproute2. Without it the loopback is used."""
@@ -129,12 +132,27 @@ class BenchOptions(RunOptions):
 
 def check_run(options: RunOptions) -> None:
     """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
-    for name in ("ranks", "microbatches", "batch", "sequence"):
+    train = isinstance(options, TrainOptions)
+    counts = ["ranks", "microbatches", "batch", "sequence"]
+    counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
+    for name in counts:
         if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name} {value}; allowed: 1 or more")
+            raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
+    for name in ("timeout", "lr", "clip") if train else ("timeout",):
+        if not 0 < (value := getattr(options, name)) < float("inf"):
+            raise ValueError(f"--{name} {value}; allowed: more than 0")
     if options.batch % options.microbatches:
         raise ValueError(
             f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
         )
-    if isinstance(options, TrainOptions) and options.schedule not in SCHEDULES:
-        raise ValueError(f"unknown program {options.schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    parse_overlap(options.overlap)
+    if isinstance(options, TrainOptions):
+        build_schedule(options.schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
+        if not 0 <= options.weight_decay < float("inf"):
+            raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
+        if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():
+            raise ValueError(f"--checkpoint {options.checkpoint} is a file; allowed: a folder, which may be new")
+    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
+        raise ValueError(
+            f"--json {options.json}: its folder does not exist; allowed: a file in a folder that does, or -"
+        )

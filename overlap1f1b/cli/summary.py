@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean, median
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from overlap1f1b.cli.curves import marks, sparkline
@@ -42,76 +43,78 @@ class Speed:
             step_ms=1e3 * seconds,
             tokens_per_s=tokens / seconds,
             exposed_ms=1e3 * median(step.exposed for step in planned),
-            hidden_fraction=fmean(shares) if shares else None,
+            hidden_fraction=median(shares) if shares else None,
         )
 
 
-def compared(losses: Sequence[float], speed: Speed, reference: Sequence[float], other: Speed) -> dict[str, Any]:
-    """The part of the JSON that sets ``reference``, the losses and the speed of ``sequential``, beside the run."""
-    unequal = next((i for i, (a, b) in enumerate(zip(losses, reference, strict=True)) if a != b), None)
+def compared(
+    steps: Sequence[Step], speed: Speed, reference: Sequence[Step], other: Speed, *, start: int
+) -> dict[str, Any]:
+    """The part of the JSON that sets ``reference``, the same steps by ``sequential``, beside the run.
+
+    ``start`` steps were made before. Steps are numbered from 1.
+    """
+    pairs = enumerate(zip(steps, reference, strict=True), start + 1)
+    unequal = next((number for number, (one, two) in pairs if one.loss != two.loss), None)
     return {
         "program": "sequential",
         "overlap": "serial",
-        "losses": list(reference),
+        "losses": [step.loss for step in reference],
         "losses_equal": unequal is None,
-        "first_unequal": unequal,
-        "step_ms": other.step_ms,
-        "tokens_per_s": other.tokens_per_s,
-        "exposed_ms": other.exposed_ms,
-        "hidden_fraction": other.hidden_fraction,
+        "first_unequal_step": unequal,
         "speedup": other.step_ms / speed.step_ms,
+        **asdict(other),
     }
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Prints the summary, with the curves above it if there are two."""
+    """Prints the summary; of a comparison also both curves, and a column for each program."""
     compare = result["compare"]
+    table = Table(box=None, pad_edge=False, show_header=bool(compare))
+    for heading in ("", result["workload"]["program"], "sequential"):
+        table.add_column(heading)
+    table.add_row("steps", str(result["steps"]))
+    if result["losses"]:
+        since = f", since step {result['first_step'] + 1}" if result["first_step"] else ""
+        table.add_row("loss", _change(result["losses"]) + since)
+    held_out = result["held_out"]
+    table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
+    table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
+    for name, text in (
+        ("tokens/s", lambda of: f"{of['tokens_per_s']:.0f}"),
+        ("ms per step", lambda of: f"{of['step_ms']:.0f}"),
+        ("hidden", lambda of: _share(of["hidden_fraction"])),
+        ("exposed ms per step", lambda of: f"{of['exposed_ms']:.0f}"),
+    ):
+        if result["tokens_per_s"] is not None:
+            table.add_row(name, text(result), text(compare) if compare else "")
+    table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
     if compare:
         _show_curves(result, screen)
-    table = Table(box=None, pad_edge=False, show_header=bool(compare))
-    table.add_column()
-    table.add_column(result["workload"]["program"], justify="right" if compare else "left")
-    if compare:
-        table.add_column("sequential", justify="right")
-
-    def row(name: str, value: str, other: str = "") -> None:
-        table.add_row(name, value, *([other] if compare else []))
-
-    losses, held = result["losses"], result["held_out"]
-    row("steps", str(result["steps"]), str(result["steps"]))
-    if losses:
-        begin = f" (of step {result['first_step'] + 1})" if result["first_step"] else ""
-        last = f" → {compare['losses'][-1]:.3f}" if compare else ""
-        row("loss", f"{losses[0]:.3f}{begin} → {losses[-1]:.3f}", f"{losses[-len(compare['losses'])]:.3f}{last}" if compare else "")
-    row("held-out loss", f"{held['loss']:.3f} nats per byte (bytes by frequency alone: {held['unigram_entropy']:.3f})")
-    if result["tokens_per_s"]:
-        row("tokens/s", f"{result['tokens_per_s']:.0f}", f"{compare['tokens_per_s']:.0f}" if compare else "")
-        if compare:
-            row("speed-up", f"{compare['speedup']:.2f}×", "1.00×")
-        row("hidden", _share(result["hidden_fraction"]), _share(compare["hidden_fraction"]) if compare else "")
-        row("exposed", f"{result['exposed_ms']:.0f} ms a step", f"{compare['exposed_ms']:.0f} ms a step" if compare else "")
-    row("checkpoint", result["checkpoint"] or "none (--checkpoint FOLDER keeps some)")
     screen.print(table, highlight=False)
     if compare:
-        equal = compare["losses_equal"]
-        at = "" if equal else f"; they differ first at step {compare['first_unequal'] + 1}"
-        screen.print(f"losses equal at every step: {'yes' if equal else f'NO{at}'}", style="bold", highlight=False)
+        unequal = compare["first_unequal_step"]
+        equal = "equal at every step" if unequal is None else f"NOT equal from step {unequal} on"
+        screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
 
 
 def _show_curves(result: dict[str, Any], screen: Console) -> None:
-    other = result["compare"]["losses"]
-    own = result["losses"][-len(other) :]
-    begin = result["steps"] - len(other)
-    name = result["workload"]["program"]
-    for label, curve in ((name, own), ("sequential", other)):
-        screen.print(f"{label:>16}  {sparkline(curve)}", highlight=False)
+    name, other = result["workload"]["program"], result["compare"]["losses"]
+    own, before = result["losses"][-len(other) :], result["steps"] - len(other)
     table = Table(box=None, pad_edge=False)
     table.add_column("step", justify="right")
-    for heading in (f"loss of {name}", "of sequential", "difference"):
+    for heading in (name, "sequential", "difference"):
         table.add_column(heading, justify="right")
     for i in marks(len(own)):
-        table.add_row(str(begin + i + 1), f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:.1e}" if own[i] != other[i] else "0")
+        table.add_row(str(before + i + 1), f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
+    screen.print("loss")
+    for label, curve in ((name, own), ("sequential", other)):
+        screen.print(f"  {label:<{len(max(name, 'sequential', key=len))}}  {sparkline(curve)}", highlight=False)
     screen.print(table, highlight=False)
+
+
+def _change(losses: Sequence[float]) -> str:
+    return f"{losses[0]:.3f} → {losses[-1]:.3f}"
 
 
 def _share(fraction: float | None) -> str:

@@ -96,9 +96,10 @@ class Trainer:
         torch.manual_seed(_stream(options.seed, index, rank.rank))
         result = self.engine.step(inputs.to(rank.device), target=target.to(rank.device))
         dense, experts, overlap = _grads(self._dense), _grads(self._experts), result.overlap
+        exchange = overlap.exchange if rank.size > 1 else 0.0  # a single rank's lanes only hand rows to itself
         # One small exchange brings all that is reported, and the norm: the same on all ranks, to the last bit.
         by_rank = self._gathered(
-            [float(result.loss), squared_norm(dense), squared_norm(experts), overlap.exposed, overlap.exchange]
+            [float(result.loss), squared_norm(dense), squared_norm(experts), overlap.exposed, exchange]
         )
         loss = math.fsum(row[0] for row in by_rank) / rank.size
         norm = math.sqrt(by_rank[0][1] + math.fsum(row[2] for row in by_rank))

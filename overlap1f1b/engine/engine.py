@@ -18,7 +18,7 @@ from overlap1f1b.engine.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.stage import Stage
-from overlap1f1b.moe.exchange import Exchange, build_exchange
+from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
 from overlap1f1b.schedule import Program, forward_only
 from overlap1f1b.simulation import Timeline
@@ -66,7 +66,8 @@ class Engine:
         plan: What to play, instead of compiling one.
         reduce: Whether gradients outside the experts are summed over the ranks at the end of each step.
         timeout: Limit in seconds of every wait for another rank.
-        exchange: Instead of the mesh's own, for measurements.
+        exchange: To share one between engines, or to measure with another; by default the engine makes its own groups,
+            so that its lanes queue behind nothing else.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
@@ -92,13 +93,15 @@ class Engine:
         self.overlap = planning.parse_overlap(overlap)
         self.program, self.loss_fn = program, loss_fn
         self.group = _ep_group(mesh)
-        self.exchange = exchange or build_exchange(self.group, lanes=True)
+        lanes = lane_groups(self.group, 4) if exchange is None and self.group is not None else []
+        self.exchange = exchange or build_exchange(self.group, *lanes[:3])
         self.stage = Stage(model, self.exchange, reduced=reduce and self.group is not None)
+        if not any(p.requires_grad for block in self.stage.blocks for p in block.parameters()):
+            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.player = Player(timedelta(seconds=timeout), pace, background=self.exchange.background)
         self.reducer: Reducer | None = None
         if reduce and self.group is not None:
-            ranks = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            group = lanes[3] if lanes else self.group
             self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE])
         self.costs = costs
         if plan is not None:

@@ -233,20 +233,20 @@ def _launched(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def build_exchange(group: dist.ProcessGroup | None, *, lanes: bool = False) -> Exchange:
+def lane_groups(group: dist.ProcessGroup, count: int) -> list[dist.ProcessGroup]:
+    """New groups of the same ranks, all of which must call this: their transfers share no queue with others."""
+    ranks = dist.get_process_group_ranks(group)
+    return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(count)]
+
+
+def build_exchange(group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup) -> Exchange:
     """The exchange that suits a group: local without one, peer to peer on gloo, a collective on NCCL.
 
-    With ``lanes`` it makes groups of its own (every rank must call it): it shares no queue with anything else, and
-    rows and counts share none with each other.
+    ``lanes`` are three groups of the same ranks, from :func:`lane_groups`; without them all transfers share ``group``.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
-
-    def lane() -> dist.ProcessGroup:
-        if not lanes:
-            return group
-        return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-
+    up, down, control = lanes or (group, group, group)
     if dist.get_backend(group) == "gloo":
-        return PeerExchange((lane(), lane(), lane()))
-    return CollectiveExchange(lane(), lane())
+        return PeerExchange((up, down, control))
+    return CollectiveExchange(up, control)

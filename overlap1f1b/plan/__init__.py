@@ -3,7 +3,17 @@
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, makespan, play
 from overlap1f1b.plan.costs import CostKey, NodeCosts
-from overlap1f1b.plan.node import LANE_OF, BlockShape, Lane, Node, Op, StageShape, backward_chain, forward_chain, weight_node
+from overlap1f1b.plan.node import (
+    LANE_OF,
+    BlockShape,
+    Lane,
+    Node,
+    Op,
+    StageShape,
+    backward_chain,
+    forward_chain,
+    weight_node,
+)
 from overlap1f1b.plan.plan import Overlap, Plan, compile, parse_overlap
 
 __all__ = [

@@ -71,19 +71,6 @@ class Clock:
         return min(starts), max(free)
 
 
-def play(self, node: Node) -> Span:
-        """Issues the node."""
-        start = self.start(node)
-        if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
-            self.free[Lane.COMPUTE] = max(self.now, self.needed(node))
-        end = start + self.costs(node)
-        self.free[node.lane] = end
-        if node.op is not Op.REDUCE and node.kind is not Kind.W:
-            self.ready[node.pipe, node.stage, node.microbatch, node.kind] = end
-            self.end[node] = end
-        return Span(node, start, end)
-
-
 def play(nodes: tuple[Node, ...], costs: NodeCosts, *, counts_block: bool = False) -> list[Span]:
     """The spans of a whole plan."""
     clock = Clock(costs, counts_block=counts_block)

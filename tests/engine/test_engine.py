@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.moe.exchange import Expected, Transfer, build_exchange
+from overlap1f1b.moe.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from tests import models
@@ -136,8 +136,8 @@ def test_two_engines_over_one_model_leave_it_as_it_was() -> None:
 class Delayed:
     """The real exchange with random pauses before everything that it starts."""
 
-    def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
-        self.real, self.random = build_exchange(group, lanes=True), random.Random(seed)
+    def __init__(self, real: Exchange, seed: int) -> None:
+        self.real, self.random = real, random.Random(seed)
         self.ranks, self.rank, self.background = self.real.ranks, self.real.rank, self.real.background
 
     def _pause(self) -> None:
@@ -181,11 +181,11 @@ def _compared(rank: int, size: int, microbatches: int, choose: str, double: bool
     for inputs, target in data:
         _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
     group = mesh.get_group("ep")
+    exchange = Delayed(build_exchange(group), seed=rank)
     reference: dict[str, Tensor] = {}
     for program in programs(microbatches):
         for overlap in OVERLAPS:
             model = models.build(group, **options)
-            exchange = Delayed(group, seed=rank)
             _, result = step(model, program, overlap, data[rank], mesh=mesh, exchange=exchange, timeout=20)
             found = models.gradients(model)
             reference = reference or found
@@ -240,12 +240,10 @@ def test_accumulated_steps_are_reduced_once(ranks2: Ranks) -> None:
 
 def _collective(rank: int, size: int) -> list[str]:
     """torch's all_to_all_single, which NCCL uses, through the same engine."""
-    from overlap1f1b.moe.exchange import CollectiveExchange
-
     mesh, data = _mesh(size), models.batch(3, seed=rank)
     group = mesh.get_group("ep")
     found = []
-    for exchange in (build_exchange(group, lanes=True), CollectiveExchange(group, dist.new_group([0, 1]))):
+    for exchange in (None, CollectiveExchange(group, group)):
         model = models.build(group)
         step(model, programs(3)[2], 3, data, mesh=mesh, exchange=exchange, timeout=20)
         found.append(models.gradients(model))
@@ -271,5 +269,5 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="a stage without blocks"):
         Engine([], program, loss_fn=models.loss_fn)
     frozen = models.build().requires_grad_(False)
-    with pytest.raises(ValueError, match="requires no gradient"):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         step(frozen, program, 1, data)

@@ -23,7 +23,8 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.wire import INTERFACE, parse_rate, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.moe.exchange import build_exchange
+from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe.exchange import build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.simulation import simulate
 
@@ -53,7 +54,7 @@ class Bench:
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.real = build_exchange(rank.group, lanes=True)
+        self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
         self.recording = RecordingExchange(self.real)
         self.pace: NodeCosts | None = None
 
@@ -94,16 +95,19 @@ class Bench:
 
     def _step(self, engine: Engine) -> tuple[float, StepResult]:
         """One step from a common start; seconds until the slowest rank is done."""
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+        self._clear_gradients()
         self.recording.clear()
         _barrier(self.rank)
         start = time.perf_counter()
         result = engine.step(self.inputs, target=self.target)
         return _slowest(time.perf_counter() - start, self.rank), result
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
 
     def _computing(self) -> AbstractContextManager[None]:
         return hollow(self.model) if self.options.compute == "timed" else nullcontext()
@@ -169,15 +173,14 @@ class Bench:
             beside.join()
             return _slowest(time.perf_counter() - start, self.rank)
 
-        bounds: dict[str, list[float]] = {"compute_only": [], "exchange_only": [], "contended": []}
+        phases = {"compute_only": compute_only, "exchange_only": exchange_only, "contended": contended}
+        if self.rank.size == 1:
+            phases = {"plain": self._plain}
+        bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {row.key: Samples() for row in rows}
         for turn in range(self.options.rounds + 1):  # the first is for warming up
             self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
-            for name, measure in (
-                ("compute_only", compute_only),
-                ("exchange_only", exchange_only),
-                ("contended", contended),
-            ):
+            for name, measure in phases.items():
                 seconds = measure()
                 if turn:
                     bounds[name].append(seconds)
@@ -188,6 +191,16 @@ class Bench:
                     samples[row.key].exposed.append(_slowest(result.overlap.exposed, self.rank))
                     samples[row.key].hidden.append(-_slowest(-result.overlap.hidden_fraction, self.rank))
         return {"bounds": {name: median(values) for name, values in bounds.items()}, "samples": samples}
+
+    def _plain(self) -> float:
+        """A plain loop of forward and backward over the same modules; seconds."""
+        self._clear_gradients()
+        count = self.options.microbatches
+        set_auxiliary_scale(self.model, 1 / count)
+        start = time.perf_counter()
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            (loss_fn(self.model(x), y) / count).backward()
+        return time.perf_counter() - start
 
     def _check(self, rows: list[Row], costs: NodeCosts) -> dict[str, dict[str, Any]]:
         """Gradients of every row against those of the first, with real compute, and the memory that each takes."""
@@ -217,6 +230,8 @@ class Bench:
         rate: float | None,
     ) -> dict[str, Any]:
         bounds = timed["bounds"]
+        if self.rank.size == 1:  # nothing is exchanged: the plain loop is what the engine is measured against
+            bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
         bound = max(bounds["compute_only"], bounds["exchange_only"])
         tokens = self.options.batch * self.options.sequence * self.rank.size
         baseline = median(timed["samples"][rows[0].key].seconds)
@@ -249,6 +264,7 @@ class Bench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / FRAMES,
             },
             "compute": self.options.compute,
+            "plain_ms": 1e3 * bounds["plain"] if "plain" in bounds else None,
             "compute_only_ms": 1e3 * bounds["compute_only"],
             "exchange_only_ms": 1e3 * bounds["exchange_only"],
             "bound_ms": 1e3 * bound,

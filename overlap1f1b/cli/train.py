@@ -1,0 +1,160 @@
+"""``overlap1f1b train`` on one rank: trains, shows how far it is, writes checkpoints and results."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from overlap1f1b.cli.checkpoint import latest
+from overlap1f1b.cli.history import History
+from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.progress import shown
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.summary import Speed, compared, show
+from overlap1f1b.cli.trainer import Step, Trainer
+from overlap1f1b.cli.workload import environment, load_corpus
+from overlap1f1b.plan import parse_overlap
+from overlap1f1b.schedule import build_schedule
+
+
+def train(options: TrainOptions, rank: Rank) -> None:
+    """Trains, or goes on from the last checkpoint; the first rank reports.
+
+    Raises:
+        ValueError: An option, the text or the checkpoint does not fit.
+    """
+    screen = console(options.json, quiet=rank.rank != 0)
+    run = _Run(options, rank, screen)
+    run.train()
+    if rank.rank == 0:
+        result = run.result()
+        show(result, screen)
+        write_json(options.json, result)
+
+
+@dataclass
+class _Run:
+    """A run of the command, from the first line that it prints to the figures of its summary."""
+
+    options: TrainOptions
+    rank: Rank
+    screen: Console
+    steps: list[Step] = field(default_factory=list)
+    reference_steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.corpus = load_corpus(options)
+        program = build_schedule(options.schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
+        self.trainer = Trainer(options, self.rank, self.corpus, program, overlap=parse_overlap(options.overlap))
+        self.reference: Trainer | None = None
+        if options.compare:
+            sequential = build_schedule("sequential", microbatches=options.microbatches)
+            self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
+        self._introduce()
+        self.checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
+        self.start, self.history = 0, History()
+        if self.checkpoint is not None:
+            self._resume(self.checkpoint)
+
+    def _introduce(self) -> None:
+        model, trainer, ranks = self.options.model, self.trainer, self.rank.size
+        self._say(f"text: {self.corpus}")
+        self._say(
+            f"model: {trainer.parameters / 1e6:.1f} M parameters, {model.layers} layers, "
+            f"{model.experts} experts, {model.top_k} for a byte"
+        )
+        self._say(
+            f"program: {trainer.engine.program.name} of {self.options.microbatches} microbatches, "
+            f"overlap {self.options.overlap}, on {ranks} expert-parallel rank{'s' * (ranks > 1)} ({self.rank.device})"
+        )
+
+    def _say(self, line: str) -> None:
+        self.screen.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _resume(self, checkpoint: Path) -> None:
+        self.start = self.trainer.load(checkpoint)
+        if self.reference is not None:  # the same weights to begin with, there too
+            self.reference.load(checkpoint)
+        self.history = History.load(checkpoint.parent, self.start)
+        ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
+        self._say(f"resumed: {checkpoint} has {self.start} steps, {ahead}")
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.options.batch * self.options.sequence * self.rank.size
+
+    def train(self) -> None:
+        """Every step that is left."""
+        options, history = self.options, self.history
+        with shown(self.screen, tokens=self.tokens, start=self.start, steps=options.steps) as progress:
+            for index in range(self.start, options.steps):
+                number = index + 1
+                step = self.trainer.step(index)
+                self.steps.append(step)
+                if self.reference is not None:  # in turn with the other, so that both meet the same machine
+                    self.reference_steps.append(self.reference.step(index))
+                history.losses.append(step.loss)
+                history.grad_norms.append(step.grad_norm)
+                held_out = self._evaluate(number) if self._due(number, options.eval_every) else None
+                progress.show(number, step, held_out)
+                if options.checkpoint is not None and self._due(number, options.checkpoint_every):
+                    self._save(options.checkpoint, number)
+        if not self.steps:
+            self._evaluate(self.start)
+
+    def _due(self, number: int, every: int) -> bool:
+        return number % every == 0 or number == self.options.steps
+
+    def _evaluate(self, number: int) -> float:
+        held_out = self.trainer.evaluate()
+        self.history.held_out = [*(pair for pair in self.history.held_out if pair[0] != number), (number, held_out)]
+        return held_out
+
+    def _save(self, folder: Path, number: int) -> None:
+        # First the history: one that is ahead of the checkpoint is cut when it is loaded, one behind would be useless.
+        if self.rank.rank == 0:
+            self.history.save(folder)
+        self.checkpoint = self.trainer.save(folder, number)
+
+    def result(self) -> dict[str, Any]:
+        """The JSON of design and documentation."""
+        options, history = self.options, self.history
+        speed, reference = Speed.of(self.steps, self.tokens), Speed.of(self.reference_steps, self.tokens)
+        compare = None
+        if speed and reference:
+            compare = compared(self.steps, speed, self.reference_steps, reference, start=self.start)
+        workload = asdict(options.model) | {
+            "program": self.trainer.engine.program.name,
+            "overlap": options.overlap,
+            "microbatches": options.microbatches,
+            "batch": options.batch,
+            "sequence": options.sequence,
+            "text": str(self.corpus),
+        }
+        return {
+            "environment": environment(self.rank),
+            "workload": workload,
+            "steps": max(self.start, options.steps),
+            "resumed_from": self.start,
+            "first_step": history.first_step,
+            "loss": {
+                "first": history.losses[0] if history.losses else None,
+                "last": history.losses[-1] if history.losses else None,
+            },
+            "losses": history.losses,
+            "grad_norm": history.grad_norms,
+            "held_out": {
+                "loss": history.held_out[-1][1],
+                "unigram_entropy": self.corpus.unigram_entropy,
+                "losses": history.held_out,
+            },
+            **(asdict(speed) if speed else dict.fromkeys(Speed.__dataclass_fields__)),
+            "compare": compare,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+        }

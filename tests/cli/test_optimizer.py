@@ -1,0 +1,42 @@
+"""The learning rate, what is decayed, and clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from overlap1f1b.cli.optimizer import build_optimizer, clip, learning_rate, set_learning_rate, squared_norm
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    rates = [learning_rate(step, 100, 2.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_learning_rate_of_short_runs(steps: int) -> None:
+    assert all(0 < learning_rate(step, steps, 1.0) <= 1 for step in range(steps + 1))
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = build_optimizer(model, lr=0.5, weight_decay=0.1)
+    decayed = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [decayed[p] for p in model.parameters()] == [0.0, 0.1, 0.0, 0.0]
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_clipping() -> None:
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    assert squared_norm(grads) == pytest.approx(25.0)
+    clip(grads, 5.0, 10.0)
+    assert torch.equal(grads[0], torch.tensor([3.0, 0.0]))
+    clip(grads, 5.0, 1.0)
+    assert squared_norm(grads) == pytest.approx(1.0)
+    assert squared_norm([]) == 0.0
