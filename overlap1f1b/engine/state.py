@@ -80,7 +80,6 @@ class ThreadState:
             _C._push_on_torch_dispatch_stack,
         )
 
-
     @contextmanager
     def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
         """Runs its body in this state, but for the grad mode where ``grad`` is off."""

@@ -34,10 +34,12 @@ class NodeCosts:
     by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, cost in (*self.by_op.items(), *self.by_node.items()):
+        costs: list[tuple[Op, Kind, Cost]] = [(*key, cost) for key, cost in self.by_op.items()]
+        costs += [(key[0], key[1], cost) for key, cost in self.by_node.items()]
+        for op, kind, cost in costs:
             for part in cost if isinstance(cost, tuple) else (cost,):
                 if not 0 <= part < float("inf"):
-                    raise ValueError(f"cost of {key[0].value}.{key[1].value} is {part}; allowed: a finite number ≥ 0")
+                    raise ValueError(f"cost of {op.value}.{kind.value} is {part}; allowed: a finite number ≥ 0")
 
     def __call__(self, node: Node) -> float:
         return max(self.links(node))

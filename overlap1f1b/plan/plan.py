@@ -83,8 +83,10 @@ def parse_overlap(value: str | int) -> Overlap:
         ValueError: Anything but ``serial``, ``pairs`` and whole numbers from 1.
     """
     text = str(value)
-    if text == "serial" or text == "pairs":
-        return text
+    if text == "serial":
+        return "serial"
+    if text == "pairs":
+        return "pairs"
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise ValueError(f"overlap={value!r}; allowed: serial, pairs, or a number of open actions from 1")

@@ -45,9 +45,9 @@ class ListScheduler:
 
     Of the next nodes of the open actions the one that can start first is issued, of equals that of the older action.
     A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
-    arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise wait, and where a forward could not
-    open without them: at most ``peak`` microbatches are between forward and backward, at most ``policy.deferred`` more
-    wait for weight gradients.
+    arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise
+    wait, and where a forward could not open without them: at most ``peak`` microbatches are between forward and
+    backward, at most ``policy.deferred`` more wait for weight gradients.
     """
 
     def __init__(self, actions: Iterator[Action], shape: StageShape, costs: NodeCosts, policy: Policy, peak: int):

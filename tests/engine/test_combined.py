@@ -82,9 +82,9 @@ def test_bad_input_is_named() -> None:
         combined_forward_backward_step(fresh, fresh)
     with pytest.raises(ValueError, match="has not run forward"):
         combined_forward_backward_step(None, fresh)
+    done = Stage(models.build()).microbatch(x, y, loss_fn=models.loss_fn)
+    combined_forward_backward_step(done, None)
     with pytest.raises(ValueError, match="different stages"):
-        done = Stage(models.build()).microbatch(x, y, loss_fn=models.loss_fn)
-        combined_forward_backward_step(done, None)
         combined_forward_backward_step(fresh, done)
     silent = stage.microbatch(x)
     combined_forward_backward_step(silent, None)

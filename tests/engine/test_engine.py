@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -189,9 +188,10 @@ def _compared(rank: int, size: int, microbatches: int, choose: str, double: bool
             _, result = step(model, program, overlap, data[rank], mesh=mesh, exchange=exchange, timeout=20)
             found = models.gradients(model)
             reference = reference or found
-            problems += [f"{program.name} {overlap}: {n} differs from sequential" for n in models.equal(found, reference)]
+            where = f"{program.name} {overlap}"
+            problems += [f"{where}: {name} differs from sequential" for name in models.equal(found, reference)]
             if result.peak_activations > program.peak_activations[0]:
-                problems.append(f"{program.name} {overlap}: {result.peak_activations} alive")
+                problems.append(f"{where}: {result.peak_activations} alive")
     local = models.E // size
     for name, gradient in reference.items():
         full = expected[name]

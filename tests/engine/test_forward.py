@@ -212,7 +212,9 @@ def test_frozen_parameters_and_bias_free_layers_are_right() -> None:
 
     def freeze(model: nn.Sequential) -> nn.Sequential:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in ("1.mix.weight", "3.experts", "post.0.bias", "0.w")))
+            parameter.requires_grad_(
+                not any(part in name for part in ("1.mix.weight", "3.experts", "post.0.bias", "0.w"))
+            )
         return model
 
     _, expected = models.plain_gradients(freeze(models.build()), *data, 3)

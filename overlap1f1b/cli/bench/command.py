@@ -42,7 +42,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
     )
     if result["plain_ms"] is not None:
-        screen.print(f"one rank, no exchange: the bound is a plain loop of forward and backward, {result['plain_ms']:.0f} ms")
+        screen.print(f"one rank, no exchange: the bound is a plain loop, {result['plain_ms']:.0f} ms")
     floor = "" if rate is None else f" (bytes over rate {wire['bytes_over_rate_ms']:.0f})"
     screen.print(
         f"ms: compute only {result['compute_only_ms']:.0f}, exchange only {result['exchange_only_ms']:.0f}{floor}, "
