@@ -151,6 +151,9 @@ class Wire:
         for namespace in self._namespaces:
             _run("ip", "netns", "add", namespace)
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
+            # Not BBR, which some systems default to: every ten seconds it all but stops for 200 ms to probe the delay.
+            for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+                _run("ip", "netns", "exec", namespace, "sysctl", "-qw", f"net.ipv4.{setting}", check=False)
         if self._hub:
             _run("ip", "netns", "add", self._hub)
             _run("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge", "forward_delay", "0")

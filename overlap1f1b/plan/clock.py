@@ -55,7 +55,7 @@ class Clock:
             if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
                 self.now = start
             start, end = self._travel(node, start)
-        if node.op is not Op.REDUCE and node.kind is not Kind.W:
+        if node.kind is not Kind.W:
             self.ready[node.pipe, node.stage, node.microbatch, node.kind] = end
             self.end[node] = end
         return Span(node, start, end)

@@ -28,20 +28,27 @@ class NodeCosts:
         by_node: Costs of single (sub-op, kind, block, seam), which come first: a measured step fills these. An exchange
             whose rows are spread unevenly loads the links unevenly; another may load them the other way round, so the
             links are told apart.
+
+    Raises:
+        ValueError: A negative or infinite cost, or exchanges over different numbers of links.
     """
 
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
     by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        costs: list[tuple[Op, Kind, Cost]] = [(*key, cost) for key, cost in self.by_op.items()]
-        costs += [(key[0], key[1], cost) for key, cost in self.by_node.items()]
-        for op, kind, cost in costs:
+        links: set[int] = set()
+        for (op, kind, *_), cost in (*self.by_op.items(), *self.by_node.items()):
+            if isinstance(cost, tuple):
+                links.add(len(cost))
             for part in cost if isinstance(cost, tuple) else (cost,):
                 if not 0 <= part < float("inf"):
-                    raise ValueError(f"cost of {op.value}.{kind.value} is {part}; allowed: a finite number ≥ 0")
+                    raise ValueError(f"cost of {op}.{kind} is {part}; allowed: a finite number ≥ 0")
+        if len(links) > 1 or links == {0}:
+            raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
     def __call__(self, node: Node) -> float:
+        """Its time; of an exchange on its slowest link."""
         return max(self.links(node))
 
     def links(self, node: Node) -> tuple[float, ...]:
@@ -66,9 +73,9 @@ class NodeCosts:
     ) -> NodeCosts:
         """Every block alike; input and weight gradients each cost what the forward does, as matrix products do."""
         combine = dispatch if combine is None else combine
-        compute = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
-        exchange = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate}
-        table = {(op, kind): float(cost) for op, cost in compute.items() for kind in (Kind.F, Kind.I, Kind.W)}
-        table |= {(op, kind): float(cost) for op, cost in exchange.items() for kind in (Kind.F, Kind.I)}
+        weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
+        weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate}
+        table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
+        table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
         return cls(table)

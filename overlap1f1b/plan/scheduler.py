@@ -20,14 +20,17 @@ class Policy(NamedTuple):
         open_actions: k, the number of consecutive actions that are open at once.
         counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
         deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone.
+        patience: Share of a weight gradient's time that a wait must last for the gradient to be issued in it; in a
+            shorter wait the gradient would hold up the node that is waited for by more than it saves.
     """
 
     open_actions: int
     counts_block: bool = False
     deferred: int = 1
+    patience: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Open:
     """An action whose nodes are being issued."""
 
@@ -48,6 +51,9 @@ class ListScheduler:
     arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise
     wait, and where a forward could not open without them: at most ``peak`` microbatches are between forward and
     backward, at most ``policy.deferred`` more wait for weight gradients.
+
+    A node can always be issued: the oldest open action needs nothing of the others, or a weight gradient makes room
+    for it.
     """
 
     def __init__(self, actions: Iterator[Action], shape: StageShape, costs: NodeCosts, policy: Policy, peak: int):
@@ -59,8 +65,8 @@ class ListScheduler:
         self.order: list[Node] = []
         self.live: set[int] = set()  # microbatches from their first forward node to their last backward node
         self.pending: Counter[int] = Counter()  # weight gradients to come, per microbatch
-        self.last: dict[tuple[Op, Kind, int, int], int] = {}  # last microbatch that passed a node that sums gradients
-        self.microbatches = [a.microbatch for a in self.waiting if a.kind is Kind.B]
+        self.turn = {m: turn for turn, m in enumerate(a.microbatch for a in self.waiting if a.kind is Kind.B)}
+        self.passed: Counter[tuple[Op, Kind, int, int]] = Counter()  # microbatches that have passed a backward node
 
     def run(self) -> list[Node]:
         """The nodes in issue order."""
@@ -70,7 +76,7 @@ class ListScheduler:
             self._launch()
             chosen = min(self._candidates(), key=lambda c: self.clock.start(c.next), default=None)
             until = self.clock.start(chosen.next) if chosen else float("inf")
-            if until > self.clock.now and (self._fill() or self._await_counts(until)):
+            if until > self.clock.now and (self._fill(until) or self._await_counts(until)):
                 continue
             assert chosen is not None, "a plan always has a node that can be issued"
             self._advance(chosen)
@@ -112,14 +118,13 @@ class ListScheduler:
 
     def _in_turn(self, node: Node) -> bool:
         """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
-        last = self.last.get(node_key(node), -1)
-        return last == -1 or self.microbatches.index(last) == self.microbatches.index(node.microbatch) - 1
+        return self.passed[node_key(node)] == self.turn[node.microbatch]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
         self._issue(node)
         entry.issued += 1
-        if node.kind is Kind.F and entry.issued == 1 and self.microbatches:
+        if node.kind is Kind.F and entry.issued == 1 and self.turn:
             self.live.add(node.microbatch)
         if node.kind is Kind.I:
             self._passed(node)
@@ -129,15 +134,18 @@ class ListScheduler:
                 self.live.discard(node.microbatch)
 
     def _passed(self, node: Node) -> None:
-        self.last[node_key(node)] = node.microbatch
+        self.passed[node_key(node)] += 1
         weight = weight_node(node, self.shape)
         if weight is not None:
             self.weights.append(weight)
             self.pending[node.microbatch] += 1
 
-    def _fill(self) -> bool:
-        """Issues the oldest weight gradient, if there is one."""
+    def _fill(self, until: float) -> bool:
+        """Issues the oldest weight gradient, if there is one and the wait is long enough for it."""
         if not self.weights:
+            return False
+        wait, time = until - self.clock.now, self.clock.costs(self.weights[0])
+        if wait < self.policy.patience * time:
             return False
         node = self.weights.popleft()
         self._issue(node)

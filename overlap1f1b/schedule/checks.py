@@ -20,9 +20,20 @@ def check(program: Program) -> None:
 
     Rules: every (pipe, stage, microbatch) has its forward exactly once and, unless the program is forward only,
     either one B or one I and one W; each after what it needs; members of a pair are independent; at most the declared
-    number of microbatches is alive.
+    number of microbatches is alive, of a pair both.
+
+    >>> from overlap1f1b.schedule import sequential
+    >>> steps = sequential(2).ranks[0]
+    >>> check(Program("mine", microbatches=2, ranks=(steps[1:],), peak_activations=(1,)))
+    Traceback (most recent call last):
+    ValueError: program 'mine', rank 0, position 0: 0B0 stands before 0F0, which it needs
     """
     backward = not program.forward_only
+    if len(program.peak_activations) != len(program.ranks):
+        raise ValueError(
+            f"program {program.name!r} declares peak activations for {len(program.peak_activations)} ranks "
+            f"and has {len(program.ranks)}; allowed: the same number"
+        )
     for rank, steps in enumerate(program.ranks):
         done: set[Action] = set()
         alive: set[tuple[int, int, int]] = set()
@@ -33,16 +44,13 @@ def check(program: Program) -> None:
             for action in actions_of(step):
                 _check_action(action, done, program.microbatches, where)
                 done.add(action)
-                key = action[1:]
-                if action.kind is Kind.F:
-                    alive.add(key)
-                elif action.kind in (Kind.B, Kind.W):
-                    alive.discard(key)
-                if backward and len(alive) > program.peak_activations[rank]:
-                    raise ValueError(
-                        f"{where}: {action} makes {len(alive)} microbatches alive, "
-                        f"declared are {program.peak_activations[rank]}"
-                    )
+            alive |= {action[1:] for action in actions_of(step) if action.kind is Kind.F}
+            if backward and len(alive) > program.peak_activations[rank]:
+                raise ValueError(
+                    f"{where}: {step} makes {len(alive)} microbatches alive, "
+                    f"declared are {program.peak_activations[rank]}"
+                )
+            alive -= {action[1:] for action in actions_of(step) if action.kind in (Kind.B, Kind.W)}
         _check_complete(program, rank, done, backward)
 
 
@@ -66,6 +74,8 @@ def _check_action(action: Action, done: set[Action], microbatches: int, where: s
 
 
 def _check_complete(program: Program, rank: int, done: set[Action], backward: bool) -> None:
+    if not done:
+        raise ValueError(f"program {program.name!r}, rank {rank} has no action; allowed: every microbatch's forward")
     places = {(action.pipe, action.stage) for action in done}
     for pipe, stage in sorted(places):
         for microbatch in range(program.microbatches):

@@ -13,7 +13,7 @@ class Program:
     """What every rank does in one training step.
 
     >>> from overlap1f1b.schedule import build_schedule
-    >>> program = build_schedule("combined_1f1b", microbatches=3)
+    >>> program = build_schedule("combined_1f1b", microbatches=3, extra_warmup=0)
     >>> print(program.draw())
     rank 0: F0 B0‖F1 B1‖F2 B2
 
@@ -40,11 +40,11 @@ class Program:
         return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
 
     def draw(self) -> str:
-        """One line a rank; ``‖`` joins the members of a pair."""
-        single_stage = all(action.stage == 0 for r in range(len(self.ranks)) for action in self.actions(r))
+        """One line a rank; ``‖`` joins the members of a pair. Stages are named where there are several."""
+        places = {action[1::2] for rank in range(len(self.ranks)) for action in self.actions(rank)}
 
         def text(action: Action) -> str:
-            return f"{action.kind.value}{action.microbatch}" if single_stage else str(action)
+            return f"{action.kind.value}{action.microbatch}" if places == {(0, 0)} else str(action)
 
         return "\n".join(
             f"rank {rank}: " + " ".join("‖".join(text(a) for a in actions_of(step)) for step in steps)

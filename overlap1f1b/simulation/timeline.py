@@ -28,11 +28,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def length(intervals: Iterable[Interval]) -> float:
     """Total length of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
+    return sum((end - start for start, end in intervals), 0.0)
 
 
 def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """What two lists of disjoint sorted intervals have in common."""
+    """What two lists of disjoint sorted intervals have in common.
+
+    >>> intersection([(0, 2), (3, 6)], [(1, 4)])
+    [(1, 2), (3, 4)]
+    """
     common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -49,8 +53,13 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 class Timeline:
     """The spans of one rank's step; times in one unit, from the start of the step.
 
-    >>> timeline = simulate(plan, costs)
-    >>> timeline.makespan, timeline.hidden_fraction
+    >>> from overlap1f1b.plan import Node, Op
+    >>> from overlap1f1b.schedule import Kind
+    >>> experts = Node(Op.EXPERTS, Kind.F, microbatch=0, block=0)
+    >>> combine = Node(Op.COMBINE, Kind.F, microbatch=1, block=0)
+    >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
+    >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
+    (4.0, 1.0, 0.5)
     """
 
     spans: tuple[Span, ...]
@@ -81,6 +90,12 @@ class Timeline:
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
 
-def simulate(plan: Plan, costs: NodeCosts) -> Timeline:
-    """What the plan would cost: the Timeline of its nodes on three lanes."""
-    return Timeline(tuple(play(plan.nodes, costs)))
+def simulate(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline:
+    """What the plan would cost: the Timeline of its nodes on three lanes.
+
+    Args:
+        plan: What is played.
+        costs: How long each node takes.
+        counts_block: Whether the issuing thread waits for counts itself, as :func:`overlap1f1b.plan.compile` has it.
+    """
+    return Timeline(tuple(play(plan.nodes, costs, counts_block=counts_block)))

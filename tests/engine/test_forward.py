@@ -122,7 +122,7 @@ def test_a_context_variable_is_seen_inside_and_not_outside() -> None:
     assert VARIABLE.get() == "step"
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch._C.DisableTorchFunctionSubclass()])
+@pytest.mark.parametrize("context", [torch.inference_mode, torch._C.DisableTorchFunctionSubclass])
 def test_a_context_that_cannot_be_carried_is_refused_by_name(context: Any) -> None:
     block = type("Block", (Wrapped,), {"context": staticmethod(context)})
     with pytest.raises(ValueError, match="calls its experts inside"):

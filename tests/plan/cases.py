@@ -1,0 +1,64 @@
+"""Programs, stages and costs for tests of plans: drawn by hypothesis, and those of the design's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from overlap1f1b.plan import LANE_OF, BlockShape, Lane, NodeCosts, Op, StageShape
+from overlap1f1b.plan.costs import Cost, CostKey
+from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
+
+MOE = BlockShape(seams=1)
+DENSE = BlockShape(seams=0)
+
+
+def all_forwards_first(backwards: Sequence[int]) -> Program:
+    """``F0 F1 F2 B2 B0 B1``, the backwards in any order."""
+    microbatches = len(backwards)
+    forwards = [Action(Kind.F, 0, m) for m in range(microbatches)]
+    steps = (*forwards, *(Action(Kind.B, 0, m) for m in backwards))
+    return Program("all_forwards_first", microbatches, (steps,), (microbatches,))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    microbatches = draw(st.integers(1, 6))
+    choices = [sequential(microbatches), forward_only(microbatches)]
+    choices += [combined_1f1b(microbatches, extra) for extra in range(4)]
+    choices += [all_forwards_first(draw(st.permutations(range(min(microbatches, 4)))))]
+    return draw(st.sampled_from(choices))
+
+
+def shapes() -> st.SearchStrategy[StageShape]:
+    """Dense, with one seam and with several; with and without weight gradients apart; reduced or not."""
+    blocks = st.builds(
+        BlockShape, seams=st.sampled_from([0, 1, 1, 1, 2, 3]), split=st.booleans(), reduced=st.booleans()
+    )
+    return st.lists(blocks, min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
+    """Quarters of a unit, so that sums are exact; in some cases for each node, in some over several links."""
+    links = draw(st.integers(1, 3))
+    quarters = st.integers(0, 40).map(lambda n: n / 4)
+    by_op: dict[tuple[Op, Kind], float] = {(op, kind): draw(quarters) for op in Op for kind in Kind}
+    by_node: dict[CostKey, Cost] = {}
+    for key in draw(st.lists(st.sampled_from(sorted(by_op)), max_size=4, unique=True)):
+        block = draw(st.integers(0, len(shape) - 1))
+        seam = draw(st.integers(0, max(0, shape[block].seams - 1)))
+        several = LANE_OF[key[0]] is not Lane.COMPUTE
+        by_node[(*key, block, seam)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
+    return NodeCosts(by_op, by_node)
+
+
+def table_costs(ratio: float) -> NodeCosts:
+    """Experts : attention 4 : 3, B = 2F, W half of B; a layer's four exchanges take ``ratio`` times its compute."""
+    return NodeCosts.uniform(attention=3, experts=4, dispatch=ratio * 21 / 4)
+
+
+def table_bound(microbatches: int, layers: int, ratio: float) -> float:
+    """The larger of compute only and exchange only, by :func:`table_costs`."""
+    return microbatches * layers * 21 * max(1.0, ratio)

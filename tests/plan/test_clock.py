@@ -1,0 +1,148 @@
+"""Spans of small cases that were worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap1f1b.plan import Node, NodeCosts, Op, makespan, play
+from overlap1f1b.plan.orders import serial, with_reductions
+from overlap1f1b.schedule import Kind, forward_only, sequential
+from tests.plan.cases import DENSE, MOE
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
+
+
+def node(text: str) -> Node:
+    """The node of ``"experts.b 1"``: its name and its microbatch."""
+    name, microbatch = text.split()
+    op, kind = name.split(".")
+    return Node(Op(op), {"f": Kind.F, "b": Kind.I, "w": Kind.W}[kind], int(microbatch), 0)
+
+
+def spans(texts: str, costs: NodeCosts, *, counts_block: bool = False) -> list[tuple[float, float]]:
+    """Start and end of each node of ``"attention.f 0, counts.f 0"``."""
+    nodes = tuple(node(text) for text in texts.split(", "))
+    played = play(nodes, costs, counts_block=counts_block)
+    assert tuple(span.node for span in played) == nodes
+    assert makespan(nodes, costs, counts_block=counts_block) == max(span.end for span in played)
+    return [(span.start, span.end) for span in played]
+
+
+def test_serial_step_waits_for_everything() -> None:
+    played = play(tuple(serial(sequential(1).actions(0), (MOE,))), COSTS)
+    assert [(span.node.name, span.start, span.end) for span in played] == [
+        ("attention.f", 0, 3),
+        ("counts.f", 3, 5),
+        ("dispatch.f", 5, 10),
+        ("experts.f", 10, 14),
+        ("combine.f", 14, 20),
+        ("aggregate.f", 20, 21),
+        ("aggregate.b", 21, 22),
+        ("combine.b", 22, 28),
+        ("experts.b", 28, 32),
+        ("experts.w", 32, 36),
+        ("dispatch.b", 36, 41),
+        ("attention.b", 41, 44),
+        ("attention.w", 44, 47),
+    ]
+
+
+def test_an_exchange_travels_while_the_thread_computes() -> None:
+    assert spans("attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, attention.f 2, experts.f 0", COSTS) == [
+        (0, 3),
+        (3, 5),
+        (5, 10),
+        (3, 6),  # beside the counts
+        (6, 9),
+        (10, 14),  # waits for its rows
+    ]
+
+
+def test_a_lane_is_first_in_first_out() -> None:
+    texts = "attention.f 0, attention.f 1, dispatch.f 0, dispatch.f 1, experts.f 1, experts.f 0"
+    assert spans(texts, COSTS) == [(0, 3), (3, 6), (6, 11), (11, 16), (16, 20), (20, 24)]
+
+
+def test_counts_and_rows_do_not_queue_behind_each_other() -> None:
+    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, counts.f 1, dispatch.f 1"
+    assert spans(texts, COSTS) == [(0, 3), (3, 5), (5, 10), (3, 6), (6, 8), (10, 15)]
+
+
+def test_a_dispatch_that_waits_for_counts_holds_up_its_lane() -> None:
+    slow = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=10)
+    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, combine.b 1"
+    assert spans(texts, slow) == [(0, 3), (3, 13), (13, 18), (3, 6), (18, 24)]
+
+
+def test_the_thread_waits_for_counts_where_they_block() -> None:
+    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, dispatch.b 1"
+    assert spans(texts, COSTS) == [(0, 3), (3, 5), (5, 10), (3, 6), (10, 15)]
+    assert spans(texts, COSTS, counts_block=True) == [(0, 3), (3, 5), (5, 10), (5, 8), (10, 15)]
+
+
+def test_only_a_forward_dispatch_blocks() -> None:
+    texts = "attention.f 0, counts.f 0, attention.f 1, dispatch.f 0, experts.f 1, combine.f 1, attention.f 2"
+    assert spans(texts, COSTS, counts_block=True) == [
+        (0, 3),
+        (3, 5),
+        (3, 6),
+        (6, 11),  # the counts had come
+        (6, 10),
+        (11, 17),
+        (10, 13),
+    ]
+
+
+def test_a_backward_begins_after_its_forward() -> None:
+    texts = "attention.f 0, dispatch.f 0, aggregate.b 0, combine.b 0, experts.b 0"  # as if the forward ended on its way
+    assert spans(texts, COSTS) == [(0, 3), (3, 8), (8, 9), (9, 15), (15, 19)]
+
+
+def test_weight_gradients_need_their_input_gradient_alone() -> None:
+    assert spans("experts.b 0, dispatch.b 0, experts.w 0, attention.b 0, attention.w 0", COSTS) == [
+        (0, 4),
+        (4, 9),
+        (4, 8),
+        (9, 12),
+        (12, 15),
+    ]
+
+
+def test_links_are_first_in_first_out_each() -> None:
+    costs = NodeCosts(
+        {(Op.ATTENTION, Kind.F): 2.0, (Op.REDUCE, Kind.W): 3.0},
+        {(Op.DISPATCH, Kind.F, 0, 0): (1.0, 4.0), (Op.COMBINE, Kind.I, 0, 0): (5.0, 2.0)},
+    )
+    # links:   dispatch 0 on 2–3 and 2–6   combine 1 on 3–8 and 6–8   dispatch 2 on 8–9 and 8–12
+    texts = "attention.f 0, dispatch.f 0, combine.b 1, experts.f 0, dispatch.f 2"
+    assert spans(texts, costs) == [(0, 2), (2, 6), (3, 8), (6, 6), (8, 12)]
+    # a single time holds for every link: the reduction on 3–6 and 6–9, the next dispatch on 6–7 and 9–13
+    assert spans("attention.f 0, dispatch.f 0, reduce.w 0, dispatch.f 1", costs) == [(0, 2), (2, 6), (3, 9), (6, 13)]
+
+
+def test_links_that_appear_late_were_as_busy_as_the_busiest() -> None:
+    costs = NodeCosts({(Op.REDUCE, Kind.W): 3.0}, {(Op.DISPATCH, Kind.F, 0, 0): (1.0, 4.0)})
+    assert spans("reduce.w 0, dispatch.f 0", costs) == [(0, 3), (3, 7)]
+
+
+def test_a_lane_never_overtakes_itself_on_an_idle_link() -> None:
+    costs = NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0): (0.0, 6.0), (Op.COMBINE, Kind.F, 0, 0): (2.0, 0.0)})
+    assert spans("dispatch.f 0, combine.f 1", costs) == [(0, 6), (0, 6)]
+
+
+def test_a_reduction_is_launched_where_it_stands() -> None:
+    shape = (DENSE._replace(reduced=True), DENSE)
+    nodes = tuple(with_reductions(serial(sequential(1).actions(0), shape), shape))
+    costs = NodeCosts.uniform(attention=0, experts=0, dispatch=0, dense=7, reduce=4)
+    played = {span.node.name + str(span.node.block): (span.start, span.end) for span in play(nodes, costs)}
+    assert played["dense.w0"] == (35, 42)
+    assert played["reduce.w0"] == (42, 46)
+    assert makespan(nodes, costs) == 46
+
+
+@pytest.mark.parametrize("counts_block", [False, True])
+def test_nothing_takes_no_time(counts_block: bool) -> None:
+    assert play((), COSTS, counts_block=counts_block) == []
+    assert makespan((), COSTS, counts_block=counts_block) == 0
+    nodes = tuple(serial(forward_only(2).actions(0), (MOE, DENSE)))
+    assert makespan(nodes, NodeCosts(), counts_block=counts_block) == 0

@@ -1,0 +1,63 @@
+"""Costs: uniform ones, those of single nodes, those of several links, and refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from overlap1f1b.plan import Node, NodeCosts, Op
+from overlap1f1b.plan.costs import Cost
+from overlap1f1b.schedule import Kind
+
+
+def node(op: Op, kind: Kind, block: int = 0, seam: int = 0) -> Node:
+    return Node(op, kind, microbatch=5, block=block, seam=seam)
+
+
+def test_uniform() -> None:
+    costs = NodeCosts.uniform(
+        attention=3, experts=4, dispatch=5, combine=6, counts=0.5, aggregate=0.25, dense=7, reduce=8
+    )
+    for op, time in ((Op.ATTENTION, 3.0), (Op.EXPERTS, 4.0), (Op.DENSE, 7.0)):
+        assert [costs(node(op, kind)) for kind in (Kind.F, Kind.I, Kind.W)] == [time] * 3
+    for op, time in ((Op.DISPATCH, 5.0), (Op.COMBINE, 6.0), (Op.AGGREGATE, 0.25)):
+        assert [costs(node(op, kind)) for kind in (Kind.F, Kind.I)] == [time] * 2
+    assert costs(node(Op.COUNTS, Kind.F)) == 0.5
+    assert costs(node(Op.REDUCE, Kind.W)) == 8
+
+
+def test_combine_costs_what_dispatch_does_unless_told() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+    assert costs(node(Op.COMBINE, Kind.F)) == costs(node(Op.COMBINE, Kind.I)) == 5
+    assert costs(node(Op.COUNTS, Kind.F)) == costs(node(Op.REDUCE, Kind.W)) == 0
+    assert NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=0)(node(Op.COMBINE, Kind.F)) == 0
+
+
+def test_single_nodes_come_first() -> None:
+    costs = NodeCosts({(Op.EXPERTS, Kind.F): 4.0}, {(Op.EXPERTS, Kind.F, 1, 0): 0.0, (Op.EXPERTS, Kind.F, 1, 1): 9.0})
+    assert [costs(node(Op.EXPERTS, Kind.F, *at)) for at in ((0, 0), (1, 0), (1, 1), (1, 2))] == [4, 0, 9, 4]
+    assert costs(node(Op.EXPERTS, Kind.I, 1, 1)) == 0
+
+
+def test_an_exchange_takes_as_long_as_its_slowest_link() -> None:
+    costs = NodeCosts({(Op.COMBINE, Kind.F): 2.0}, {(Op.DISPATCH, Kind.F, 0, 0): (1.0, 3.0, 2.0)})
+    assert costs.links(node(Op.DISPATCH, Kind.F)) == (1, 3, 2)
+    assert costs(node(Op.DISPATCH, Kind.F)) == 3
+    assert costs.links(node(Op.COMBINE, Kind.F)) == (2,)
+
+
+@pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan, (1.0, -0.5), (math.nan,)])
+def test_refused_costs_are_named(cost: Cost) -> None:
+    with pytest.raises(ValueError, match=r"cost of dispatch\.F is .*; allowed: a finite number ≥ 0"):
+        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0): cost})
+    if not isinstance(cost, tuple):
+        with pytest.raises(ValueError, match=r"cost of experts\.W is"):
+            NodeCosts({(Op.EXPERTS, Kind.W): cost})
+
+
+def test_exchanges_use_the_same_links() -> None:
+    with pytest.raises(ValueError, match=r"costs over \[2, 3\] links"):
+        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0): (1.0, 2.0), (Op.COMBINE, Kind.F, 0, 0): (1.0, 2.0, 3.0)})
+    with pytest.raises(ValueError, match=r"costs over \[0\] links"):
+        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0): ()})

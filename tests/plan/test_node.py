@@ -1,0 +1,84 @@
+"""Nodes: names, lanes, and the chains of an action."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap1f1b.plan import BlockShape, Lane, Node, Op, backward_chain, forward_chain, weight_node
+from overlap1f1b.schedule import Action, Kind
+from tests.plan.cases import DENSE, MOE
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (Node(Op.EXPERTS, Kind.W, microbatch=3, block=1), "experts.w[1] m3"),
+        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, seam=1), "dispatch.b[2.1] m0"),
+        (Node(Op.ATTENTION, Kind.F, microbatch=10, block=0), "attention.f[0] m10"),
+        (Node(Op.REDUCE, Kind.W, microbatch=7, block=0), "reduce.w[0] m7"),
+    ],
+)
+def test_text(node: Node, text: str) -> None:
+    assert str(node) == text
+
+
+def test_lanes() -> None:
+    lanes = {op: Node(op, Kind.F, 0, 0).lane for op in Op}
+    assert {op for op, lane in lanes.items() if lane is Lane.EXCHANGE} == {Op.DISPATCH, Op.COMBINE, Op.REDUCE}
+    assert {op for op, lane in lanes.items() if lane is Lane.CONTROL} == {Op.COUNTS}
+    assert {op for op, lane in lanes.items() if lane is Lane.COMPUTE} == {
+        Op.DENSE,
+        Op.ATTENTION,
+        Op.EXPERTS,
+        Op.AGGREGATE,
+    }
+
+
+def test_chains_of_dense_and_expert_blocks() -> None:
+    shape = (DENSE, MOE, BlockShape(seams=2))
+    forward = [str(node) for node in forward_chain(Action(Kind.F, 0, 4), shape)]
+    assert " ".join(forward).replace(" m4", "") == (
+        "dense.f[0] attention.f[1] counts.f[1] dispatch.f[1] experts.f[1] combine.f[1] aggregate.f[1] "
+        "attention.f[2] counts.f[2] dispatch.f[2] experts.f[2] combine.f[2] aggregate.f[2] "
+        "counts.f[2.1] dispatch.f[2.1] experts.f[2.1] combine.f[2.1] aggregate.f[2.1]"
+    )
+    backward = [str(node) for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    assert " ".join(backward).replace(" m4", "") == (
+        "aggregate.b[2.1] combine.b[2.1] experts.b[2.1] dispatch.b[2.1] "
+        "aggregate.b[2] combine.b[2] experts.b[2] dispatch.b[2] attention.b[2] "
+        "aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]"
+    )
+
+
+def test_chains_carry_stage_and_pipe() -> None:
+    for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B)):
+        assert {node[-2:] for node in chain(Action(kind, 3, 0, pipe=1), (MOE, DENSE))} == {(3, 1)}
+
+
+def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
+    shape = (DENSE, BlockShape(0, split=False), BlockShape(2), BlockShape(1, split=False))
+    action = Action(Kind.B, 0, 0)
+    weights = [str(w) for node in backward_chain(action, shape) if (w := weight_node(node, shape))]
+    assert weights == [
+        "experts.w[3] m0",
+        "experts.w[2.1] m0",
+        "experts.w[2] m0",
+        "attention.w[2] m0",
+        "dense.w[0] m0",
+    ]
+    assert not any(weight_node(node, shape) for node in forward_chain(action, shape))
+
+
+def test_tags_tell_exchanges_apart() -> None:
+    shape = (MOE,) * 3 + (BlockShape(seams=4),)
+    nodes = [
+        node
+        for microbatch in range(5)
+        for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B))
+        for node in chain(Action(kind, 0, microbatch), shape)
+        if node.lane is not Lane.COMPUTE
+    ]
+    nodes += [Node(Op.REDUCE, Kind.W, 4, block) for block in range(4)]
+    assert len({node.tag for node in nodes}) == len(nodes)
+    assert all(0 <= node.tag < 2**31 for node in nodes)
+    assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, seam=15).tag < 2**31

@@ -1,0 +1,195 @@
+"""The two fixed orders against their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import dedent
+
+import pytest
+
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape, play
+from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.schedule import Kind, combined_1f1b, sequential
+from tests.plan.cases import DENSE, MOE
+from tests.plan.drawing import drawn, lines
+
+# Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.
+COSTS = NodeCosts(
+    {(op, kind): 1.0 for op in (Op.ATTENTION, Op.EXPERTS, Op.DENSE) for kind in (Kind.F, Kind.I, Kind.W)}
+    | {(Op.DISPATCH, Kind.F): 1.0, (Op.COMBINE, Kind.F): 2.0, (Op.COMBINE, Kind.I): 1.0, (Op.DISPATCH, Kind.I): 2.0}
+)
+
+PAIR_OF_ONE_LAYER = """
+    combine.b0 m0  | attention.f0 m1
+    dispatch.f0 m1 | experts.b0 m0
+    dispatch.b0 m0 | experts.w0 m0
+    …              | experts.f0 m1
+    combine.f0 m1  | attention.b0 m0
+    …              | attention.w0 m0
+"""
+PAIR_OF_TWO_LAYERS = """
+    combine.b1 m0  | attention.f0 m1
+    dispatch.f0 m1 | experts.b1 m0
+    dispatch.b1 m0 | experts.w1 m0
+    …              | experts.f0 m1
+    combine.f0 m1  | attention.b1 m0
+    …              | attention.w1 m0
+    combine.b0 m0  | attention.f1 m1
+    dispatch.f1 m1 | experts.b0 m0
+    dispatch.b0 m0 | experts.w0 m0
+    …              | experts.f1 m1
+    combine.f1 m1  | attention.b0 m0
+    …              | attention.w0 m0
+"""
+SERIAL_OF_ONE_LAYER = """
+                   | attention.f0 m0
+    dispatch.f0 m0 |
+                   | experts.f0 m0
+    combine.f0 m0  |
+    …              |
+    combine.b0 m0  |
+                   | experts.b0 m0
+                   | experts.w0 m0
+    dispatch.b0 m0 |
+    …              |
+                   | attention.b0 m0
+                   | attention.w0 m0
+"""
+SERIAL_OF_TWO_LAYERS = """
+                   | attention.f0 m0
+    dispatch.f0 m0 |
+                   | experts.f0 m0
+    combine.f0 m0  |
+    …              |
+                   | attention.f1 m0
+    dispatch.f1 m0 |
+                   | experts.f1 m0
+    combine.f1 m0  |
+    …              |
+    combine.b1 m0  |
+                   | experts.b1 m0
+                   | experts.w1 m0
+    dispatch.b1 m0 |
+    …              |
+                   | attention.b1 m0
+                   | attention.w1 m0
+    combine.b0 m0  |
+                   | experts.b0 m0
+                   | experts.w0 m0
+    dispatch.b0 m0 |
+    …              |
+                   | attention.b0 m0
+                   | attention.w0 m0
+"""
+
+
+def names(nodes: Sequence[Node]) -> list[str]:
+    return [f"{node.name}{node.block} m{node.microbatch}" for node in nodes]
+
+
+def in_the_pair(node: Node) -> bool:
+    """Whether a node of ``F0 B0‖F1 B1`` belongs to the pair."""
+    return (node.microbatch == 1) == (node.kind is Kind.F)
+
+
+@pytest.mark.parametrize(
+    ("shape", "picture"), [((MOE,), PAIR_OF_ONE_LAYER), ((MOE, MOE), PAIR_OF_TWO_LAYERS)], ids=["one", "two"]
+)
+def test_pair_is_megatrons_merged_step(shape: StageShape, picture: str) -> None:
+    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], shape)), COSTS)
+    assert drawn(span for span in spans if in_the_pair(span.node)) == lines(dedent(picture))
+
+
+@pytest.mark.parametrize(
+    ("shape", "picture"), [((MOE,), SERIAL_OF_ONE_LAYER), ((MOE, MOE), SERIAL_OF_TWO_LAYERS)], ids=["one", "two"]
+)
+def test_serial_waits_for_every_exchange(shape: StageShape, picture: str) -> None:
+    spans = play(tuple(serial(sequential(1).actions(0), shape)), COSTS)
+    assert drawn(spans) == lines(dedent(picture))
+
+
+def test_pair_of_one_layer_names_every_node() -> None:
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (MOE,)) if in_the_pair(node)]
+    assert names(nodes) == [
+        "aggregate.b0 m0",
+        "combine.b0 m0",
+        "attention.f0 m1",
+        "counts.f0 m1",
+        "dispatch.f0 m1",
+        "experts.b0 m0",
+        "dispatch.b0 m0",
+        "experts.w0 m0",
+        "experts.f0 m1",
+        "combine.f0 m1",
+        "attention.b0 m0",
+        "attention.w0 m0",
+        "aggregate.f0 m1",
+    ]
+
+
+def test_outside_pairs_nothing_is_interleaved() -> None:
+    program, shape = combined_1f1b(4, extra_warmup=1), (MOE, DENSE)
+    alone = [action for action in program.actions(0) if str(action) in ("0F0", "0F1", "0B2", "0B3")]
+    nodes = [node for node in pairs(program.ranks[0], shape) if node in set(serial(alone, shape))]
+    assert nodes == list(serial(alone, shape))
+    assert list(pairs(sequential(3).ranks[0], shape)) == list(serial(sequential(3).actions(0), shape))
+
+
+def test_dense_blocks_go_with_the_layer_beside_them() -> None:
+    shape = (DENSE, MOE, DENSE, MOE, DENSE)
+    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], shape)), COSTS)
+    assert drawn(span for span in spans if in_the_pair(span.node)) == lines(
+        dedent("""
+                       | dense.b4 m0
+                       | dense.w4 m0
+        combine.b3 m0  | dense.f0 m1
+                       | attention.f1 m1
+        dispatch.f1 m1 | experts.b3 m0
+        dispatch.b3 m0 | experts.w3 m0
+        …              | experts.f1 m1
+        combine.f1 m1  | attention.b3 m0
+        …              | attention.w3 m0
+                       | dense.b2 m0
+                       | dense.w2 m0
+        combine.b1 m0  | dense.f2 m1
+                       | attention.f3 m1
+        dispatch.f3 m1 | experts.b1 m0
+        dispatch.b1 m0 | experts.w1 m0
+        …              | experts.f3 m1
+        combine.f3 m1  | attention.b1 m0
+        …              | attention.w1 m0
+                       | dense.b0 m0
+                       | dense.w0 m0
+                       | dense.f4 m1
+        """)
+    )
+
+
+def test_layers_are_counted_by_seam() -> None:
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (BlockShape(seams=2),)) if in_the_pair(node)]
+    rows = [(node.name, node.seam) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
+    assert rows == [
+        ("combine.b", 1),
+        ("dispatch.f", 0),
+        ("dispatch.b", 1),
+        ("combine.f", 0),
+        ("combine.b", 0),
+        ("dispatch.f", 1),
+        ("dispatch.b", 0),
+        ("combine.f", 1),
+    ]
+
+
+def test_a_stage_without_experts_pairs_backward_then_forward() -> None:
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (DENSE, DENSE)) if in_the_pair(node)]
+    assert names(nodes) == ["dense.b1 m0", "dense.w1 m0", "dense.b0 m0", "dense.w0 m0", "dense.f0 m1", "dense.f1 m1"]
+
+
+def test_reductions_follow_the_last_contribution() -> None:
+    shape = (BlockShape(0, reduced=True), BlockShape(1), BlockShape(1, split=False, reduced=True))
+    nodes = list(with_reductions(serial(sequential(2).actions(0), shape), shape))
+    text = names(nodes)
+    assert [name for name in text if name.startswith("reduce")] == ["reduce.w2 m1", "reduce.w0 m1"]
+    assert text[text.index("reduce.w2 m1") - 1] == "attention.b2 m1"  # its weight gradients are not apart
+    assert text[text.index("reduce.w0 m1") - 1] == "dense.w0 m1"
+    assert [node for node in nodes if node.op is not Op.REDUCE] == list(serial(sequential(2).actions(0), shape))

@@ -1,0 +1,195 @@
+"""Compiled plans: what holds for every program, stage, cost and overlap."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import overlap1f1b
+from overlap1f1b.plan import (
+    BlockShape,
+    NodeCosts,
+    Op,
+    Overlap,
+    Plan,
+    StageShape,
+    check,
+    compile,
+    makespan,
+    parse_overlap,
+)
+from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
+from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, table_bound, table_costs
+from tests.plan.rules import broken_rules, expected_nodes, peak
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=50)
+def test_every_plan(data: st.DataObject) -> None:
+    program, shape = data.draw(programs()), data.draw(shapes())
+    costs, counts_block = data.draw(costs_of(shape)), data.draw(st.booleans())
+    overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4)
+    compiled: dict[Overlap, Plan] = {}
+    for overlap in overlaps:
+        plan = compiled[overlap] = compile(program, shape, costs, overlap, counts_block=counts_block)
+        check(plan)
+        assert not list(broken_rules(plan))
+        assert Counter(plan.nodes) == expected_nodes(plan)
+        assert (plan.program, plan.overlap, plan.shape) == (program, overlap, shape)
+        assert plan.predicted == makespan(plan.nodes, costs, counts_block=counts_block)
+        if not program.forward_only:
+            at = {node: position for position, node in enumerate(plan.nodes)}
+            assert plan.peak_activations == peak(plan, at, Kind.I) <= program.peak_activations[0]
+            assert plan.peak_held == peak(plan, at, Kind.I, Kind.W) <= program.peak_activations[0] + 1
+    for index, k in enumerate(overlaps[2:], start=2):  # a number is never slower than a smaller one or a fixed order
+        assert compiled[k].predicted <= min(compiled[below].predicted for below in overlaps[:index])
+    again = compile(program, shape, costs, 3, counts_block=counts_block)
+    assert again == compiled[3]
+    assert again.fingerprint == compiled[3].fingerprint
+
+
+@given(programs(), shapes())
+@settings(deadline=None, max_examples=30)
+def test_fixed_orders_do_not_depend_on_costs(program: Program, shape: StageShape) -> None:
+    for costs in (NodeCosts(), NodeCosts.uniform(attention=1, experts=9, dispatch=2)):
+        plan = compile(program, shape, costs, "serial")
+        assert plan.nodes == tuple(with_reductions(serial(program.actions(0), shape), shape))
+        assert plan.order == "serial"
+        plan = compile(program, shape, costs, "pairs")
+        assert plan.nodes == tuple(with_reductions(pairs(program.ranks[0], shape), shape))
+        assert plan.order == "pairs"
+
+
+def test_fingerprint_is_that_of_the_order() -> None:
+    shape = (MOE, DENSE)
+    plan = compile(combined_1f1b(4), shape, table_costs(1), 2)
+    assert plan.fingerprint != compile(combined_1f1b(4), shape, table_costs(1), "serial").fingerprint
+    swapped = (plan.nodes[1], plan.nodes[0], *plan.nodes[2:])
+    assert replace(plan, nodes=swapped).fingerprint != plan.fingerprint
+    assert replace(plan, overlap=3, predicted=1.0).fingerprint == plan.fingerprint
+
+
+def test_every_process_compiles_the_same_plan() -> None:
+    code = (
+        "from tests.plan.cases import *; from overlap1f1b.plan import compile\n"
+        "shape = (DENSE, MOE, BlockShape(2, reduced=True))\n"
+        "print(compile(combined_1f1b(5, 1), shape, table_costs(1), 3).fingerprint)"
+    )
+    root = str(Path(__file__).parents[2])
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    here = compile(combined_1f1b(5, 1), (DENSE, MOE, BlockShape(2, reduced=True)), table_costs(1), 3).fingerprint
+    assert runs == [f"{here}\n"] * 2
+
+
+def test_peaks() -> None:
+    serial_plan = compile(sequential(3), (MOE,), table_costs(1), "serial")
+    assert (serial_plan.peak_activations, serial_plan.peak_held) == (1, 1)
+    forwards = compile(forward_only(3), (MOE,), table_costs(1), "serial")
+    assert (forwards.peak_activations, forwards.peak_held) == (1, 1)
+    nodes = list(serial_plan.nodes)
+    weight = next(node for node in nodes if node.kind is Kind.W and node.op is Op.EXPERTS)
+    nodes.remove(weight)
+    late = replace(serial_plan, nodes=(*nodes, weight))  # microbatch 0 waits for it beside microbatches 1 and 2
+    assert (late.peak_activations, late.peak_held) == (1, 2)
+
+
+def test_reductions_can_be_left_out() -> None:
+    shape = (MOE._replace(reduced=True), DENSE._replace(reduced=True))
+    plan = compile(combined_1f1b(3), shape, table_costs(1), 3)
+    assert sum(node.op is Op.REDUCE for node in plan.nodes) == 2
+    check(plan.without_reductions())
+    assert plan.without_reductions().nodes == tuple(node for node in plan.nodes if node.op is not Op.REDUCE)
+    assert not any(block.reduced for block in plan.without_reductions().shape)
+
+
+def test_the_best_candidate_is_kept() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0)
+    assert compile(combined_1f1b(4), (MOE,), costs, 3).order == "serial"  # nothing to hide: of equals the simplest
+    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order == "k=2, patient"
+    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order == "k=3"
+
+
+@pytest.mark.parametrize(("value", "overlap"), [("serial", "serial"), ("pairs", "pairs"), ("1", 1), (3, 3), ("12", 12)])
+def test_parse_overlap(value: str | int, overlap: str | int) -> None:
+    assert parse_overlap(value) == overlap
+
+
+@pytest.mark.parametrize("value", ["", "0", 0, -1, "-2", "1.5", 2.0, "k=3", "Serial", True, None])
+def test_parse_overlap_refuses(value: str | int) -> None:
+    with pytest.raises(ValueError, match=r"overlap=.*; allowed: serial, pairs, or a number of open actions from 1"):
+        parse_overlap(value)
+    with pytest.raises(ValueError, match="overlap="):
+        compile(sequential(1), (MOE,), NodeCosts(), value)  # type: ignore[arg-type]
+
+
+STEPS = sequential(1).ranks[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "shape", "message"),
+    [
+        (Program("mine", 1, (STEPS, STEPS), (1, 1)), (MOE,), "program 'mine' has 2 ranks; allowed in a plan: 1"),
+        (Program("mine", 1, ((STEPS[0], Action(Kind.I, 0, 0)),), (1,)), (MOE,), "program 'mine' holds 0I0"),
+        (Program("mine", 1, ((Action(Kind.F, 1, 0),),), (1,)), (MOE,), "program 'mine' holds 1F0"),
+        (Program("mine", 1, ((Action(Kind.F, 0, 0, pipe=1),),), (1,)), (MOE,), "program 'mine' holds 0'F0"),
+        (sequential(1), (), "a stage of 0 blocks"),
+    ],
+)
+def test_what_has_no_plan_is_refused(program: Program, shape: StageShape, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile(program, shape, NodeCosts(), "serial")
+
+
+def calls_of_compile(microbatches: int, layers: int) -> tuple[int, int]:
+    """Function calls, C functions included, that compiling and checking take, and the nodes of the plan."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        plan = compile(combined_1f1b(microbatches, 1), (MOE,) * layers, table_costs(1), 3)
+        check(plan)
+        makespan(plan.nodes, table_costs(1))
+    finally:
+        sys.setprofile(None)
+    return calls, len(plan.nodes)
+
+
+def test_time_grows_linearly() -> None:
+    calls, nodes = calls_of_compile(microbatches=8, layers=2)
+    for microbatches, layers in ((32, 2), (8, 8)):
+        more_calls, more_nodes = calls_of_compile(microbatches, layers)
+        assert more_calls / more_nodes < 1.15 * calls / nodes
+
+
+def test_a_plan_for_many_nodes_meets_its_bound() -> None:
+    plan = compile(combined_1f1b(64, 1), (MOE,) * 4, table_costs(1), 3)
+    assert plan.predicted / table_bound(64, 4, 1) < 1.01
+
+
+def test_names_of_the_package_are_those_of_the_floor() -> None:
+    assert overlap1f1b.compile is compile
+    assert overlap1f1b.Plan is Plan
+    assert overlap1f1b.NodeCosts is NodeCosts

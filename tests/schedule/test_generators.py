@@ -1,0 +1,96 @@
+"""Schedules against their pictures, and every refusal with its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, build_schedule, forward_only
+
+PICTURES = {
+    ("sequential", None): {
+        1: "F0 B0",
+        2: "F0 B0 F1 B1",
+        3: "F0 B0 F1 B1 F2 B2",
+        4: "F0 B0 F1 B1 F2 B2 F3 B3",
+        7: "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6",
+    },
+    ("combined_1f1b", 0): {
+        1: "F0 B0",
+        2: "F0 B0‖F1 B1",
+        3: "F0 B0‖F1 B1‖F2 B2",
+        4: "F0 B0‖F1 B1‖F2 B2‖F3 B3",
+        7: "F0 B0‖F1 B1‖F2 B2‖F3 B3‖F4 B4‖F5 B5‖F6 B6",
+    },
+    ("combined_1f1b", 1): {
+        1: "F0 B0",
+        2: "F0 F1 B0 B1",
+        3: "F0 F1 B0‖F2 B1 B2",
+        4: "F0 F1 B0‖F2 B1‖F3 B2 B3",
+        7: "F0 F1 B0‖F2 B1‖F3 B2‖F4 B3‖F5 B4‖F6 B5 B6",
+    },
+    ("combined_1f1b", 3): {
+        1: "F0 B0",
+        2: "F0 F1 B0 B1",
+        3: "F0 F1 F2 B0 B1 B2",
+        4: "F0 F1 F2 F3 B0 B1 B2 B3",
+        7: "F0 F1 F2 F3 B0‖F4 B1‖F5 B2‖F6 B3 B4 B5 B6",
+    },
+}
+CASES = [(*key, microbatches, text) for key, row in PICTURES.items() for microbatches, text in row.items()]
+
+
+@pytest.mark.parametrize(("name", "extra_warmup", "microbatches", "text"), CASES)
+def test_pictures(name: str, extra_warmup: int | None, microbatches: int, text: str) -> None:
+    program = build_schedule(name, microbatches=microbatches, extra_warmup=extra_warmup)
+    assert program.draw() == f"rank 0: {text}"
+    program.check()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7, 30])
+@pytest.mark.parametrize("extra_warmup", [0, 1, 2, 5])
+def test_every_extra_warmup_costs_one_activation(extra_warmup: int, microbatches: int) -> None:
+    program = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=extra_warmup)
+    assert program.peak_activations == (min(extra_warmup + 2, microbatches),)
+    assert build_schedule("sequential", microbatches=microbatches).peak_activations == (1,)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
+def test_forward_only(microbatches: int) -> None:
+    program = forward_only(microbatches)
+    assert program.draw() == "rank 0: " + " ".join(f"F{m}" for m in range(microbatches))
+    assert program.forward_only
+    program.check()
+
+
+def test_names_and_defaults() -> None:
+    assert DEFAULT_PROGRAM in SCHEDULES
+    assert build_schedule("sequential", microbatches=2).name == "sequential"
+    assert build_schedule("combined_1f1b", microbatches=4, extra_warmup=0).name == "combined_1f1b"
+    default = build_schedule("combined_1f1b", microbatches=4)
+    assert default.name == "combined_1f1b+1"
+    assert default == build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
+    assert build_schedule("sequential", microbatches=4, extra_warmup=0).name == "sequential"
+    assert not default.forward_only
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("zigzag", {"microbatches": 4}, "unknown program 'zigzag'; allowed: sequential, combined_1f1b"),
+        (
+            "sequential",
+            {"microbatches": 4, "ranks": 3},
+            "sequential over 3 pipeline ranks is not available; allowed: 1",
+        ),
+        ("combined_1f1b", {"microbatches": 4, "ranks": 0}, "combined_1f1b over 0 pipeline ranks .* allowed: 1"),
+        ("combined_1f1b", {"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
+        ("sequential", {"microbatches": -2}, "microbatches=-2; allowed: 1 or more"),
+        ("combined_1f1b", {"microbatches": 4, "extra_warmup": -1}, "extra_warmup=-1; allowed: 0 or more"),
+        ("sequential", {"microbatches": 4, "extra_warmup": 2}, "extra_warmup=2 with sequential; allowed: 0"),
+    ],
+)
+def test_refusals_name_the_numbers(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_schedule(name, **options)

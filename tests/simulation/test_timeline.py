@@ -1,0 +1,128 @@
+"""Interval arithmetic against a raster of unit cells, and Timelines of known spans."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Overlap, Span, compile, makespan
+from overlap1f1b.schedule import Kind, combined_1f1b, sequential
+from overlap1f1b.simulation import Timeline, intersection, length, simulate, union
+from overlap1f1b.simulation.timeline import Interval
+from tests.plan.cases import MOE, costs_of, programs, shapes
+
+COMPUTE, EXCHANGE, COUNTS, REDUCE = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE
+LANES = {COMPUTE: Lane.COMPUTE, EXCHANGE: Lane.EXCHANGE, COUNTS: Lane.CONTROL, REDUCE: Lane.EXCHANGE}
+
+intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
+
+
+def cells(parts: list[tuple[int, int]] | list[Interval]) -> set[int]:
+    """The unit cells that intervals with whole ends cover; of one that ends before it starts none."""
+    return {cell for start, end in parts for cell in range(int(start), int(end))}
+
+
+def timeline(*spans: tuple[Op, float, float]) -> Timeline:
+    return Timeline(tuple(Span(Node(op, Kind.F, i, 0), start, end) for i, (op, start, end) in enumerate(spans)))
+
+
+@given(intervals)
+def test_union_covers_the_same_cells(parts: list[tuple[int, int]]) -> None:
+    merged = union(parts)
+    assert cells(merged) == cells(parts)
+    assert length(merged) == len(cells(parts))
+    assert all(start < end for start, end in merged)
+    assert all(before[1] < after[0] for before, after in pairwise(merged))
+
+
+@given(intervals, intervals)
+def test_intersection_covers_the_common_cells(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    common = intersection(union(a), union(b))
+    assert cells(common) == cells(a) & cells(b)
+    assert length(common) == len(cells(a) & cells(b))
+    assert common == intersection(union(b), union(a))
+    assert all(start < end for start, end in common)
+    assert common == sorted(common)
+
+
+def test_union_and_intersection_of_known_intervals() -> None:
+    assert union([]) == []
+    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.75), (5, 5), (7, 6)]) == [(0, 2), (3, 4)]
+    assert intersection([(0, 2), (3, 6), (8, 9)], [(1, 4), (5, 8)]) == [(1, 2), (3, 4), (5, 6)]
+    assert intersection([(0, 1)], [(1, 2)]) == []
+    assert length([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("spans", "exchange", "exposed", "hidden"),
+    [
+        ([], 0, 0, 1),
+        ([(COMPUTE, 0, 4)], 0, 0, 1),
+        ([(EXCHANGE, 0, 4)], 4, 4, 0),
+        ([(COMPUTE, 0, 4), (EXCHANGE, 1, 3)], 2, 0, 1),
+        ([(COMPUTE, 0, 3), (EXCHANGE, 2, 4)], 2, 1, 0.5),
+        ([(COMPUTE, 0, 2), (COMPUTE, 3, 5), (EXCHANGE, 1, 5)], 4, 1, 0.75),
+        ([(EXCHANGE, 0, 4), (EXCHANGE, 2, 6), (COMPUTE, 3, 4)], 6, 5, 1 / 6),  # time in flight counts once
+        ([(COUNTS, 0, 1), (EXCHANGE, 2, 4), (COMPUTE, 0, 3)], 3, 1, 2 / 3),  # counts are exchanges too
+        ([(COUNTS, 0, 4), (EXCHANGE, 0, 4), (COMPUTE, 0, 2)], 4, 2, 0.5),
+        ([(REDUCE, 0, 2), (COMPUTE, 1, 3)], 2, 1, 0.5),
+    ],
+)
+def test_exposed_and_hidden(
+    spans: list[tuple[Op, float, float]], exchange: float, exposed: float, hidden: float
+) -> None:
+    line = timeline(*spans)
+    assert (line.exchange, line.exposed) == (exchange, exposed)
+    assert line.hidden_fraction == pytest.approx(hidden)
+    assert line.makespan == max((end for _, _, end in spans), default=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(LANES)), st.integers(0, 20), st.integers(0, 20)), max_size=12))
+@settings(deadline=None)
+def test_timeline_against_cells(spans: list[tuple[Op, int, int]]) -> None:
+    spans = [(op, min(a, b), max(a, b)) for op, a, b in spans]
+    line = timeline(*spans)
+    on = {lane: cells([(a, b) for op, a, b in spans if LANES[op] is lane]) for lane in Lane}
+    in_flight = on[Lane.EXCHANGE] | on[Lane.CONTROL]
+    assert cells(line.busy(Lane.COMPUTE)) == on[Lane.COMPUTE]
+    assert cells(line.busy(*Lane)) == set().union(*on.values())
+    assert line.exchange == len(in_flight)
+    assert line.exposed == len(in_flight - on[Lane.COMPUTE])
+    if in_flight:
+        assert line.hidden_fraction == pytest.approx(len(in_flight & on[Lane.COMPUTE]) / len(in_flight))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=30)
+def test_simulated_timelines(data: st.DataObject) -> None:
+    program, shape = data.draw(programs()), data.draw(shapes())
+    costs, block = data.draw(costs_of(shape)), data.draw(st.booleans())
+    overlaps: list[Overlap] = ["serial", "pairs", 2]
+    plan = compile(program, shape, costs, data.draw(st.sampled_from(overlaps)), counts_block=block)
+    line = simulate(plan, costs, counts_block=block)
+    assert tuple(span.node for span in line.spans) == plan.nodes
+    assert line.makespan == plan.predicted == makespan(plan.nodes, costs, counts_block=block)
+    assert length(line.busy(Lane.COMPUTE)) == sum(costs(node) for node in plan.nodes if node.lane is Lane.COMPUTE)
+    assert 0 <= line.exposed <= line.exchange <= line.makespan
+    assert 0 <= line.hidden_fraction <= 1
+    assert line.makespan >= length(line.busy(Lane.COMPUTE)) + line.exposed  # the rest is idleness on every lane
+
+
+def test_a_serial_step_hides_nothing_and_an_overlapped_one_nearly_all() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2)
+    serial = simulate(compile(sequential(4), (MOE, MOE), costs, "serial"), costs)
+    assert serial.exposed == serial.exchange == 4 * 2 * 4 * 2
+    assert serial.hidden_fraction == 0
+    assert serial.makespan == 4 * 2 * 21 + serial.exposed
+    overlapped = simulate(compile(combined_1f1b(4, 1), (MOE, MOE), costs, 3), costs)
+    assert overlapped.hidden_fraction > 0.9
+    assert overlapped.makespan < 1.03 * 4 * 2 * 21
+
+
+def test_blocking_counts_are_simulated_where_asked_for() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2, counts=5)
+    plan = compile(combined_1f1b(4, 1), (MOE, MOE), costs, "pairs")
+    assert simulate(plan, costs).makespan < simulate(plan, costs, counts_block=True).makespan

@@ -1,0 +1,95 @@
+"""``import overlap1f1b`` is lazy, its names resolve, and the examples of the pure floors hold."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import overlap1f1b
+
+ROOT = Path(__file__).parents[1]
+PURE = ("schedule", "plan", "simulation")
+MODULES = [
+    f"overlap1f1b.{floor}.{module.name}"
+    for floor in PURE
+    for module in pkgutil.iter_modules([str(ROOT / "overlap1f1b" / floor)])
+]
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "pass",
+        "overlap1f1b.build_schedule('combined_1f1b', microbatches=4).check()",
+        "overlap1f1b.Plan, overlap1f1b.NodeCosts, overlap1f1b.compile, overlap1f1b.simulate, overlap1f1b.Timeline",
+        "from overlap1f1b import schedule, plan, simulation",
+    ],
+)
+def test_schedules_and_plans_load_without_torch(use: str) -> None:
+    heavy = ("torch", "numpy", "greenlet", "einops", "rich", "tyro")
+    code = f"import sys, overlap1f1b; {use}; print([name for name in {heavy} if name in sys.modules])"
+    assert run(code) == "[]\n"
+
+
+def test_the_package_alone_loads_no_floor() -> None:
+    code = "import sys, overlap1f1b; print([name for name in sys.modules if name.startswith('overlap1f1b.')])"
+    assert run(code) == "[]\n"
+
+
+def test_dir_lists_the_public_names_before_any_is_loaded() -> None:
+    assert run("import overlap1f1b; print(set(overlap1f1b.__all__) <= set(dir(overlap1f1b)))") == "True\n"
+
+
+@pytest.mark.parametrize("name", overlap1f1b.__all__)
+def test_every_name_resolves(name: str) -> None:
+    assert getattr(overlap1f1b, name).__module__.startswith("overlap1f1b.")
+
+
+def test_names_are_listed_once() -> None:
+    assert sorted(overlap1f1b.__all__) == overlap1f1b.__all__ == sorted(overlap1f1b._HOME)
+
+
+def test_unknown_attribute() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'overlap1f1b' has no attribute 'nothing'$"):
+        overlap1f1b.nothing  # noqa: B018
+    with pytest.raises(ImportError, match="nothing"):
+        exec("from overlap1f1b import nothing")
+
+
+def test_version_is_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert overlap1f1b.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("floor", PURE)
+def test_floors_export_what_they_list(floor: str) -> None:
+    module = importlib.import_module(f"overlap1f1b.{floor}")
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_examples_are_found() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test.name for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(found) >= 10

@@ -1,0 +1,167 @@
+"""The package as a checkout and as a wheel, and the floors of its tree."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import overlap1f1b
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "overlap1f1b"
+
+# A floor imports itself and floors below it; kernels and schedule stand side by side on the ground.
+LEVEL = {"kernels": 0, "schedule": 0, "plan": 1, "simulation": 2, "moe": 3, "engine": 4, "cli": 5, "__main__": 6}
+PURE = ("schedule", "plan", "simulation")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources that was never installed."""
+    copy = tmp_path_factory.mktemp("checkout")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("overlap1f1b", "kernels"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def test_kernels_are_importable_from_a_checkout(checkout: Path, tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, overlap1f1b.kernels as k; print(k.__name__, k.__file__); "
+        "print(importlib.util.find_spec('overlap1f1b.kernels.permute').origin)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    kernels = checkout / "overlap1f1b" / "kernels"
+    assert result.stdout.splitlines() == [
+        f"overlap1f1b.kernels {kernels / '__init__.py'}",
+        str(kernels / "permute.py"),
+    ]
+
+
+def test_one_tree_of_kernels() -> None:
+    assert (PACKAGE / "kernels").resolve() == ROOT / "kernels"
+    spec = importlib.util.find_spec("overlap1f1b.kernels")
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).resolve() == ROOT / "kernels" / "__init__.py"
+
+
+def test_wheel(checkout: Path, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77", reason="builds a wheel with setuptools 77 or newer")
+    pytest.importorskip("pip", reason="builds a wheel with pip")
+    source = tmp_path / "source"
+    shutil.copytree(checkout, source, symlinks=True)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(tmp_path / "wheels"), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"overlap1f1b-{overlap1f1b.__version__}.dist-info/METADATA").decode()
+    expected = {f"overlap1f1b/{path.relative_to(PACKAGE)}" for path in modules()}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert {f"overlap1f1b/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")} <= names
+    assert "overlap1f1b/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {
+        "overlap1f1b",
+        f"overlap1f1b-{overlap1f1b.__version__}.dist-info",
+    }
+    assert "Requires-Python: >=3.11" in metadata
+
+
+def modules() -> list[Path]:
+    """Every module of the package, those of the linked kernels included."""
+    return sorted(
+        Path(folder) / name
+        for folder, _, files in os.walk(PACKAGE, followlinks=True)
+        for name in files
+        if name.endswith(".py")
+    )
+
+
+def floor_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that a module imports, wherever in it the import stands."""
+    package = ["overlap1f1b", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def imported_floor(name: str) -> str | None:
+    """The floor that a full name belongs to, by way of the lazy names too; None for what stands outside."""
+    root, _, rest = name.partition(".")
+    if root != "overlap1f1b" or not rest:
+        return None
+    first = rest.split(".")[0]
+    return overlap1f1b._HOME.get(first, first)
+
+
+SOURCES = [path for path in modules() if path != PACKAGE / "__init__.py"]
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    assert {floor_of(path) for path in SOURCES} <= set(LEVEL)
+    assert {floor_of(path) for path in SOURCES} >= {"kernels", *PURE, "moe", "engine", "cli"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_floor_imports_only_floors_below(path: Path) -> None:
+    own, tree = floor_of(path), ast.parse(path.read_text())
+    for line, name in imports(path, tree):
+        floor = imported_floor(name)
+        if floor in (None, own) or name == "overlap1f1b.__version__":
+            continue
+        assert floor in LEVEL, f"{path}:{line} imports {name}, which stands on no floor"
+        assert LEVEL[floor] < LEVEL[own], f"{path}:{line}: {own} imports {name}, of a floor that is not below"
+
+
+@pytest.mark.parametrize("floor", PURE)
+def test_pure_floors_import_the_standard_library_alone(floor: str) -> None:
+    for path in SOURCES:
+        if floor_of(path) != floor:
+            continue
+        for line, name in imports(path, ast.parse(path.read_text())):
+            root = name.split(".")[0]
+            assert root in sys.stdlib_module_names or imported_floor(name) in PURE, f"{path}:{line} imports {name}"
+
+
+def test_the_package_imports_its_floors_for_type_checkers_alone() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    tree.body = [node for node in tree.body if node not in guarded]
+    assert not [name for _, name in imports(PACKAGE / "__init__.py", tree) if name.startswith("overlap1f1b")]
+    assert len(guarded) == 1
+
+
+def test_files_stay_short() -> None:
+    assert not {str(path): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 310}
