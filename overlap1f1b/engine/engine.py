@@ -20,7 +20,7 @@ from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.stage import Stage
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
-from overlap1f1b.schedule import Program, forward_only
+from overlap1f1b.schedule import Kind, Program, forward_only
 from overlap1f1b.simulation import Timeline
 
 DEFAULT_OVERLAP = 3
@@ -102,7 +102,7 @@ class Engine:
         self.reducer: Reducer | None = None
         if reduce and self.group is not None:
             group = lanes[3] if lanes else self.group
-            self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE])
+            self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE, Kind.W])
         self.costs = costs
         if plan is not None:
             planning.check(plan)

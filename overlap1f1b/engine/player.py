@@ -31,9 +31,19 @@ class Player:
     """
 
     def __init__(self, timeout: timedelta, pace: Pace | None = None, *, background: bool = False) -> None:
-        lanes = (Op.DISPATCH, Op.COUNTS, Op.REDUCE)
-        self.lanes = {op: Lane(op.value, timeout, background=background) for op in lanes}
-        self.lanes[Op.COMBINE] = self.lanes[Op.DISPATCH]
+        def lane(name: str) -> Lane:
+            return Lane(name, timeout, background=background)
+
+        back = lane("rows")
+        self.lanes = {
+            (Op.COUNTS, Kind.F): lane("counts"),
+            # A dispatch that waits for its counts must not hold up the others; tags keep them apart on the wire.
+            (Op.DISPATCH, Kind.F): lane("dispatch"),
+            (Op.COMBINE, Kind.F): back,
+            (Op.COMBINE, Kind.I): back,
+            (Op.DISPATCH, Kind.I): back,
+            (Op.REDUCE, Kind.W): lane("reduce"),
+        }
         self.pace = pace
         self.before_launch: Callable[[], None] | None = None
         self.peak_activations = self.peak_held = 0
@@ -85,7 +95,7 @@ class Player:
             assert step is not None
             if self.before_launch is not None:
                 self.before_launch()
-            flight = self.lanes[node.op].launch(node, step())
+            flight = self.lanes[node.op, node.kind].launch(node, step())
             microbatch.flights[node.kind] = flight
             self._flights.append(flight)
             return
