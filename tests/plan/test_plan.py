@@ -128,6 +128,13 @@ def test_the_best_candidate_is_kept() -> None:
     assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order == "k=3"
 
 
+def test_plans_for_blocking_counts_launch_late() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=3)
+    plan = compile(combined_1f1b(8, 1), (MOE,) * 4, costs, 3, counts_block=True)
+    unaware = compile(combined_1f1b(8, 1), (MOE,) * 4, costs, 3)
+    assert plan.predicted < 0.95 * makespan(unaware.nodes, costs, counts_block=True)
+
+
 @pytest.mark.parametrize(("value", "overlap"), [("serial", "serial"), ("pairs", "pairs"), ("1", 1), (3, 3), ("12", 12)])
 def test_parse_overlap(value: str | int, overlap: str | int) -> None:
     assert parse_overlap(value) == overlap

@@ -156,6 +156,14 @@ def test_the_thread_waits_for_counts_before_it_waits_for_anything_later() -> Non
     assert [span.start for span in play(nodes[:4], costs, counts_block=True)] == [0, 2, 5, 6]
 
 
+def test_the_thread_does_not_wait_for_counts_that_come_after_the_next_rows() -> None:
+    costs = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
+    nodes = scheduled(combined_1f1b(2, extra_warmup=1), Policy(2, counts_block=True), costs, layers=1)
+    starts = {str(span.node): span.start for span in play(nodes, costs, counts_block=True)}
+    # Rows of microbatch 0 come at 6, counts of microbatch 1 at 8; then the older combine travels first.
+    assert (starts["experts.f[0] m0"], starts["combine.f[0] m0"], starts["dispatch.f[0] m1"]) == (6, 8, 9)
+
+
 @given(st.permutations(range(4)), st.integers(1, 5), shapes(), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_gradients_are_summed_in_the_programs_order(backwards: list[int], k: int, shape: tuple, block: bool) -> None:  # type: ignore[type-arg]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,21 +29,21 @@ class Sizes(NamedTuple):
 
 
 class RecordingExchange:
-    """The real exchange; keeps the sizes and counts of a step in the order of their launch."""
+    """The real exchange; keeps the sizes and counts of a step by their tags, since lanes start them in any order."""
 
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
-        self.sizes: list[Sizes] = []
-        self._counts: list[Transfer] = []
+        self.sizes: dict[int, Sizes] = {}
+        self._counts: dict[int, Transfer] = {}
 
     @property
-    def counts_received(self) -> list[Tensor]:
+    def counts_received(self) -> dict[int, Tensor]:
         """The received counts of the step."""
-        return [transfer.result for transfer in self._counts]
+        return {tag: transfer.result for tag, transfer in self._counts.items()}
 
     def clear(self) -> None:
         """Forgets a step."""
-        self.sizes, self._counts = [], []
+        self.sizes, self._counts = {}, {}
 
     def rows(
         self,
@@ -53,12 +53,12 @@ class RecordingExchange:
         tag: int = 0,
         expected: Expected | None = None,
     ) -> Transfer:
-        self.sizes.append(Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype))
+        self.sizes[tag] = Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype)
         return self.real.rows(source, send, receive, tag, expected)
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
-        self._counts.append(self.real.counts(counts, tag, expected))
-        return self._counts[-1]
+        self._counts[tag] = self.real.counts(counts, tag, expected)
+        return self._counts[tag]
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
         return self.real.expect_rows(like, receive, tag)
@@ -70,10 +70,9 @@ class RecordingExchange:
 class AnsweringExchange:
     """Answers at once, with rows of zeros in the numbers that a recorded step received: compute without exchange."""
 
-    def __init__(self, ranks: int, rank: int, counts: Iterable[Tensor]) -> None:
+    def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
         self.ranks, self.rank, self.background = ranks, rank, False
-        self._counts = list(counts)
-        self._next = 0
+        self._counts = counts
 
     def rows(
         self,
@@ -92,9 +91,7 @@ class AnsweringExchange:
         return None
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
-        answer = self._counts[self._next % len(self._counts)]  # every step launches the same counts in the same order
-        self._next += 1
-        return Transfer(answer)
+        return Transfer(self._counts[tag])
 
 
 class Replay:

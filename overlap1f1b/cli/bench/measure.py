@@ -25,7 +25,7 @@ from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
-from overlap1f1b.plan import NodeCosts, parse_overlap
+from overlap1f1b.plan import NodeCosts, Op, parse_overlap
 from overlap1f1b.simulation import simulate
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
@@ -141,7 +141,8 @@ class Bench:
     def _compute_only(self, recorded: Engine) -> Callable[[], float]:
         """The step of an engine that has just been recorded, every exchange answered locally."""
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
-        self._sizes = list(self.recording.sizes)
+        rows = [node for node in recorded.plan.nodes if node.op in (Op.DISPATCH, Op.COMBINE)]
+        self._sizes = [self.recording.sizes[node.tag] for node in rows]
         engine = Engine(
             self.model,
             recorded.program,
