@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,51 +17,60 @@ _aten = torch.ops.aten
 
 
 class HollowCompute(TorchDispatchMode):
-    """Matrix products and attention return zeros at once; everything else is real: tensors, autograd, exchanges.
+    """Matrix products, attention and SwiGLU return zeros at once; everything else is real: tensors, autograd, exchanges.
 
     Together with an engine's ``pace`` this leaves the processor to the transport, as a GPU would. Routers stay real,
     so that routing is as uneven as the text.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._stand_ins: dict[Any, Callable[..., Any]] = {
+            _aten.mm.default: self._mm,
+            _aten.mm.out: self._mm_out,
+            _aten.addmm.default: self._addmm,
+            _aten.bmm.default: self._bmm,
+            _aten._scaled_dot_product_flash_attention_for_cpu.default: self._attention,
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: self._attention_backward,
+            _aten.silu.default: self._like,
+            _aten.silu_backward.default: self._like,
+        }
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        stand_in = _STAND_INS.get(func)
+        stand_in = self._stand_ins.get(func)
         return func(*args, **(kwargs or {})) if stand_in is None else stand_in(*args, **(kwargs or {}))
 
+    def _zero(self, like: Tensor, *shape: int) -> Tensor:
+        """A part of one buffer of zeros, which nothing writes to: filling new ones would take the processor's time."""
+        size = math.prod(shape)
+        buffer = self._zeros.get(like.dtype)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._zeros[like.dtype] = like.new_zeros(size)
+        return buffer[:size].view(shape)
 
-def _mm(a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    return a.new_zeros(a.shape[0], b.shape[1])
+    def _mm(self, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._zero(a, a.shape[0], b.shape[1])
 
+    def _mm_out(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        return out.zero_()
 
-def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    return out.zero_()
+    def _addmm(self, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._mm(a, b)
 
+    def _bmm(self, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+        return self._zero(a, a.shape[0], a.shape[1], b.shape[2])
 
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    return _mm(a, b)
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._zero(q, *q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
+    def _attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return self._like(q), self._like(k), self._like(v)
 
-def _bmm(a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    return a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1], dtype=torch.float32)
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-
-_STAND_INS: Mapping[Any, Callable[..., Any]] = {
-    _aten.mm.default: _mm,
-    _aten.mm.out: _mm_out,
-    _aten.addmm.default: _addmm,
-    _aten.bmm.default: _bmm,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-}
+    def _like(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._zero(x, *x.shape)
 
 
 @contextmanager
