@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -122,6 +121,12 @@ class Engine:
             self._serial = self._compiled(self.program, NodeCosts(), "serial")
         return self._serial
 
+    def _meet(self) -> None:
+        """Lets the ranks meet before an exchange that is measured."""
+        if self.reducer is not None:
+            self.reducer.settle()
+        dist.barrier(self.group)
+
     def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, self.stage.shape, costs, overlap, counts_block=not self.exchange.background)
         planning.check(plan)
@@ -144,7 +149,7 @@ class Engine:
         scale = 1.0 / (self.program.microbatches * self.exchange.ranks)
         measuring = self.costs is None and self._plan is None
         if measuring and self.group is not None:
-            self.player.before_launch = partial(dist.barrier, self.group)
+            self.player.before_launch = self._meet
         if self.reducer is not None:
             self.reducer.begin()
         microbatches = self._play(plan, inputs, target, scale, grad=True)

@@ -49,10 +49,14 @@ class Flight:
         result, self._transfer = self._transfer.result, None
         return result
 
-    def drain(self, seconds: float) -> None:
-        """Gives the exchange that long to end, whatever becomes of it."""
+    def drained(self, seconds: float) -> None:
+        """Gives the exchange that long to end; its result can still be had."""
         if self._arrived is not None:
             self._arrived.wait(seconds)
+
+    def drain(self, seconds: float) -> None:
+        """The same, and gives up on it."""
+        self.drained(seconds)
         self._transfer = None
 
     def depart(self, post: Post) -> None:

@@ -52,6 +52,11 @@ class Reducer:
         assert work is not None
         return Transfer(flat, [work])
 
+    def settle(self) -> None:
+        """Waits until nothing is under way, so that the group can be used for something else."""
+        for _, _, flight in self._flights:
+            flight.drained(self.lane.timeout.total_seconds())
+
     def finish(self) -> None:
         """Waits for all reductions and adds what :meth:`begin` set aside."""
         for parameters, grads, flight in self._flights:

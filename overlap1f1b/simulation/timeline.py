@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from overlap1f1b.plan import Lane, Plan, Span, play
+from overlap1f1b.plan import Lane, Op, Plan, Span, play
 from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.schedule import Kind
 
 Interval = tuple[float, float]
 
@@ -88,6 +89,29 @@ class Timeline:
     def hidden_fraction(self) -> float:
         """Share of the exchange time, over the whole step, that has compute beside it; 1 where nothing is exchanged."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+
+    def draw(self, width: int = 100) -> str:
+        """The lanes as text, one line each; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
+
+        ::
+
+            compute  A0-A1-E0--
+            exchange    D0--D1----
+
+        A attention, D dispatch, E experts, C combine, N dense, R reduce; ``w`` marks a weight gradient.
+        """
+        scale = width / self.makespan if self.spans and self.makespan else 0.0
+        lines = []
+        for lane in (Lane.COMPUTE, Lane.EXCHANGE):
+            line = [" "] * (width + 1)
+            for span in (s for s in self.spans if s.node.lane is lane and s.end > s.start):
+                first, last = round(span.start * scale), round(span.end * scale)
+                letter = "N" if span.node.op is Op.DENSE else span.node.op.value[0].upper()
+                text = letter if span.node.kind is Kind.F else letter.lower()
+                text += ("w" if span.node.kind is Kind.W else "") + str(span.node.microbatch)
+                line[first:last] = text[: last - first].ljust(last - first, "-")
+            lines.append(f"{lane.value:8} {''.join(line)[: width + 1].rstrip()}")
+        return "\n".join(lines)
 
 
 def simulate(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline:

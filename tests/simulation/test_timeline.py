@@ -8,8 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Overlap, Span, compile, makespan
-from overlap1f1b.schedule import Kind, combined_1f1b, sequential
+from overlap1f1b.plan import (
+    BlockShape,
+    Lane,
+    Node,
+    NodeCosts,
+    Op,
+    Overlap,
+    Span,
+    compile,
+    forward_chain,
+    makespan,
+    play,
+)
+from overlap1f1b.schedule import Action, Kind, combined_1f1b, sequential
 from overlap1f1b.simulation import Timeline, intersection, length, simulate, union
 from overlap1f1b.simulation.timeline import Interval
 from tests.plan.cases import MOE, costs_of, programs, shapes
@@ -126,3 +138,10 @@ def test_blocking_counts_are_simulated_where_asked_for() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2, counts=5)
     plan = compile(combined_1f1b(4, 1), (MOE, MOE), costs, "pairs")
     assert simulate(plan, costs).makespan < simulate(plan, costs, counts_block=True).makespan
+
+
+def test_a_drawing_shows_every_lane_to_scale() -> None:
+    nodes = tuple(forward_chain(Action(Kind.F, 0, 0), (BlockShape(1),)))
+    costs = NodeCosts.uniform(attention=4, experts=4, dispatch=4)
+    drawn = Timeline(tuple(play(nodes, costs))).draw(width=16)
+    assert drawn == "compute  A0--    E0--\nexchange     D0--    C0--"

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 class HollowCompute(TorchDispatchMode):
-    """Matrix products, attention and SwiGLU return zeros at once; everything else is real: tensors, autograd, exchanges.
+    """Matrix products, attention and SwiGLU return zeros at once; all else is real: tensors, autograd, exchanges.
 
     Together with an engine's ``pace`` this leaves the processor to the transport, as a GPU would. Routers stay real,
     so that routing is as uneven as the text.

@@ -1,0 +1,28 @@
+"""Grouped matrix products against one product per expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap1f1b.kernels.grouped_mm import GroupedMM, grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [1], [0, 7, 0, 2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_against_a_loop(counts: list[int], dtype: torch.dtype) -> None:
+    rows, grad = torch.randn(sum(counts), 6).to(dtype), torch.randn(sum(counts), 5).to(dtype)
+    weight = torch.randn(len(counts), 5, 6).to(dtype)
+    parts = list(zip(rows.split(counts), grad.split(counts), weight, strict=True))
+    torch.testing.assert_close(grouped_mm(rows, weight, counts), torch.cat([r @ w.t() for r, _, w in parts]))
+    torch.testing.assert_close(grouped_mm_input_grad(grad, weight, counts), torch.cat([g @ w for _, g, w in parts]))
+    expected = torch.stack([g.t() @ r for r, g, _ in parts])
+    found = grouped_mm_weight_grad(grad, rows, counts)
+    torch.testing.assert_close(found, expected)
+    assert all(not found[e].any() for e, count in enumerate(counts) if count == 0)
+
+
+def test_gradients() -> None:
+    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r, w: GroupedMM.apply(r, w, [3, 0, 1]), (rows, weight))
