@@ -35,6 +35,13 @@ SUBNET = "10.77.0"
 MAX_RANKS = 254  # addresses in SUBNET.0/24
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PACKET = 16384  # bytes that the kernel handles at once on a wire
+SETTINGS = (
+    # Not BBR, which some systems default to: every ten seconds it all but stops for 200 ms to probe the delay.
+    "tcp_congestion_control=reno",
+    "tcp_slow_start_after_idle=0",
+    # A short queue before the wire, as a network card's driver keeps: counts would wait for megabytes of rows.
+    f"tcp_limit_output_bytes={4 * PACKET}",
+)
 MIN_RATE = 1e4  # well below it, at 1 kbit/s, the time of a burst overflows tc's 32 bits
 COMMAND_S = 20.0
 KILL_S = 5.0
@@ -151,8 +158,7 @@ class Wire:
         for namespace in self._namespaces:
             _run("ip", "netns", "add", namespace)
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
-            # Not BBR, which some systems default to: every ten seconds it all but stops for 200 ms to probe the delay.
-            for setting in ("tcp_congestion_control=reno", "tcp_slow_start_after_idle=0"):
+            for setting in SETTINGS:
                 _run("ip", "netns", "exec", namespace, "sysctl", "-qw", f"net.ipv4.{setting}", check=False)
         if self._hub:
             _run("ip", "netns", "add", self._hub)

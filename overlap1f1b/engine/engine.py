@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.measure import agree, measured_costs
+from overlap1f1b.engine.measure import BackToBack, agree, measured_costs
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reducer import Reducer
@@ -149,7 +149,7 @@ class Engine:
         scale = 1.0 / (self.program.microbatches * self.exchange.ranks)
         measuring = self.costs is None and self._plan is None
         if measuring and self.group is not None:
-            self.player.before_launch = self._meet
+            self.player.before_launch, self.stage.exchange = self._meet, BackToBack(self.exchange)
         if self.reducer is not None:
             self.reducer.begin()
         microbatches = self._play(plan, inputs, target, scale, grad=True)
@@ -157,7 +157,7 @@ class Engine:
             self.reducer.finish()
         spans = self.player.spans()
         if measuring:
-            self.player.before_launch = None
+            self.player.before_launch, self.stage.exchange = None, self.exchange
             if self._warm:
                 self.costs = measured_costs(plan, spans, self.group)
             self._warm = True

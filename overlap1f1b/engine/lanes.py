@@ -21,7 +21,8 @@ Post = Callable[[], Transfer]
 class Flight:
     """An exchange from its launch to its arrival; times in seconds of ``time.perf_counter``.
 
-    ``departed`` is when the transfer was started, ``landed`` when its last row was here; None where no thread watches.
+    ``departed`` is when the transfer was started, or when the one ahead of it had arrived; ``landed`` when its last row
+    was here.
     """
 
     def __init__(self, node: Node, timeout: timedelta) -> None:
@@ -73,10 +74,15 @@ class Flight:
         if transfer is None:  # failed, or given up
             return
         try:
+            if transfer.ahead is not None:
+                transfer.ahead.receive(self.timeout)
+                self.departed = time.perf_counter()
             transfer.receive(self.timeout)
             self.landed = time.perf_counter()
             if self._arrived is not None:
                 self._arrived.set()
+            if transfer.ahead is not None:
+                transfer.ahead.release(self.timeout)
             transfer.release(self.timeout)
         except Exception as error:
             self._fail(error)

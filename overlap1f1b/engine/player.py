@@ -36,7 +36,8 @@ class Player:
 
         back = lane("rows")
         self.lanes = {
-            (Op.COUNTS, Kind.F): lane("counts"),
+            # A few bytes: sending them takes less time than handing them to a thread. The dispatch waits for them.
+            (Op.COUNTS, Kind.F): Lane("counts", timeout, background=False),
             # A dispatch that waits for its counts must not hold up the others; tags keep them apart on the wire.
             (Op.DISPATCH, Kind.F): lane("dispatch"),
             (Op.COMBINE, Kind.F): back,

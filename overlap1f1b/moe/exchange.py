@@ -21,12 +21,14 @@ class Transfer:
         receives: Works that fill ``result``.
         sends: Works that read ``source``, which lives as long as the transfer.
         source: What is sent.
+        ahead: A transfer in front of this one on the same links, so that this one's time alone can be told.
     """
 
     result: Tensor
     receives: Sequence[dist.Work] = ()
     sends: Sequence[dist.Work] = ()
     source: Tensor | None = None
+    ahead: Transfer | None = None
 
     def receive(self, timeout: timedelta | None = None) -> Tensor:
         """Waits for the rows (on CUDA the current stream does) and returns them. Once only: gloo hangs on a second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -33,19 +34,26 @@ class Route:
         self.order, self.counts = sort_slots(indices, experts)
         self.send = self.counts.view(ranks, -1).sum(1).tolist()
         self.receive: list[int] = []
-        self.expert_rows: list[int] = []
-        self._regroup: Tensor | None = None
+        self._received: list[list[int]] = []  # rows by source and local expert
 
     def arrive(self, counts: Tensor) -> None:
-        """Takes the received ``counts [ranks, E / ranks]``; copies them to the host."""
-        self.receive = counts.sum(1).tolist()
-        self.expert_rows = counts.sum(0).tolist()
-        ranks, local = counts.shape
-        if ranks > 1 and local > 1:
-            # Received rows lie by (source, expert); experts want them by (expert, source).
-            rows = torch.arange(sum(self.receive), device=self.order.device).split(counts.reshape(-1).tolist())
-            parts = chain.from_iterable(rows[expert::local] for expert in range(local))
-            self._regroup = torch.cat(list(parts))
+        """Takes the received ``counts [ranks, E / ranks]`` and copies them to the host."""
+        self._received = counts.tolist()
+        self.receive = [sum(rows) for rows in self._received]
+
+    @property
+    def expert_rows(self) -> list[int]:
+        """Received rows of each local expert."""
+        return [sum(rows) for rows in zip(*self._received, strict=True)]
+
+    @cached_property
+    def _regroup(self) -> Tensor | None:
+        """Received rows lie by (source, expert); experts want them by (expert, source)."""
+        ranks, local = len(self._received), len(self._received[0])
+        if ranks == 1 or local == 1:
+            return None
+        rows = torch.arange(sum(self.receive), device=self.order.device).split(list(chain(*self._received)))
+        return torch.cat(list(chain.from_iterable(rows[expert::local] for expert in range(local))))
 
     def gather(self, tokens: Tensor) -> Tensor:
         """``[T, H] → [T·K, H]``, the rows to send."""
