@@ -84,8 +84,8 @@ class TrainOptions(RunOptions):
     """Sequences of a step on each rank, divided evenly into microbatches."""
     steps: int = 150
     """Optimizer steps."""
-    schedule: str = DEFAULT_PROGRAM
-    """Program to play."""
+    schedule: str | None = None
+    """Program to play; by default combined_1f1b, on one rank sequential."""
     extra_warmup: int | None = None
     """Forwards beyond the first before the first backward, for combined_1f1b; by default 1."""
     lr: float = 2e-3
@@ -147,7 +147,9 @@ def check_run(options: RunOptions) -> None:
         )
     parse_overlap(options.overlap)
     if isinstance(options, TrainOptions):
-        build_schedule(options.schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
+        build_schedule(
+            options.schedule or DEFAULT_PROGRAM, microbatches=options.microbatches, extra_warmup=options.extra_warmup
+        )
         if not 0 <= options.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
         if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ class Rank:
 @contextmanager
 def joined(timeout: float) -> Iterator[Rank]:
     """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either."""
+    _keep_heap()
     store = os.environ.get(STORE)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -63,3 +66,13 @@ def joined(timeout: float) -> Iterator[Rank]:
         yield Rank(rank, size, device, mesh)
     finally:
         dist.destroy_process_group()
+
+
+def _keep_heap() -> None:
+    """Has glibc keep memory that is freed: by default each step of a large model on a CPU asks for it page by page."""
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            trim_threshold, mmap_threshold = -1, -3
+            mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
+            mallopt(trim_threshold, 2**31 - 1)

@@ -16,9 +16,9 @@ from overlap1f1b.cli.progress import shown
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.summary import Speed, compared, show
 from overlap1f1b.cli.trainer import Step, Trainer
-from overlap1f1b.cli.workload import environment, load_corpus
+from overlap1f1b.cli.workload import default_program, environment, load_corpus
 from overlap1f1b.plan import parse_overlap
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
 
 def train(options: TrainOptions, rank: Rank) -> None:
@@ -36,6 +36,13 @@ def train(options: TrainOptions, rank: Rank) -> None:
         write_json(options.json, result)
 
 
+def _program(options: TrainOptions, ranks: int) -> Program:
+    if options.schedule is None and options.extra_warmup is None:
+        return default_program(options.microbatches, ranks)
+    name = options.schedule or DEFAULT_PROGRAM
+    return build_schedule(name, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
+
+
 @dataclass
 class _Run:
     """A run of the command, from the first line that it prints to the figures of its summary."""
@@ -49,7 +56,7 @@ class _Run:
     def __post_init__(self) -> None:
         options = self.options
         self.corpus = load_corpus(options)
-        program = build_schedule(options.schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
+        program = _program(options, self.rank.size)
         self.trainer = Trainer(options, self.rank, self.corpus, program, overlap=parse_overlap(options.overlap))
         self.reference: Trainer | None = None
         if options.compare:

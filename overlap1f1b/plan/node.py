@@ -42,6 +42,9 @@ LANE_OF = {
 }
 
 
+_NUMBER_OF = {op: number for number, op in enumerate(Op)}
+
+
 class Node(NamedTuple):
     """One sub-op of one microbatch: ``kind`` is F, I (the input gradient) or W.
 
@@ -72,7 +75,7 @@ class Node(NamedTuple):
     @property
     def tag(self) -> int:
         """A number that is the same on every rank, and another for every exchange that may be in flight with it."""
-        kind = 2 * list(Op).index(self.op) + (self.kind is Kind.F)
+        kind = 2 * _NUMBER_OF[self.op] + (self.kind is Kind.F)
         return (((self.microbatch % 2048) * 4096 + self.block) * 16 + self.seam) * 16 + kind
 
     def __str__(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from overlap1f1b.plan.clock import makespan
@@ -14,8 +16,11 @@ from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program
 
-PATIENCE = 0.4
-"""Share of a weight gradient's time that a wait must last for the gradient to be issued in it."""
+PATIENCES = (0.0, 0.2, 0.4, 0.6)
+"""Tried shares of a weight gradient's time that a wait must last for the gradient to be issued in it."""
+
+DEFERRED = (1, 2)
+"""Tried numbers of microbatches beyond the live ones that may wait for weight gradients alone."""
 
 Overlap = Literal["serial", "pairs"] | int
 """How much of a program runs interleaved: not at all, inside its pairs, or k consecutive actions at a time."""
@@ -28,7 +33,7 @@ class Plan:
     Args:
         program: What the plan carries out.
         overlap: The setting that it was compiled for.
-        order: What it became: ``serial``, ``pairs``, ``k=…`` or ``k=…, patient``, the best of the candidates.
+        order: What it became, the best of the candidates: ``serial``, ``pairs`` or ``k=…``.
         shape: Blocks of the stage.
         nodes: Every node of the step.
         predicted: Makespan by the costs that it was compiled with, in their unit.
@@ -102,7 +107,7 @@ def compile(
 
     A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
     keeps the fastest: list scheduling is greedy, and a smaller k is now and then better. Each number is tried with
-    weight gradients in every wait, and with ``PATIENCE``.
+    every one of ``PATIENCES`` and ``DEFERRED``.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -117,21 +122,24 @@ def compile(
     overlap = parse_overlap(overlap)
     _check_one_stage(program, shape)
     steps = program.ranks[0]
-    candidates: dict[str, list[Node]] = {}
+    candidates: list[tuple[str, Iterable[Node]]] = []
     if overlap != "pairs":
-        candidates["serial"] = list(serial(program.actions(0), shape))
+        candidates.append(("serial", serial(program.actions(0), shape)))
     if overlap != "serial":
-        candidates["pairs"] = list(pairs(steps, shape))
+        candidates.append(("pairs", pairs(steps, shape)))
     if isinstance(overlap, int):
-        for k in range(1, overlap + 1):
-            for name, patience in ((f"k={k}", 0.0), (f"k={k}, patient", PATIENCE)):
-                policy = Policy(k, counts_block, patience=patience)
-                scheduler = ListScheduler(program.actions(0), shape, costs, policy, program.peak_activations[0])
-                candidates[name] = scheduler.run()
-    ordered = {name: tuple(with_reductions(nodes, shape)) for name, nodes in candidates.items()}
-    spans = {name: makespan(nodes, costs, counts_block=counts_block) for name, nodes in ordered.items()}
-    best = min(ordered, key=lambda name: spans[name])
-    return Plan(program, overlap, best, shape, ordered[best], spans[best])
+        for k, deferred, patience in product(range(1, overlap + 1), DEFERRED, PATIENCES):
+            policy = Policy(k, counts_block, deferred, patience)
+            scheduler = ListScheduler(program.actions(0), shape, costs, policy, program.peak_activations[0])
+            candidates.append((f"k={k}", scheduler.run()))
+    best: Plan | None = None
+    for order, candidate in candidates:
+        nodes = tuple(with_reductions(candidate, shape))
+        predicted = makespan(nodes, costs, counts_block=counts_block)
+        if best is None or predicted < best.predicted:
+            best = Plan(program, overlap, order, shape, nodes, predicted)
+    assert best is not None
+    return best
 
 
 def _check_one_stage(program: Program, shape: StageShape) -> None:

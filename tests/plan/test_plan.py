@@ -27,6 +27,7 @@ from overlap1f1b.plan import (
     parse_overlap,
 )
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.plan.plan import DEFERRED
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, table_bound, table_costs
 from tests.plan.rules import broken_rules, expected_nodes, peak
@@ -49,7 +50,7 @@ def test_every_plan(data: st.DataObject) -> None:
         if not program.forward_only:
             at = {node: position for position, node in enumerate(plan.nodes)}
             assert plan.peak_activations == peak(plan, at, Kind.I) <= program.peak_activations[0]
-            assert plan.peak_held == peak(plan, at, Kind.I, Kind.W) <= program.peak_activations[0] + 1
+            assert plan.peak_held == peak(plan, at, Kind.I, Kind.W) <= program.peak_activations[0] + max(DEFERRED)
     for index, k in enumerate(overlaps[2:], start=2):  # a number is never slower than a smaller one or a fixed order
         assert compiled[k].predicted <= min(compiled[below].predicted for below in overlaps[:index])
     again = compile(program, shape, costs, 3, counts_block=counts_block)
@@ -124,7 +125,7 @@ def test_reductions_can_be_left_out() -> None:
 def test_the_best_candidate_is_kept() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0)
     assert compile(combined_1f1b(4), (MOE,), costs, 3).order == "serial"  # nothing to hide: of equals the simplest
-    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order == "k=2, patient"
+    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order == "k=2"
     assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order == "k=3"
 
 

@@ -60,7 +60,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
-        rows = ablation(self.options.microbatches, self.overlap)
+        rows = ablation(self.options.microbatches, self.overlap, self.rank.size)
         self.report("measuring nodes")
         serial = self._engine(rows[0])
         for _ in range(3):
@@ -68,7 +68,7 @@ class Bench:
         if self.options.compute == "timed":
             self.pace = serial.costs
         with self._computing():
-            rate = self._shape_wire(serial.costs)
+            rate = self._shape_wire(rows, serial.costs)
             self.report("measuring nodes on the wire")
             costs = self._calibrated(rows[0])
             engines = {row.key: self._engine(row, costs) for row in rows}
@@ -118,14 +118,14 @@ class Bench:
             self._step(engine)
         return engine.costs
 
-    def _shape_wire(self, costs: NodeCosts | None) -> float | None:
+    def _shape_wire(self, rows: list[Row], costs: NodeCosts | None) -> float | None:
         """Shapes this rank's end of the wire and returns the rate in bits per second."""
         wire = self.options.wire
         if wire is None:
             return None
         if wire.startswith("balanced"):
             self.report("finding the rate at which exchange equals compute")
-            default = self._engine(ablation(self.options.microbatches, self.overlap)[-1], costs)
+            default = self._engine(next(row for row in rows if row.default), costs)
             self._step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
