@@ -11,6 +11,7 @@ from overlap1f1b.schedule.generators import (
     forward_only,
     sequential,
 )
+from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Action",
     "Kind",
     "Pair",
+    "Placement",
     "Program",
     "Step",
     "actions_of",

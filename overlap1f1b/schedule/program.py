@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
+from overlap1f1b.schedule.placement import SINGLE, Placement
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,25 @@ class Program:
 
     Args:
         name: The generator's name, for reports.
-        microbatches: Microbatches of a step, M.
+        microbatches: Microbatches of a step over all pipes, M, numbered through: see :meth:`microbatches_of`.
         ranks: ``ranks[r]`` is the tuple of :class:`Action` and :class:`Pair` of rank ``r``.
-        peak_activations: Declared limit of microbatches whose activations are alive at once, per rank.
+        peak_activations: Declared limit of (stage, microbatch) whose activations are alive at once, per rank: from the
+            forward to the end of its B, or of its W where the backward is split. Of a pair both members count.
+        placement: Which rank holds which stage.
+        peak_weights: Declared limit of weight gradients that wait at once, per rank: of (stage, microbatch) between I
+            and W. Empty where nothing is declared.
     """
 
     name: str
     microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
     peak_activations: tuple[int, ...]
+    placement: Placement = SINGLE
+    peak_weights: tuple[int, ...] = ()
+
+    def microbatches_of(self, pipe: int) -> range:
+        """The microbatches that pass a pipe: of two pipes the first takes the lower half."""
+        return self.placement.microbatches(pipe, self.microbatches)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of a rank in the order in which they open."""
