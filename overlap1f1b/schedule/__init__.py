@@ -1,16 +1,27 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of, parse_step
 from overlap1f1b.schedule.checks import check
 from overlap1f1b.schedule.generators import (
     DEFAULT_EXTRA_WARMUP,
     DEFAULT_PROGRAM,
     SCHEDULES,
+    afab,
     build_schedule,
     combined_1f1b,
+    dualpipe,
+    dualpipev,
     forward_only,
+    forwards_of,
+    groups_of,
+    interleaved_1f1b,
+    one_f_one_b,
     sequential,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
+from overlap1f1b.schedule.peaks import peaks_of
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 
@@ -25,9 +36,21 @@ __all__ = [
     "Program",
     "Step",
     "actions_of",
+    "afab",
     "build_schedule",
     "check",
     "combined_1f1b",
+    "dualpipe",
+    "dualpipev",
     "forward_only",
+    "forwards_of",
+    "groups_of",
+    "interleaved_1f1b",
+    "one_f_one_b",
+    "parse_step",
+    "peaks_of",
     "sequential",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
@@ -61,6 +62,23 @@ class Program:
             f"rank {rank}: " + " ".join("‖".join(text(a) for a in actions_of(step)) for step in steps)
             for rank, steps in enumerate(self.ranks)
         )
+
+    def to_csv(self, path: str | Path, *, header: bool = True) -> None:
+        """Writes one row a rank, one cell a step; ``header=False`` leaves out what torch's reader does not know."""
+        from overlap1f1b.schedule.table import write
+
+        write(self, path, header=header)
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> Program:
+        """The program of a file of :meth:`to_csv`, or of a table of torch's pipeline schedules.
+
+        Raises:
+            ValueError: A malformed file, naming line, column and text.
+        """
+        from overlap1f1b.schedule.table import read
+
+        return read(path)
 
     def check(self) -> None:
         """Raises ``ValueError`` naming rank, position and action where a rule of the schedule is broken."""
