@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from overlap1f1b.plan import Lane, Op, Plan, Span, play
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.schedule import Kind
+from overlap1f1b.simulation.trace import Event, write_trace
 
 Interval = tuple[float, float]
 
@@ -54,13 +56,14 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 class Timeline:
     """The spans of one rank's step; times in one unit, from the start of the step.
 
-    >>> from overlap1f1b.plan import Node, Op
-    >>> from overlap1f1b.schedule import Kind
-    >>> experts = Node(Op.EXPERTS, Kind.F, microbatch=0, block=0)
-    >>> combine = Node(Op.COMBINE, Kind.F, microbatch=1, block=0)
-    >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
-    >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
-    (4.0, 1.0, 0.5)
+        >>> from overlap1f1b.plan import Node, Op
+        >>> from overlap1f1b.schedule import Kind
+    from overlap1f1b.simulation.trace import Event, write_trace
+        >>> experts = Node(Op.EXPERTS, Kind.F, microbatch=0, block=0)
+        >>> combine = Node(Op.COMBINE, Kind.F, microbatch=1, block=0)
+        >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
+        >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
+        (4.0, 1.0, 0.5)
     """
 
     spans: tuple[Span, ...]
@@ -112,6 +115,17 @@ class Timeline:
                 line[first:last] = text[: last - first].ljust(last - first, "-")
             lines.append(f"{lane.value:8} {''.join(line)[: width + 1].rstrip()}")
         return "\n".join(lines)
+
+    def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
+        """Writes a trace for Perfetto or chrome://tracing: a track for each lane.
+
+        Args:
+            path: The JSON file.
+            rank: The rank that the process is named after.
+            unit_us: Microseconds that one unit of time is shown as; 1000 if times are milliseconds.
+        """
+        events = [Event(f"rank {rank}", s.node.lane.value, str(s.node), s.start, s.end) for s in self.spans]
+        write_trace(events, path, unit_us=unit_us)
 
 
 def simulate(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline:
