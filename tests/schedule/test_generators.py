@@ -87,12 +87,17 @@ def test_names_and_defaults() -> None:
         (
             "interleaved_1f1b",
             {"microbatches": 8, "ranks": 4, "chunks": 2, "group_size": 3},
-            "group_size=3 over 4 ranks with 8 microbatches; allowed: 4 to 8, nearest 4",
+            "group_size=3 over 4 ranks with 8 microbatches; allowed: 4 to 8 with a last group of 4 or more, nearest 4",
         ),
         (
             "zb_h1",
             {"microbatches": 3, "ranks": 4, "chunks": 2, "group_size": 9},
-            "group_size=9 over 4 ranks with 3 microbatches; allowed: 3 to 3, nearest 3",
+            "group_size=9 over 4 ranks with 3 microbatches; allowed: 3 to 3 .* nearest 3",
+        ),
+        (
+            "combined_1f1b",
+            {"microbatches": 13, "ranks": 4, "chunks": 3, "group_size": 6},
+            "group_size=6 over 4 ranks with 13 microbatches; allowed: 4 to 13 .* of 4 or more, nearest 7",
         ),
         ("dualpipe", {"microbatches": 8, "ranks": 3}, "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
         ("dualpipe", {"microbatches": 8}, "dualpipe over 1 ranks; allowed: an even number, nearest 2"),

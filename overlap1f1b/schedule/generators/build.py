@@ -62,7 +62,8 @@ def build_schedule(
             ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` on one rank 1, which with
             three open actions is the fastest.
         group_size: Microbatches that pass one chunk before a rank turns to the next one, G, for ``interleaved_1f1b``,
-            ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, by default M in ⌊M/P⌋ groups as equal as can be.
+            ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, M mod G 0 or at least P; by default
+            M in ⌊M/P⌋ groups as equal as can be.
         forward_only: The forwards alone, in the schedule's order, for evaluation.
 
     Raises:
@@ -114,11 +115,14 @@ def _check_options(name: str, chunks: int, extra_warmup: int | None, group_size:
 
 def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | None) -> None:
     if group_size is not None:
-        least = min(ranks, microbatches)
-        if not least <= group_size <= microbatches:
+        fitting = [
+            size for size in range(min(ranks, microbatches), microbatches + 1) if _fits(size, ranks, microbatches)
+        ]
+        if group_size not in fitting:
+            closest = min(fitting, key=lambda size: abs(size - group_size))
             raise ValueError(
-                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; "
-                f"allowed: {least} to {microbatches}, nearest {min(max(group_size, least), microbatches)}"
+                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: {fitting[0]} "
+                f"to {microbatches} with a last group of {ranks} or more, nearest {closest}"
             )
     if name == "dualpipe" and ranks % 2:
         nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
@@ -131,3 +135,9 @@ def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | Non
         )
     if name == "dualpipev" and microbatches < 2 * ranks:
         raise ValueError(f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more")
+
+
+def _fits(group_size: int, ranks: int, microbatches: int) -> bool:
+    """Whether no group is smaller than the pipeline: ranks could wait for each other behind it."""
+    left = microbatches % group_size
+    return left == 0 or left >= ranks

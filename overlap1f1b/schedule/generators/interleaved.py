@@ -14,7 +14,8 @@ def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> l
     """The microbatches in groups; a rank passes a group through one of its chunks before it turns to the next chunk.
 
     Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be: no group is smaller than P, so that
-    no chunk waits for its successor. With a size the last group holds what is left.
+    no chunk waits for its successor. With a size the last group holds what is left; if that is
+    fewer than P but some, ranks with three chunks or more can wait for each other.
 
     >>> groups_of(10, 4)
     [range(0, 5), range(5, 10)]
