@@ -15,7 +15,7 @@ def fuse(program: Program) -> Program:
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> print(fuse(build_schedule("1f1b", ranks=2, microbatches=4)).draw())
-    rank 0: 0F0 0B0‖0F1 0B1‖0F2 0B2‖0F3 0B3
+    rank 0: 0F0 0F1 0B0‖0F2 0B1‖0F3 0B2 0B3
     rank 1: 1F0 1B0‖1F1 1B1‖1F2 1B2‖1F3 1B3
 
     Two neighbours stay apart where ranks would wait for each other if they ended together. A pair keeps both members'

@@ -64,7 +64,7 @@ class LoweredProgram:
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> print(lower(build_schedule("1f1b", ranks=2, microbatches=1)).draw())
-    rank 0: 0F0 0SEND_F0 0RECV_B0 0B0 0FREE0 0REDUCE_GRAD
+    rank 0: 0RECV_B0 0F0 0SEND_F0 0B0 0FREE0 0REDUCE_GRAD
     rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1FREE0 1REDUCE_GRAD
 
     Args:

@@ -92,7 +92,8 @@ class ProgramTimeline:
                 pending += (action.kind is Kind.I) - (action.kind is Kind.W)
                 peak = max(peak, held(alive, pending))
                 alive -= action.kind in (Kind.B, Kind.W) or not trains
-        return peak * self.program.placement.share
+        placement = self.program.placement
+        return peak * placement.ranks / placement.stages
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
         """Writes a trace for Perfetto or chrome://tracing: a process a rank, a track for compute and for each lane.

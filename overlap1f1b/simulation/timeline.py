@@ -56,14 +56,13 @@ def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
 class Timeline:
     """The spans of one rank's step; times in one unit, from the start of the step.
 
-        >>> from overlap1f1b.plan import Node, Op
-        >>> from overlap1f1b.schedule import Kind
-    from overlap1f1b.simulation.trace import Event, write_trace
-        >>> experts = Node(Op.EXPERTS, Kind.F, microbatch=0, block=0)
-        >>> combine = Node(Op.COMBINE, Kind.F, microbatch=1, block=0)
-        >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
-        >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
-        (4.0, 1.0, 0.5)
+    >>> from overlap1f1b.plan import Node, Op
+    >>> from overlap1f1b.schedule import Kind
+    >>> experts = Node(Op.EXPERTS, Kind.F, microbatch=0, block=0)
+    >>> combine = Node(Op.COMBINE, Kind.F, microbatch=1, block=0)
+    >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
+    >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
+    (4.0, 1.0, 0.5)
     """
 
     spans: tuple[Span, ...]

@@ -97,7 +97,7 @@ def test_names_and_defaults() -> None:
         (
             "combined_1f1b",
             {"microbatches": 13, "ranks": 4, "chunks": 3, "group_size": 6},
-            "group_size=6 over 4 ranks with 13 microbatches; allowed: 4 to 13 .* of 4 or more, nearest 7",
+            "group_size=6 over 4 ranks with 13 microbatches; allowed: 7 to 13 .* of 4 or more, nearest 7",
         ),
         ("dualpipe", {"microbatches": 8, "ranks": 3}, "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
         ("dualpipe", {"microbatches": 8}, "dualpipe over 1 ranks; allowed: an even number, nearest 2"),
