@@ -13,6 +13,8 @@ from overlap1f1b.schedule.lowering import Command, LoweredProgram, Verb, passes_
 from overlap1f1b.schedule.program import Program
 
 Lane = tuple[int, int]
+Message = tuple[int, Command]
+"""Position and SEND or RECV."""
 
 
 def check_lowered(lowered: LoweredProgram) -> None:
@@ -28,18 +30,20 @@ def check_lowered(lowered: LoweredProgram) -> None:
     steps = tuple(tuple(entry for entry in row if not isinstance(entry, Command)) for row in lowered.ranks)
     program = replace(lowered.program, ranks=steps)
     check(program)
-    sent: defaultdict[Lane, list[Command]] = defaultdict(list)
-    posted: defaultdict[Lane, list[Command]] = defaultdict(list)
-    replicas: list[list[int]] = []
-    for rank in range(len(lowered.ranks)):
-        row = _RowCheck(lowered, program, rank)
-        row.run()
-        for command in row.at:
-            if isinstance(command, Command) and command.verb is Verb.SEND:
-                sent[rank, command.peer].append(command)
-            elif isinstance(command, Command) and command.verb is Verb.RECV:
-                posted[command.peer, rank].append(command)
-        replicas.append([c.stage for c in row.at if isinstance(c, Command) and c.verb is Verb.REDUCE_REPLICA])
+    sent: defaultdict[Lane, list[Message]] = defaultdict(list)
+    posted: defaultdict[Lane, list[Message]] = defaultdict(list)
+    replicas: list[list[int]] = [[] for _ in lowered.ranks]
+    for rank, row in enumerate(lowered.ranks):
+        _RowCheck(lowered, program, rank).run()
+        for position, entry in enumerate(row):
+            if isinstance(entry, Command):
+                match entry.verb:
+                    case Verb.SEND:
+                        sent[rank, entry.peer].append((position, entry))
+                    case Verb.RECV:
+                        posted[entry.peer, rank].append((position, entry))
+                    case Verb.REDUCE_REPLICA:
+                        replicas[rank].append(entry.stage)
     for lane, sends in sent.items():
         _check_lane(lowered, lane, sends, posted[lane])
     _check_replicas(lowered, replicas)
@@ -144,39 +148,30 @@ class _RowCheck:
                 )
 
 
-def _check_lane(lowered: LoweredProgram, lane: Lane, sends: list[Command], receives: list[Command]) -> None:
+def _check_lane(lowered: LoweredProgram, lane: Lane, sends: list[Message], receives: list[Message]) -> None:
     """Both ends of a lane count its messages alike; each side lists them in its order."""
-    numbered: dict[tuple[int, Command], tuple[int, int]] = {}
-    for rank in lane:
-        for position, entry in enumerate(lowered.ranks[rank]):
-            if isinstance(entry, Command) and entry.number >= 0:
-                numbered[rank, entry._replace(number=-1)] = (position, entry.number)
     source, destination = lane
-    for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+    for number, ((sent_at, send), (posted_at, receive)) in enumerate(zip(sends, receives, strict=True)):
         onward = send.stage + (1 if send.kind is Kind.F else -1)
-        if send._replace(verb=Verb.RECV, stage=onward, peer=source) != receive:
-            position, _ = numbered[destination, receive]
+        if (onward, *send[2:5]) != (receive.stage, *receive[2:5]):
             raise ValueError(
-                f"{where(lowered, destination, position)}: {receive} is number {number} of the lane "
+                f"{where(lowered, destination, posted_at)}: {receive} is number {number} of the lane "
                 f"from rank {source}, whose {send} comes then; allowed: the order of the sends"
             )
-        for rank, command in ((source, send), (destination, receive)):
-            position, said = numbered[rank, command]
-            if said != number:
+        for rank, position, command in ((source, sent_at, send), (destination, posted_at, receive)):
+            if command.number != number:
                 raise ValueError(
-                    f"{where(lowered, rank, position)}: {command} counts as number {said} of the lane from rank "
-                    f"{source} to {destination}; allowed: {number}"
+                    f"{where(lowered, rank, position)}: {command} counts as number {command.number} of the lane from "
+                    f"rank {source} to {destination}; allowed: {number}"
                 )
 
 
 def _check_replicas(lowered: LoweredProgram, replicas: list[list[int]]) -> None:
     place = lowered.program.placement
-    shared: dict[Lane, list[int]] = {}
     for rank, groups in enumerate(replicas):
         for other in range(rank):
             mine = [group for group in groups if other in place.replicas(group)]
             theirs = [group for group in replicas[other] if rank in place.replicas(group)]
-            shared[other, rank] = mine
             if mine != theirs:
                 raise ValueError(
                     f"{where(lowered, rank)}: replicas of stages {mine} are summed in this order, on rank {other} "

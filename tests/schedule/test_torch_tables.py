@@ -31,17 +31,21 @@ RANKS = (1, 2, 3, 4, 5, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24)
 
 
-def table(name: str, P: int, M: int, v: int) -> list[list[Any]]:
-    """Torch's rows, made without stages or processes."""
-    cls = getattr(schedules, name)
-    schedule = object.__new__(cls)
+def table(name: str, P: int, M: int, v: int = 1) -> Any:
+    """Torch's schedule without stages or processes, its rows in ``pipeline_order``."""
+    schedule = object.__new__(getattr(schedules, name))
     schedule._num_stages = schedule.num_stages = P * v
     schedule._n_microbatches, schedule.pp_group_size, schedule.n_local_stages = M, P, v
-    schedule.number_of_rounds = max(1, M // P)
-    schedule.microbatches_per_round = M // schedule.number_of_rounds
-    if v == 1 and hasattr(cls, "_get_pipeline_order"):
-        return list(schedule._get_pipeline_order().values())
-    return [schedule._calculate_single_rank_operations(rank) for rank in range(P)]
+    schedule.microbatches_per_round = M // max(1, M // P)
+    if name in ("ScheduleGPipe", "Schedule1F1B"):
+        schedule.pipeline_order = schedule._get_pipeline_order()
+    else:
+        schedule.pipeline_order = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(P)}
+    return schedule
+
+
+def theirs(name: str, P: int, M: int, v: int = 1) -> list[list[str]]:
+    return texts(list(table(name, P, M, v).pipeline_order.values()))
 
 
 def texts(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
@@ -55,49 +59,38 @@ def ours(name: str, P: int, M: int, v: int = 1) -> list[list[str]]:
 @pytest.mark.parametrize("M", MICROBATCHES)
 @pytest.mark.parametrize("P", RANKS)
 def test_gpipe(P: int, M: int) -> None:
-    assert ours("afab", P, M) == texts(table("ScheduleGPipe", P, M, 1))
+    assert ours("afab", P, M) == theirs("ScheduleGPipe", P, M)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize(
-    ("theirs", "name"),
+    ("torchs", "name"),
     [("ScheduleInterleaved1F1B", "interleaved_1f1b"), ("ScheduleInterleavedZeroBubble", "zb_h1")],
 )
-def test_interleaved(theirs: str, name: str, P: int, v: int) -> None:
+def test_interleaved(torchs: str, name: str, P: int, v: int) -> None:
     defined = [M for M in MICROBATCHES if M % max(1, M // P) == 0]
     assert len(defined) > 5
     for M in defined:
-        assert ours(name, P, M, v) == texts(multi(theirs, P, M, v)), (P, M, v)
-
-
-def multi(name: str, P: int, M: int, v: int) -> list[list[Any]]:
-    schedule = object.__new__(getattr(schedules, name))
-    schedule._n_microbatches, schedule.pp_group_size, schedule.n_local_stages = M, P, v
-    schedule.microbatches_per_round = M // max(1, M // P)
-    return [schedule._calculate_single_rank_operations(rank) for rank in range(P)]
+        assert ours(name, P, M, v) == theirs(torchs, P, M, v), (P, M, v)
 
 
 @pytest.mark.parametrize("M", MICROBATCHES)
 @pytest.mark.parametrize("P", RANKS)
 def test_zbv(P: int, M: int) -> None:
-    schedule = object.__new__(schedules.ScheduleZBVZeroBubble)
-    schedule._n_microbatches, schedule.pp_group_size, schedule.num_stages = M, P, 2 * P
-    assert ours("zb_v", P, M) == texts([schedule._calculate_single_rank_operations(rank) for rank in range(P)])
+    assert ours("zb_v", P, M) == theirs("ScheduleZBVZeroBubble", P, M, 2)
 
 
 @pytest.mark.parametrize("P", RANKS)
 def test_dualpipev(P: int) -> None:
     for M in [M for M in MICROBATCHES if M >= 2 * P]:
-        schedule = object.__new__(schedules.ScheduleDualPipeV)
-        schedule._n_microbatches, schedule.pp_group_size = M, P
-        assert ours("dualpipev", P, M) == texts([schedule._calculate_single_rank_operations(r) for r in range(P)])
+        assert ours("dualpipev", P, M) == theirs("ScheduleDualPipeV", P, M, 2)
 
 
 @pytest.mark.parametrize("P", RANKS)
 def test_1f1b_but_for_the_count_of_the_last_rank(P: int) -> None:
-    for M in [M for M in MICROBATCHES if M >= P]:
-        rows = texts(table("Schedule1F1B", P, M, 1))
+    for M in [M for M in MICROBATCHES if M >= P - 1]:
+        rows = theirs("Schedule1F1B", P, M)
         rows[-1] = [counted_from_zero(text) for text in rows[-1]]
         assert ours("1f1b", P, M) == rows
 
@@ -116,14 +109,11 @@ def test_torch_reads_the_text_form() -> None:
                 assert parse_step(str(read)) == step
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("zb_v", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
-def test_tables_that_torch_has_written(name: str, theirs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "torchs"), [("zb_v", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
+def test_tables_that_torch_has_written(name: str, torchs: str, tmp_path: Path) -> None:
     P, M = 3, 8
-    schedule = object.__new__(getattr(schedules, theirs))
-    schedule._n_microbatches, schedule.pp_group_size, schedule.num_stages = M, P, 2 * P
-    schedule.pipeline_order = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(P)}
     path = tmp_path / f"{name}.csv"
-    schedules.PipelineScheduleMulti._dump_csv(schedule, path)
+    schedules.PipelineScheduleMulti._dump_csv(table(torchs, P, M, 2), path)
     assert Program.from_csv(path) == build_schedule(name, ranks=P, microbatches=M)
 
 
