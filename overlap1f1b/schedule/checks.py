@@ -10,6 +10,7 @@ from overlap1f1b.schedule.program import Program
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _TRAINED = (3, 13)  # forward and B; forward, I and W
+_FAR = 1000  # microbatches without any step, beyond which the first that is missing is not looked for
 
 
 def check(program: Program) -> None:
@@ -46,6 +47,13 @@ def _check_sizes(program: Program) -> None:
             raise ValueError(
                 f"program {program.name!r} declares {what} for {len(values)} ranks "
                 f"and has {count}; allowed: the same number"
+            )
+    for rank, steps in enumerate(program.ranks):
+        least = len(program.microbatches_of(0)) - 2 * len(steps)
+        if steps and least > _FAR:
+            raise ValueError(
+                f"program {program.name!r}, rank {rank} has {len(steps)} steps for "
+                f"{program.microbatches} microbatches; allowed: at least one for each"
             )
 
 

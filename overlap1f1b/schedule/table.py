@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from itertools import count
 from pathlib import Path
 
 from overlap1f1b.schedule.action import Step, actions_of, parse_step
@@ -119,15 +120,13 @@ def _placement(ranks: tuple[tuple[Step, ...], ...], path: Path) -> Placement:
                     f"{path}: {action} stands on rank {rank}, others of stage {action.stage} on rank {before}; "
                     "allowed: one rank a stage"
                 )
-    pipes = [[s for p, s in found if p == pipe] for pipe in range(max(p for p, _ in found) + 1)]
+    pipes = range(max(p for p, _ in found) + 1)
     stages = max(s for _, s in found) + 1
-    for pipe, held in enumerate(pipes):
-        missing = sorted(set(range(stages)) - set(held))
-        if missing:
-            raise ValueError(
-                f"{path}: pipe {pipe} has no action of stage {missing[0]}; allowed: stages 0 to {stages - 1}"
-            )
+    for pipe in pipes:
+        missing = next(stage for stage in count() if (pipe, stage) not in found)
+        if missing < stages:
+            raise ValueError(f"{path}: pipe {pipe} has no action of stage {missing}; allowed: stages 0 to {stages - 1}")
     try:
-        return Placement(tuple(tuple(found[pipe, stage] for stage in range(stages)) for pipe in range(len(pipes))))
+        return Placement(tuple(tuple(found[pipe, stage] for stage in range(stages)) for pipe in pipes))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
