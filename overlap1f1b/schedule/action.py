@@ -18,6 +18,8 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  the field's letter for the input gradient
     W = "W"
 
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and actions are hashed often
+
 
 class Action(NamedTuple):
     """One kind of work on one (stage, microbatch).

@@ -25,6 +25,8 @@ class Verb(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     FREE = "FREE"
 
+    __hash__ = str.__hash__
+
 
 class Command(NamedTuple):
     """One command beside the actions.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
@@ -46,7 +47,7 @@ class Program:
         for step in self.ranks[rank]:
             yield from actions_of(step)
 
-    @property
+    @cached_property
     def forward_only(self) -> bool:
         """Whether no rank runs a backward."""
         return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
