@@ -11,6 +11,9 @@ import tyro
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
 
+PLAYED = ("sequential", "combined_1f1b")
+"""Programs that ``train`` plays, on one pipeline rank."""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -147,6 +150,8 @@ def check_run(options: RunOptions) -> None:
         )
     parse_overlap(options.overlap)
     if isinstance(options, TrainOptions):
+        if options.schedule not in PLAYED:
+            raise ValueError(f"unknown program {options.schedule!r}; allowed: {', '.join(PLAYED)}")
         build_schedule(options.schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
         if not 0 <= options.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
