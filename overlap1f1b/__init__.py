@@ -20,8 +20,11 @@ _HOME = {
     "compile": "plan",
     "Action": "schedule",
     "Pair": "schedule",
+    "Placement": "schedule",
     "Program": "schedule",
     "build_schedule": "schedule",
+    "Costs": "simulation",
+    "ProgramTimeline": "simulation",
     "Timeline": "simulation",
     "simulate": "simulation",
 }
@@ -29,16 +32,19 @@ _HOME = {
 if TYPE_CHECKING:
     from overlap1f1b.engine import Engine, Stage, StepResult, combined_forward_backward_step
     from overlap1f1b.plan import NodeCosts, Plan, compile
-    from overlap1f1b.schedule import Action, Pair, Program, build_schedule
-    from overlap1f1b.simulation import Timeline, simulate
+    from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
+    from overlap1f1b.simulation import Costs, ProgramTimeline, Timeline, simulate
 
 __all__ = [
     "Action",
+    "Costs",
     "Engine",
     "NodeCosts",
     "Pair",
+    "Placement",
     "Plan",
     "Program",
+    "ProgramTimeline",
     "Stage",
     "StepResult",
     "Timeline",

@@ -17,9 +17,9 @@ import overlap1f1b
 ROOT = Path(__file__).parents[1]
 PURE = ("schedule", "plan", "simulation")
 MODULES = [
-    f"overlap1f1b.{floor}.{module.name}"
+    module.name
     for floor in PURE
-    for module in pkgutil.iter_modules([str(ROOT / "overlap1f1b" / floor)])
+    for module in pkgutil.walk_packages([str(ROOT / "overlap1f1b" / floor)], f"overlap1f1b.{floor}.")
 ]
 
 

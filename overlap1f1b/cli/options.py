@@ -11,6 +11,9 @@ import tyro
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
 
+PLAYED = ("sequential", "combined_1f1b")
+"""Programs that ``train`` plays, on one pipeline rank."""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -147,9 +150,10 @@ def check_run(options: RunOptions) -> None:
         )
     parse_overlap(options.overlap)
     if isinstance(options, TrainOptions):
-        build_schedule(
-            options.schedule or DEFAULT_PROGRAM, microbatches=options.microbatches, extra_warmup=options.extra_warmup
-        )
+        schedule = options.schedule or DEFAULT_PROGRAM
+        if schedule not in PLAYED:
+            raise ValueError(f"unknown program {schedule!r}; allowed: {', '.join(PLAYED)}")
+        build_schedule(schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
         if not 0 <= options.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
         if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():

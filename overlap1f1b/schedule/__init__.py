@@ -1,16 +1,31 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of, parse_step
 from overlap1f1b.schedule.checks import check
+from overlap1f1b.schedule.fusing import fuse
 from overlap1f1b.schedule.generators import (
     DEFAULT_EXTRA_WARMUP,
     DEFAULT_PROGRAM,
     SCHEDULES,
+    afab,
     build_schedule,
     combined_1f1b,
+    dualpipe,
+    dualpipev,
     forward_only,
+    forwards_of,
+    groups_of,
+    interleaved_1f1b,
+    one_f_one_b,
     sequential,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
+from overlap1f1b.schedule.lowered_checks import check_lowered
+from overlap1f1b.schedule.lowering import Command, Instruction, LoweredProgram, Verb, lower
+from overlap1f1b.schedule.peaks import peaks_of
+from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 
 __all__ = [
@@ -18,14 +33,34 @@ __all__ = [
     "DEFAULT_PROGRAM",
     "SCHEDULES",
     "Action",
+    "Command",
+    "Instruction",
     "Kind",
+    "LoweredProgram",
     "Pair",
+    "Placement",
     "Program",
     "Step",
+    "Verb",
     "actions_of",
+    "afab",
     "build_schedule",
     "check",
+    "check_lowered",
     "combined_1f1b",
+    "dualpipe",
+    "dualpipev",
     "forward_only",
+    "forwards_of",
+    "fuse",
+    "groups_of",
+    "interleaved_1f1b",
+    "lower",
+    "one_f_one_b",
+    "parse_step",
+    "peaks_of",
     "sequential",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import NamedTuple
+
+_ACTION = re.compile(r"(\d+)('*)([FBIW])(\d+)", re.ASCII)
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 class Kind(StrEnum):
@@ -13,6 +17,8 @@ class Kind(StrEnum):
     B = "B"
     I = "I"  # noqa: E741  the field's letter for the input gradient
     W = "W"
+
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and actions are hashed often
 
 
 class Action(NamedTuple):
@@ -32,6 +38,22 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{chr(39) * self.pipe}{self.kind.value}{self.microbatch}"
 
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action of a text, the reverse of ``str``.
+
+        >>> Action.parse("2'B3") == Action(Kind.B, stage=2, microbatch=3, pipe=1)
+        True
+
+        Raises:
+            ValueError: Anything else.
+        """
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0")
+        stage, marks, kind, microbatch = match.groups()
+        return cls(Kind(kind), int(stage), int(microbatch), len(marks))
+
 
 class Pair(NamedTuple):
     """A forward and a backward of one rank that do not depend on each other and are issued interleaved.
@@ -46,8 +68,32 @@ class Pair(NamedTuple):
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """The pair of a text, the reverse of ``str``.
+
+        >>> Pair.parse("(0F7;7B3)OVERLAP_F_B").backward == Action(Kind.B, 7, 3)
+        True
+
+        Raises:
+            ValueError: Anything else.
+        """
+        match = _PAIR.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
+        return cls(Action.parse(match[1]), Action.parse(match[2]))
+
 
 Step = Action | Pair
+
+
+def parse_step(text: str) -> Step:
+    """The action or pair of a text.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    return Pair.parse(text) if text.lstrip().startswith("(") else Action.parse(text)
 
 
 def actions_of(step: Step) -> tuple[Action, ...]:

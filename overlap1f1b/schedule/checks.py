@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, actions_of
+from overlap1f1b.schedule.action import Action, Kind, Pair
+from overlap1f1b.schedule.flow import flow
 from overlap1f1b.schedule.program import Program
 
-_NEEDS: Mapping[Kind, tuple[Kind, ...]] = {
-    Kind.F: (),
-    Kind.B: (Kind.F,),
-    Kind.I: (Kind.F,),
-    Kind.W: (Kind.I,),
-}
+_BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
+_TRAINED = (3, 13)  # forward and B; forward, I and W
+_FAR = 1000  # microbatches without any step, beyond which the first that is missing is not looked for
 
 
 def check(program: Program) -> None:
     """Raises ``ValueError`` for the first broken rule, naming rank, position and action.
 
-    Rules: every (pipe, stage, microbatch) has its forward exactly once and, unless the program is forward only,
-    either one B or one I and one W; each after what it needs; members of a pair are independent; at most the declared
-    number of microbatches is alive, of a pair both.
+    Rules: every (pipe, stage, microbatch) has, on the rank of its stage, its forward exactly once and, unless the
+    program is forward only, either one B or one I and one W; each after what it needs, of which neighbouring stages may
+    mix B with I and W; members of a pair are independent; no ranks wait for each other; no more activations are alive,
+    and no more weight gradients wait, than is declared, of a pair both. Time is linear in the number of actions.
 
     >>> from overlap1f1b.schedule import sequential
     >>> steps = sequential(2).ranks[0]
@@ -28,60 +27,148 @@ def check(program: Program) -> None:
     Traceback (most recent call last):
     ValueError: program 'mine', rank 0, position 0: 0B0 stands before 0F0, which it needs
     """
-    backward = not program.forward_only
-    if len(program.peak_activations) != len(program.ranks):
+    _check_sizes(program)
+    trains = not program.forward_only
+    for rank in range(len(program.ranks)):
+        _RankCheck(program, rank, trains).run()
+    deque(flow(program), maxlen=0)
+
+
+def _check_sizes(program: Program) -> None:
+    count = len(program.ranks)
+    if program.placement.ranks != count:
         raise ValueError(
-            f"program {program.name!r} declares peak activations for {len(program.peak_activations)} ranks "
-            f"and has {len(program.ranks)}; allowed: the same number"
+            f"program {program.name!r} has {count} ranks and a placement over {program.placement.ranks}; "
+            "allowed: the same number"
         )
+    declared = {"peak activations": program.peak_activations, "waiting weight gradients": program.peak_weights}
+    for what, values in declared.items():
+        if len(values) != count and (values or what == "peak activations"):
+            raise ValueError(
+                f"program {program.name!r} declares {what} for {len(values)} ranks "
+                f"and has {count}; allowed: the same number"
+            )
     for rank, steps in enumerate(program.ranks):
-        done: set[Action] = set()
-        alive: set[tuple[int, int, int]] = set()
+        least = len(program.microbatches_of(0)) - 2 * len(steps)
+        if steps and least > _FAR:
+            raise ValueError(
+                f"program {program.name!r}, rank {rank} has {len(steps)} steps for "
+                f"{program.microbatches} microbatches; allowed: at least one for each"
+            )
+
+
+class _RankCheck:
+    """The rules of one rank's row."""
+
+    def __init__(self, program: Program, rank: int, trains: bool) -> None:
+        self.program, self.rank, self.trains = program, rank, trains
+        self.stages = program.placement.stages
+        self.seen = {  # what each microbatch has passed of each place, in bits
+            place: bytearray(program.microbatches) for place in program.placement.places(rank)
+        }
+        self.allowed = [program.microbatches_of(pipe) for pipe in range(len(program.placement.pipes))]
+        self.alive = self.pending = 0
+
+    def run(self) -> None:
+        steps = self.program.ranks[self.rank]
+        if not steps:
+            raise ValueError(f"{self._where()} has no action; allowed: every microbatch's forward")
         for position, step in enumerate(steps):
-            where = f"program {program.name!r}, rank {rank}, position {position}"
             if isinstance(step, Pair):
-                _check_pair(step, where)
-            for action in actions_of(step):
-                _check_action(action, done, program.microbatches, where)
-                done.add(action)
-            alive |= {action[1:] for action in actions_of(step) if action.kind is Kind.F}
-            if backward and len(alive) > program.peak_activations[rank]:
-                raise ValueError(
-                    f"{where}: {step} makes {len(alive)} microbatches alive, "
-                    f"declared are {program.peak_activations[rank]}"
-                )
-            alive -= {action[1:] for action in actions_of(step) if action.kind in (Kind.B, Kind.W)}
-        _check_complete(program, rank, done, backward)
+                self._pair(step, position)
+                self._action(step.backward, position)
+                self._action(step.forward, position)
+                kinds: tuple[Kind, ...] = (step.forward.kind, step.backward.kind)
+            else:
+                self._action(step, position)
+                kinds = (step.kind,)
+            if self.trains:
+                self._count(kinds, position)
+        self._complete()
 
+    def _where(self, position: int | None = None) -> str:
+        at = "" if position is None else f", position {position}"
+        return f"program {self.program.name!r}, rank {self.rank}{at}"
 
-def _check_pair(pair: Pair, where: str) -> None:
-    if pair.forward.kind is not Kind.F or pair.backward.kind not in (Kind.B, Kind.I):
-        raise ValueError(f"{where}: {pair} must join a forward and a backward")
-    if pair.forward[1:] == pair.backward[1:]:
-        raise ValueError(f"{where}: {pair} joins two actions of one microbatch, the second needs the first")
+    def _pair(self, pair: Pair, position: int) -> None:
+        forward, backward = pair
+        if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.I):
+            raise ValueError(f"{self._where(position)}: {pair} must join a forward and a backward")
+        if (forward.microbatch, forward.pipe) == (backward.microbatch, backward.pipe):
+            raise ValueError(
+                f"{self._where(position)}: {pair} joins two actions of one microbatch, the second needs the first"
+            )
 
+    def _action(self, action: Action, position: int) -> None:
+        kind, stage, microbatch, pipe = action
+        seen = self.seen.get((pipe, stage))
+        if seen is None:
+            self._refuse_place(action, position)
+            return
+        allowed = self.allowed[pipe]
+        if microbatch not in allowed:
+            raise ValueError(
+                f"{self._where(position)}: {action} names microbatch {microbatch}, "
+                f"allowed are {allowed.start} to {allowed.stop - 1}"
+            )
+        bits = seen[microbatch]
+        if bits & _BIT[kind]:
+            raise ValueError(f"{self._where(position)}: {action} stands a second time")
+        if kind is not Kind.F:
+            if kind is not Kind.W and bits & 6:
+                raise ValueError(f"{self._where(position)}: {action} repeats the backward of its microbatch")
+            needed = Kind.I if kind is Kind.W else Kind.F
+            if not bits & _BIT[needed]:
+                self._refuse_order(action, action._replace(kind=needed), position)
+        if kind is not Kind.W:
+            self._check_neighbour(action, position)
+        seen[microbatch] = bits | _BIT[kind]
 
-def _check_action(action: Action, done: set[Action], microbatches: int, where: str) -> None:
-    if not 0 <= action.microbatch < microbatches:
-        raise ValueError(f"{where}: {action} names microbatch {action.microbatch}, allowed are 0 to {microbatches - 1}")
-    if action in done:
-        raise ValueError(f"{where}: {action} stands a second time")
-    if action.kind in (Kind.B, Kind.I) and {action._replace(kind=Kind.B), action._replace(kind=Kind.I)} & done:
-        raise ValueError(f"{where}: {action} repeats the backward of its microbatch")
-    for kind in _NEEDS[action.kind]:
-        if action._replace(kind=kind) not in done:
-            raise ValueError(f"{where}: {action} stands before {action._replace(kind=kind)}, which it needs")
+    def _check_neighbour(self, action: Action, position: int) -> None:
+        """The same microbatch's neighbouring stage, where this rank holds it too."""
+        forward = action.kind is Kind.F
+        neighbour = self.seen.get((action.pipe, action.stage + (-1 if forward else 1)))
+        if neighbour is not None and not neighbour[action.microbatch] & (1 if forward else 6):
+            self._refuse_order(action, action._replace(stage=action.stage + (-1 if forward else 1)), position)
 
+    def _refuse_order(self, action: Action, needed: Action, position: int) -> None:
+        raise ValueError(f"{self._where(position)}: {action} stands before {needed}, which it needs")
 
-def _check_complete(program: Program, rank: int, done: set[Action], backward: bool) -> None:
-    if not done:
-        raise ValueError(f"program {program.name!r}, rank {rank} has no action; allowed: every microbatch's forward")
-    places = {(action.pipe, action.stage) for action in done}
-    for pipe, stage in sorted(places):
-        for microbatch in range(program.microbatches):
-            forward = Action(Kind.F, stage, microbatch, pipe)
-            kinds = {kind for kind in Kind if forward._replace(kind=kind) in done}
-            complete = ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) if backward else ({Kind.F},)
-            if kinds not in complete:
-                missing = "its weight gradient" if Kind.I in kinds else "a backward" if Kind.F in kinds else "a forward"
-                raise ValueError(f"program {program.name!r}, rank {rank}: {forward} lacks {missing}")
+    def _refuse_place(self, action: Action, position: int) -> None:
+        pipes = self.program.placement.pipes
+        if not 0 <= action.pipe < len(pipes) or not 0 <= action.stage < self.stages:
+            raise ValueError(
+                f"{self._where(position)}: {action} names stage {action.stage} of pipe {action.pipe}, "
+                f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"
+            )
+        held = self.program.placement.rank(action.pipe, action.stage)
+        raise ValueError(f"{self._where(position)}: {action} stands on rank {self.rank}, its stage lies on rank {held}")
+
+    def _count(self, kinds: tuple[Kind, ...], position: int) -> None:
+        for kind in kinds:  # of a pair the forward first: both members are alive
+            self.alive += kind is Kind.F
+            self.pending += kind is Kind.I
+            self._check_declared(position)
+            self.alive -= kind in (Kind.B, Kind.W)
+            self.pending -= kind is Kind.W
+
+    def _check_declared(self, position: int) -> None:
+        step, limit = self.program.ranks[self.rank][position], self.program.peak_activations[self.rank]
+        if self.alive > limit:
+            raise ValueError(
+                f"{self._where(position)}: {step} makes {self.alive} microbatches alive, declared are {limit}"
+            )
+        if self.program.peak_weights and self.pending > self.program.peak_weights[self.rank]:
+            raise ValueError(
+                f"{self._where(position)}: {step} lets {self.pending} weight gradients wait, "
+                f"declared are {self.program.peak_weights[self.rank]}"
+            )
+
+    def _complete(self) -> None:
+        whole = _TRAINED if self.trains else (1,)
+        for (pipe, stage), seen in self.seen.items():
+            for microbatch in self.allowed[pipe]:
+                bits = seen[microbatch]
+                if bits not in whole:
+                    lacks = "its weight gradient" if bits & 4 else "a backward" if bits & 1 else "a forward"
+                    raise ValueError(f"{self._where()}: {Action(Kind.F, stage, microbatch, pipe)} lacks {lacks}")

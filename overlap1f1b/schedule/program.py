@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
+from overlap1f1b.schedule.placement import SINGLE, Placement
 
 
 @dataclass(frozen=True)
@@ -19,22 +22,32 @@ class Program:
 
     Args:
         name: The generator's name, for reports.
-        microbatches: Microbatches of a step, M.
+        microbatches: Microbatches of a step over all pipes, M, numbered through: see :meth:`microbatches_of`.
         ranks: ``ranks[r]`` is the tuple of :class:`Action` and :class:`Pair` of rank ``r``.
-        peak_activations: Declared limit of microbatches whose activations are alive at once, per rank.
+        peak_activations: Declared limit of (stage, microbatch) whose activations are alive at once, per rank: from the
+            forward to the end of its B, or of its W where the backward is split. Of a pair both members count.
+        placement: Which rank holds which stage.
+        peak_weights: Declared limit of weight gradients that wait at once, per rank: of (stage, microbatch) between I
+            and W. Empty where nothing is declared.
     """
 
     name: str
     microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
     peak_activations: tuple[int, ...]
+    placement: Placement = SINGLE
+    peak_weights: tuple[int, ...] = ()
+
+    def microbatches_of(self, pipe: int) -> range:
+        """The microbatches that pass a pipe: of two pipes the first takes the lower half."""
+        return self.placement.microbatches(pipe, self.microbatches)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of a rank in the order in which they open."""
         for step in self.ranks[rank]:
             yield from actions_of(step)
 
-    @property
+    @cached_property
     def forward_only(self) -> bool:
         """Whether no rank runs a backward."""
         return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
@@ -50,6 +63,23 @@ class Program:
             f"rank {rank}: " + " ".join("‖".join(text(a) for a in actions_of(step)) for step in steps)
             for rank, steps in enumerate(self.ranks)
         )
+
+    def to_csv(self, path: str | Path, *, header: bool = True) -> None:
+        """Writes one row a rank, one cell a step; ``header=False`` leaves out what torch's reader does not know."""
+        from overlap1f1b.schedule.table import write
+
+        write(self, path, header=header)
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> Program:
+        """The program of a file of :meth:`to_csv`, or of a table of torch's pipeline schedules.
+
+        Raises:
+            ValueError: A malformed file, naming line, column and text.
+        """
+        from overlap1f1b.schedule.table import read
+
+        return read(path)
 
     def check(self) -> None:
         """Raises ``ValueError`` naming rank, position and action where a rule of the schedule is broken."""

@@ -1,5 +1,19 @@
-"""Floor ``simulation``: what a plan would cost. Pure Python, no torch."""
+"""Floor ``simulation``: what a program or a plan would cost. Pure Python, no torch."""
 
-from overlap1f1b.simulation.timeline import Timeline, intersection, length, simulate, union
+from overlap1f1b.simulation.actions import ProgramTimeline, StepSpan, TransferSpan, play_actions
+from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.simulate import simulate
+from overlap1f1b.simulation.timeline import Timeline, intersection, length, union
 
-__all__ = ["Timeline", "intersection", "length", "simulate", "union"]
+__all__ = [
+    "Costs",
+    "ProgramTimeline",
+    "StepSpan",
+    "Timeline",
+    "TransferSpan",
+    "intersection",
+    "length",
+    "play_actions",
+    "simulate",
+    "union",
+]

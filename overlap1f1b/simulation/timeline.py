@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from overlap1f1b.plan import Lane, Op, Plan, Span, play
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.schedule import Kind
+from overlap1f1b.simulation.trace import Event, write_trace
 
 Interval = tuple[float, float]
 
@@ -112,6 +114,17 @@ class Timeline:
                 line[first:last] = text[: last - first].ljust(last - first, "-")
             lines.append(f"{lane.value:8} {''.join(line)[: width + 1].rstrip()}")
         return "\n".join(lines)
+
+    def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
+        """Writes a trace for Perfetto or chrome://tracing: a track for each lane.
+
+        Args:
+            path: The JSON file.
+            rank: The rank that the process is named after.
+            unit_us: Microseconds that one unit of time is shown as; 1000 if times are milliseconds.
+        """
+        events = [Event(f"rank {rank}", s.node.lane.value, str(s.node), s.start, s.end) for s in self.spans]
+        write_trace(events, path, unit_us=unit_us)
 
 
 def simulate(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline:

@@ -34,7 +34,7 @@ def split(program: Program) -> Program:
             steps += [step._replace(kind=Kind.I), step._replace(kind=Kind.W)]
         else:
             steps.append(step)
-    return replace(program, ranks=(tuple(steps),))
+    return replace(program, ranks=(tuple(steps),), peak_weights=())
 
 
 @st.composite
@@ -119,9 +119,11 @@ def broken_rules(program: Program) -> Iterator[str]:  # noqa: PLR0912  one place
             yield f"dependent members of {pair}"
     if not at:
         yield "nothing to do"
+    if any(action.stage or action.pipe for action in at):
+        yield "a place of no rank"
     trains = any(action.kind is not Kind.F for action in at)
     spans: list[tuple[int, int]] = []
-    for stage, pipe in {(action.stage, action.pipe) for action in at}:
+    for stage, pipe in {(0, 0)} | {(action.stage, action.pipe) for action in at}:
         for microbatch in {*range(program.microbatches), *(action.microbatch for action in at)}:
             found = {
                 kind: at.get(Action(kind, stage, microbatch, pipe), []) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -183,7 +185,7 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: 
         (program_of(F0, Pair(F1, B0), B1, peak=1), "position 1: .* makes 2 microbatches alive, declared are 1"),
         (program_of(), "program 'mine', rank 0 has no action"),
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
-        (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "rank 1, position 1: 0F0 stands a second time"),
+        (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),
     ],
 )
 def test_messages_name_rank_position_and_action(program: Program, message: str) -> None:

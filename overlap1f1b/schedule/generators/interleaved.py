@@ -1,0 +1,88 @@
+"""One forward, one backward: plain and over several chunks a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overlap1f1b.schedule.action import Action, Kind, Step
+from overlap1f1b.schedule.generators.row import assemble
+from overlap1f1b.schedule.placement import Placement
+from overlap1f1b.schedule.program import Program
+
+
+def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> list[range]:
+    """The microbatches in groups; a rank passes a group through one of its chunks before it turns to the next chunk.
+
+    Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be: no group is smaller than P, so that
+    no chunk waits for its successor. With a size the last group holds what is left; if that is
+    fewer than P but some, ranks with three chunks or more can wait for each other.
+
+    >>> groups_of(10, 4)
+    [range(0, 5), range(5, 10)]
+    >>> groups_of(10, 4, group_size=4)
+    [range(0, 4), range(4, 8), range(8, 10)]
+    """
+    if group_size is not None:
+        return [range(m, min(m + group_size, microbatches)) for m in range(0, microbatches, group_size)]
+    rounds = max(1, microbatches // ranks)
+    cuts = [-(-microbatches * group // rounds) for group in range(rounds + 1)]
+    return [range(cuts[group], cuts[group + 1]) for group in range(rounds)]
+
+
+def chunk_orders(
+    rank: int, ranks: int, chunks: int, groups: Sequence[range], backward: Kind = Kind.B
+) -> tuple[list[Action], list[Action]]:
+    """The forwards and the backwards of a rank, each in its order: group by group, chunk by chunk, deepest last."""
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = [Action(Kind.F, stage, m) for group in groups for stage in stages for m in group]
+    backwards = [Action(backward, stage, m) for group in groups for stage in reversed(stages) for m in group]
+    return forwards, backwards
+
+
+def one_f_one_b(microbatches: int, ranks: int = 1, extra_warmup: int = 0) -> Program:
+    """One forward, one backward (PipeDream-Flush, arXiv 2006.09503; Megatron-LM without interleaving).
+
+    ::
+
+        rank 0: F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4 B5
+        rank 1:    F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4 B5
+        rank 2:       F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
+        rank 3:          F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    Rank r begins with P−r−1 forwards. Bubble (P−1)(F+B); peak min(P−r, M). Every extra warm-up costs one activation.
+    """
+    return _interleave("1f1b", microbatches, ranks, 1, groups_of(microbatches, ranks), extra_warmup)
+
+
+def interleaved_1f1b(
+    microbatches: int, ranks: int = 1, chunks: int = 1, extra_warmup: int = 0, group_size: int | None = None
+) -> Program:
+    """1F1B over several chunks of the model a rank (arXiv 2104.04473; Megatron-LM with interleaving).
+
+    ::
+
+        rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+        rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    Rank r begins with 2(P−r−1) + (v−1)G forwards, G the size of the first group. Bubble (P−1)(F+B)/v for P ≤ G; peak
+    [2(P−r−1) + (v−1)G + 1]/v of a rank's activations. M = P and M < P need no case of their own: there is one group of
+    M, and never more forwards than there are (Megatron-LM runs all forwards first if M = P: as fast, more memory).
+    With one chunk the warm-up is 2(P−r−1), about twice that of 1F1B.
+    """
+    groups = groups_of(microbatches, ranks, group_size)
+    return _interleave("interleaved_1f1b", microbatches, ranks, chunks, groups, extra_warmup, hop=2)
+
+
+def _interleave(
+    name: str, microbatches: int, ranks: int, chunks: int, groups: Sequence[range], extra: int, hop: int = 1
+) -> Program:
+    rows: list[list[Step]] = []
+    for rank in range(ranks):
+        forwards, backwards = chunk_orders(rank, ranks, chunks, groups)
+        warmup = min(hop * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + extra, len(forwards))
+        row: list[Step] = [*forwards[:warmup]]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            row += (forward, backward)
+        row += backwards[len(forwards) - warmup :]
+        rows.append(row)
+    return assemble(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)

@@ -1,0 +1,108 @@
+"""Which rank holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``pipes[p][s]`` is the rank of stage ``s`` of pipe ``p``.
+
+    A *place* is a (pipe, stage). A pipe is one order in which microbatches pass the stages of the model; every pipe has
+    all stages, so places of one stage hold the same parameters: they are one *parameter group*, and where they lie on
+    several ranks, their gradients are summed.
+
+    >>> Placement.loop(ranks=2, chunks=2)
+    Placement(pipes=((0, 1, 0, 1),))
+    >>> Placement.v(2).places(0)
+    ((0, 0), (0, 3))
+    >>> Placement.bidirectional(4).replicas(1)
+    (1, 2)
+
+    Raises:
+        ValueError: No pipe or stage, pipes of different lengths, or a rank without a stage.
+    """
+
+    pipes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(pipe) for pipe in self.pipes}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"pipes of {sorted(lengths)} stages; allowed: one or more pipes of one length, 1 or more")
+        held = {rank for pipe in self.pipes for rank in pipe}
+        if min(held) < 0 or len(held) != max(held) + 1:
+            raise ValueError(f"stages on ranks {sorted(held)}; allowed: every rank from 0 to the last holds a stage")
+
+    @classmethod
+    def single(cls) -> Placement:
+        """The whole model on one rank."""
+        return cls(((0,),))
+
+    @classmethod
+    def loop(cls, ranks: int, chunks: int = 1) -> Placement:
+        """Stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages, ``ranks`` apart."""
+        return cls((tuple(range(ranks)) * chunks,))
+
+    @classmethod
+    def v(cls, ranks: int) -> Placement:
+        """Down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``; the last rank passes to itself."""
+        return cls(((*range(ranks), *reversed(range(ranks))),))
+
+    @classmethod
+    def bidirectional(cls, ranks: int) -> Placement:
+        """Two pipes with reversed maps: rank ``r`` holds stage ``r`` of pipe 0 and ``ranks − 1 − r`` of pipe 1."""
+        return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))
+
+    @cached_property
+    def ranks(self) -> int:
+        """Pipeline ranks."""
+        return max(rank for pipe in self.pipes for rank in pipe) + 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipe."""
+        return len(self.pipes[0])
+
+    @property
+    def share(self) -> float:
+        """What one stage is of a rank's share of the model: 1 / chunks. Each pipe's stages make up the whole model."""
+        return self.ranks / self.stages
+
+    def rank(self, pipe: int, stage: int) -> int:
+        """The rank that holds a place."""
+        return self.pipes[pipe][stage]
+
+    def places(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (pipe, stage) that a rank holds, pipe 0 first, stages ascending."""
+        return tuple((p, s) for p, pipe in enumerate(self.pipes) for s, held in enumerate(pipe) if held == rank)
+
+    def group(self, pipe: int, stage: int) -> int:
+        """The parameter group of a place; places that hold the same parameters share it."""
+        if not 0 <= pipe < len(self.pipes) or not 0 <= stage < self.stages:
+            raise ValueError(
+                f"no stage {stage} of pipe {pipe}; allowed: stages 0 to {self.stages - 1} "
+                f"of pipes 0 to {len(self.pipes) - 1}"
+            )
+        return stage
+
+    def replicas(self, group: int) -> tuple[int, ...]:
+        """The ranks that hold a parameter group, ascending; several where its gradients must be summed over them."""
+        return tuple(sorted({pipe[group] for pipe in self.pipes}))
+
+    def microbatches(self, pipe: int, microbatches: int) -> range:
+        """The microbatches of a step that pass a pipe.
+
+        Microbatches are numbered through the step, each is one part of the batch: of two pipes the first takes the
+        lower half, 0 to M/2 − 1, and the second the rest.
+
+        >>> Placement.bidirectional(2).microbatches(1, 8)
+        range(4, 8)
+        """
+        count = len(self.pipes)
+        return range(-(-microbatches * pipe // count), -(-microbatches * (pipe + 1) // count))
+
+
+SINGLE = Placement.single()
+"""The whole model on one rank."""

@@ -1,0 +1,132 @@
+"""Programs as CSV: one row a rank, one cell a step, as torch's pipeline schedules are written."""
+
+from __future__ import annotations
+
+import csv
+import re
+from itertools import count
+from pathlib import Path
+
+from overlap1f1b.schedule.action import Step, actions_of, parse_step
+from overlap1f1b.schedule.peaks import peaks_of
+from overlap1f1b.schedule.placement import Placement
+from overlap1f1b.schedule.program import Program
+
+_TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
+"""Cells of torch's lowered tables that say what ``lower`` finds out by itself."""
+
+_NUMBERS = ("microbatches", "peak_activations", "peak_weights")
+
+
+def write(program: Program, path: str | Path, *, header: bool = True) -> None:
+    """Writes a program.
+
+    Args:
+        program: What is written.
+        path: The file.
+        header: Whether lines that begin with ``#`` come first and say name, microbatches, placement and declared peaks.
+            Without them torch reads the file as its own, if the program has one pipe.
+    """
+    lines = []
+    if header:
+        lines.append(f"# name: {program.name}")
+        lines.append(f"# pipes: {'; '.join(' '.join(map(str, pipe)) for pipe in program.placement.pipes)}")
+        lines.append(f"# microbatches: {program.microbatches}")
+        lines.append(f"# peak_activations: {' '.join(map(str, program.peak_activations))}")
+        lines.append(f"# peak_weights: {' '.join(map(str, program.peak_weights))}".rstrip())
+    lines += [",".join(map(str, steps)) for steps in program.ranks]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read(path: str | Path) -> Program:
+    """The program of a file: one that ``write`` made, or a table of torch's.
+
+    Blank cells and torch's communication cells are passed over. Without a header the placement is read off the rows,
+    the microbatches are those that occur, and the declared peaks are those of the rows.
+
+    Raises:
+        ValueError: A malformed file, naming line, column and text.
+    """
+    path = Path(path)
+    said: dict[str, str] = {}
+    rows: list[tuple[Step, ...]] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#"):
+            key, colon, value = line[1:].partition(":")
+            if rows or not colon or key.strip() not in ("name", "pipes", *_NUMBERS):
+                raise ValueError(
+                    f"{path}, line {number}, column 1: {line!r} is no header line; allowed before the first "
+                    f"rank: # with name, pipes, {', '.join(_NUMBERS)}, a colon and a value"
+                )
+            said[key.strip()] = value.strip()
+            _check_header(key.strip(), value, f"{path}, line {number}, column 1: ")
+        elif line or number < len(lines):
+            rows.append(_row(line, f"{path}, line {number}"))
+    if not any(rows):
+        raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
+    ranks = tuple(rows)
+    microbatches = 1 + max(action.microbatch for steps in ranks for step in steps for action in actions_of(step))
+    walked = [peaks_of(steps) for steps in ranks]
+    pipes = said.get("pipes")
+    return Program(
+        said.get("name", path.stem),
+        int(said.get("microbatches", microbatches)),
+        ranks,
+        _numbers(said["peak_activations"]) if "peak_activations" in said else tuple(peak for peak, _ in walked),
+        Placement(tuple(map(_numbers, pipes.split(";")))) if pipes else _placement(ranks, path),
+        _numbers(said["peak_weights"]) if "peak_weights" in said else tuple(peak for _, peak in walked),
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def _check_header(key: str, value: str, where: str) -> None:
+    try:
+        if key == "pipes":
+            Placement(tuple(map(_numbers, value.split(";"))))
+        elif key == "microbatches":
+            int(value)
+        elif key != "name":
+            _numbers(value)
+    except ValueError as error:
+        what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
+        raise ValueError(f"{where}{value.strip()!r} as {key}: {what}") from None
+
+
+def _row(line: str, where: str) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    for column, cell in enumerate(next(csv.reader([line]), []), 1):
+        text = cell.strip()
+        if not text or _TRAFFIC.fullmatch(text):
+            continue
+        try:
+            steps.append(parse_step(text))
+        except ValueError as error:
+            raise ValueError(f"{where}, column {column}: {error}") from None
+    return tuple(steps)
+
+
+def _placement(ranks: tuple[tuple[Step, ...], ...], path: Path) -> Placement:
+    """Every stage where its actions stand."""
+    found: dict[tuple[int, int], int] = {}
+    for rank, steps in enumerate(ranks):
+        for action in (action for step in steps for action in actions_of(step)):
+            before = found.setdefault((action.pipe, action.stage), rank)
+            if before != rank:
+                raise ValueError(
+                    f"{path}: {action} stands on rank {rank}, others of stage {action.stage} on rank {before}; "
+                    "allowed: one rank a stage"
+                )
+    pipes = range(max(p for p, _ in found) + 1)
+    stages = max(s for _, s in found) + 1
+    for pipe in pipes:
+        missing = next(stage for stage in count() if (pipe, stage) not in found)
+        if missing < stages:
+            raise ValueError(f"{path}: pipe {pipe} has no action of stage {missing}; allowed: stages 0 to {stages - 1}")
+    try:
+        return Placement(tuple(tuple(found[pipe, stage] for stage in range(stages)) for pipe in pipes))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

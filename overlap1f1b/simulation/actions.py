@@ -1,0 +1,153 @@
+"""When the actions of a Program run, played over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Step, actions_of
+from overlap1f1b.schedule.flow import flow
+from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.trace import Event, write_trace
+
+
+class StepSpan(NamedTuple):
+    """An action or pair on its rank from ``start`` to ``end``."""
+
+    step: Step
+    start: float
+    end: float
+
+
+class TransferSpan(NamedTuple):
+    """An activation or gradient on its way: ``action`` is the one that made it."""
+
+    action: Action
+    source: int
+    destination: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ProgramTimeline:
+    """The spans of all ranks; times in the unit of the costs, from the start of the step.
+
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> timeline = play_actions(build_schedule("1f1b", ranks=4, microbatches=8), Costs(forward=1, backward=2))
+    >>> timeline.makespan, timeline.bubble(0), timeline.peak_activations(0)
+    (33.0, 9.0, 4.0)
+    """
+
+    program: Program
+    costs: Costs
+    ranks: tuple[tuple[StepSpan, ...], ...]
+    transfers: tuple[TransferSpan, ...]
+
+    @property
+    def makespan(self) -> float:
+        """End of the last action."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    def spans(self, rank: int) -> tuple[StepSpan, ...]:
+        """What a rank does, in order."""
+        return self.ranks[rank]
+
+    def busy(self, rank: int) -> float:
+        """Time in which a rank works."""
+        return sum(span.end - span.start for span in self.ranks[rank])
+
+    def bubble(self, rank: int) -> float:
+        """Time of the makespan in which a rank does nothing."""
+        return self.makespan - self.busy(rank)
+
+    def gaps(self, rank: int) -> float:
+        """Time between a rank's first and last action in which it does nothing."""
+        spans = self.ranks[rank]
+        return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
+
+    def peak_activations(self, rank: int) -> float:
+        """Most activations alive at once, in those of a rank's whole share and one microbatch."""
+        return self._peak(rank, lambda alive, _: alive)
+
+    def peak_weights(self, rank: int) -> float:
+        """Most weight gradients that wait at once between I and W, in the same unit."""
+        return self._peak(rank, lambda _, pending: pending)
+
+    def peak_memory(self, rank: int) -> float:
+        """Most memory of activations at once, in the unit of the costs: between I and W only a part is held."""
+        activation, freed = self.costs.activation, 1.0 - self.costs.held
+        return activation * self._peak(rank, lambda alive, pending: alive - freed * pending)
+
+    def _peak(self, rank: int, held: Callable[[int, int], float]) -> float:
+        alive = pending = 0
+        peak = 0.0
+        trains = not self.program.forward_only
+        for step in self.program.ranks[rank]:
+            for action in reversed(actions_of(step)):  # of a pair the forward counts before the backward is done
+                alive += action.kind is Kind.F
+                peak = max(peak, held(alive, pending))
+                pending += (action.kind is Kind.I) - (action.kind is Kind.W)
+                peak = max(peak, held(alive, pending))
+                alive -= action.kind in (Kind.B, Kind.W) or not trains
+        placement = self.program.placement
+        return peak * placement.ranks / placement.stages
+
+    def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
+        """Writes a trace for Perfetto or chrome://tracing: a process a rank, a track for compute and for each lane.
+
+        Args:
+            path: The JSON file.
+            unit_us: Microseconds that one unit of the costs is shown as.
+        """
+        events = [
+            Event(f"rank {rank}", "compute", str(span.step), span.start, span.end)
+            for rank, spans in enumerate(self.ranks)
+            for span in spans
+        ]
+        events += [
+            Event(f"rank {t.source}", f"to rank {t.destination}", f"send of {t.action}", t.start, t.end)
+            for t in self.transfers
+        ]
+        write_trace(events, path, unit_us=unit_us)
+
+
+def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
+    """The timeline of a checked program.
+
+    Both members of a pair start when both can and end together. What an action or a pair makes leaves when it ends, and
+    is there ``costs.send`` later; transfers from one rank to another follow each other. Time is linear in the actions.
+    """
+    placement, count = program.placement, program.microbatches
+    stages, share = placement.stages, placement.share
+    cost = {kind: costs.of(Action(kind, 0, 0), share) for kind in Kind}
+    fused = {kind: costs.pair * (cost[Kind.F] + cost[kind]) for kind in Kind}
+    there: dict[tuple[bool, int], float] = {}  # when what a place needs of its neighbour is on its rank
+    free = [0.0] * len(program.ranks)
+    lanes: dict[tuple[int, int], float] = {}
+    ranks: list[list[StepSpan]] = [[] for _ in program.ranks]
+    transfers: list[TransferSpan] = []
+    for rank, _, step in flow(program):
+        actions = actions_of(step)
+        start = free[rank]
+        for kind, stage, microbatch, pipe in actions:
+            if kind is not Kind.W:
+                key = (pipe * stages + stage) * count + microbatch
+                start = max(start, there.pop((kind is Kind.F, key), 0.0))
+        end = start + (fused[step.backward.kind] if isinstance(step, Pair) else cost[step.kind])
+        free[rank] = end
+        ranks[rank].append(StepSpan(step, start, end))
+        for action in actions:
+            kind, stage, microbatch, pipe = action
+            onward = stage + 1 if kind is Kind.F else stage - 1
+            if kind is Kind.W or not 0 <= onward < stages:
+                continue
+            arrival, to = end, placement.pipes[pipe][onward]
+            if to != rank and costs.send:
+                leaves = max(end, lanes.get((rank, to), 0.0))
+                arrival = lanes[rank, to] = leaves + costs.send
+                transfers.append(TransferSpan(action, rank, to, leaves, arrival))
+            there[kind is Kind.F, (pipe * stages + onward) * count + microbatch] = arrival
+    return ProgramTimeline(program, costs, tuple(map(tuple, ranks)), tuple(transfers))

@@ -1,0 +1,89 @@
+"""The pictures in docstrings are the rows that the generators make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from overlap1f1b.schedule import (
+    Program,
+    afab,
+    build_schedule,
+    combined_1f1b,
+    dualpipe,
+    dualpipev,
+    interleaved_1f1b,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+
+ROW = re.compile(r"^ *rank \d+: (.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("generator", "program", "stages"),
+    [
+        (afab, afab(4, 2), False),
+        (one_f_one_b, one_f_one_b(6, 4), False),
+        (interleaved_1f1b, interleaved_1f1b(4, 2, 2), True),
+        (combined_1f1b, combined_1f1b(6, 0, 3), False),
+        (zb_h1, zb_h1(5, 3), False),
+        (zb_h2, zb_h2(7, 3), False),
+        (zb_v, zb_v(4, 2), True),
+        (dualpipe, dualpipe(4, 2), True),
+        (dualpipev, dualpipev(4, 2), True),
+    ],
+)
+def test_pictures(generator: Callable[..., Program], program: Program, stages: bool) -> None:
+    drawn = ROW.findall(generator.__doc__ or "")
+    rows = ROW.findall(program.draw())
+    if not stages:
+        rows = [re.sub(r"\d+'*(?=[FBIW])", "", row) for row in rows]
+    assert [" ".join(row.split()) for row in drawn] == rows
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "combined_1f1b"])
+@pytest.mark.parametrize("extra", [1, 2, 5])
+def test_extra_warmup_moves_the_first_backward(name: str, extra: int) -> None:
+    plain = build_schedule(name, ranks=3, microbatches=12, extra_warmup=0)
+    more = build_schedule(name, ranks=3, microbatches=12, extra_warmup=extra)
+    assert more.name == f"{name}+{extra}"
+    assert [peak - extra for peak in more.peak_activations] == list(plain.peak_activations)
+
+
+@pytest.mark.parametrize(
+    "name", ["sequential", "afab", "1f1b", "interleaved_1f1b", "combined_1f1b", "dualpipe", "zb_v"]
+)
+def test_forward_only_forms(name: str) -> None:
+    whole = build_schedule(name, ranks=4, microbatches=8)
+    program = build_schedule(name, ranks=4, microbatches=8, forward_only=True)
+    program.check()
+    assert program.forward_only
+    assert program.placement == whole.placement
+    for rank in range(4):
+        forwards = [action for action in whole.actions(rank) if action.kind.value == "F"]
+        assert list(program.actions(rank)) == forwards
+
+
+def test_every_size_that_is_allowed_passes_its_checks() -> None:
+    for name in ("sequential", "afab", "1f1b", "interleaved_1f1b", "combined_1f1b", "zb_h1", "zb_h2", "zb_v"):
+        for ranks in (1, 2, 3, 5, 8):
+            for microbatches in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+                for chunks in (1, 2, 3) if name not in ("1f1b", "zb_h2", "zb_v") else (1,):
+                    build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks).check()
+
+
+def test_every_group_size_that_is_allowed_passes_its_checks() -> None:
+    for name in ("interleaved_1f1b", "combined_1f1b", "zb_h1"):
+        for ranks in (2, 3, 4):
+            for microbatches in (2, 3, 5, 7, 8, 13):
+                for size in range(1, microbatches + 1):
+                    if size >= min(ranks, microbatches) and (microbatches % size) in (0, *range(ranks, size)):
+                        build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=3, group_size=size).check()
+                    else:
+                        with pytest.raises(ValueError, match=f"group_size={size} over {ranks} ranks"):
+                            build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=3, group_size=size)

@@ -1,0 +1,89 @@
+"""Programs written to CSV and read again, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_round_trip(name: str, forward_only: bool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    program = build_schedule(name, ranks=4, microbatches=8, forward_only=forward_only)
+    program.to_csv(path)
+    assert Program.from_csv(path) == program
+    program.to_csv(path, header=False)
+    assert Program.from_csv(str(path)) == replace(program, name="mine")
+
+
+def test_header_keeps_what_is_declared(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    program = replace(build_schedule("zb_h1", ranks=2, microbatches=3), peak_activations=(7, 8), peak_weights=())
+    program.to_csv(path)
+    assert path.read_text(encoding="utf-8").splitlines()[:5] == [
+        "# name: zb_h1",
+        "# pipes: 0 1",
+        "# microbatches: 3",
+        "# peak_activations: 7 8",
+        "# peak_weights:",
+    ]
+    assert Program.from_csv(path) == program
+
+
+def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "torch.csv"
+    path.write_text("0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD\n,1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n")
+    program = Program.from_csv(path)
+    assert program.draw() == "rank 0: 0F0 0B0\nrank 1: 1F0 1B0"
+    assert (program.name, program.microbatches, program.peak_activations) == ("torch", 1, (1, 1))
+    program.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is no action; allowed: stage, F, B, I or W, microbatch"),
+        ("0F0,,(0F1;0B0)OVERLAP\n", r"line 1, column 3: '\(0F1;0B0\)OVERLAP' is no pair; allowed: two actions"),
+        (
+            "# ranks: 2\n0F0\n",
+            "line 1, column 1: '# ranks: 2' is no header line; allowed before the first rank: # with",
+        ),
+        ("0F0\n# name: mine\n", "line 2, column 1: '# name: mine' is no header line"),
+        ("# microbatches: two\n0F0\n", "line 1, column 1: 'two' as microbatches: allowed: whole numbers"),
+        ("# name: mine\n# peak_weights: 1 a\n0F0\n", "line 2, column 1: '1 a' as peak_weights: allowed: whole"),
+        ("# pipes: 0 2\n0F0\n", r"line 1, column 1: '0 2' as pipes: stages on ranks \[0, 2\]; allowed: every rank"),
+        ("", "line 1, column 1: no action; allowed: a row of actions for each rank"),
+        (",,\n", "line 2, column 1: no action; allowed"),
+        ("0F0,0B0\n0F1,0B1\n", "0F1 stands on rank 1, others of stage 0 on rank 0; allowed: one rank a stage"),
+        ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
+        ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
+        ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
+        ("0F0\n\n1F0\n", r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last holds a stage"),
+    ],
+)
+def test_malformed_files(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        Program.from_csv(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_program_for_other_ranks_is_refused_by_its_check(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("# pipes: 0 1 2\n# peak_activations: 1 1\n0F0,0B0\n1F0,1B0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has 2 ranks and a placement over 3; allowed: the same number"):
+        Program.from_csv(path).check()
+
+
+def test_a_far_microbatch_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0,0F99999999999999\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="rank 0 has 3 steps for 100000000000000 microbatches; allowed: at least"):
+        Program.from_csv(path).check()

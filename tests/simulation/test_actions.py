@@ -1,0 +1,111 @@
+"""Timelines of programs against a relaxation that knows no order of events, and known spans."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import overlap1f1b as o1
+from overlap1f1b.schedule import Action, Kind, Pair, Program, build_schedule, parse_step
+from overlap1f1b.simulation import Costs, StepSpan, TransferSpan, simulate
+from tests.schedule.brute import F, W
+from tests.schedule.test_mutations import a_program
+
+
+def relaxed(program: Program, costs: Costs) -> dict[Action, float]:  # noqa: PLR0912  one place for the whole model
+    """End of every action: raised again and again until nothing changes."""
+    pipes = program.placement.pipes
+    share = program.placement.ranks / len(pipes[0])
+    length = {F: costs.forward, Kind.B: costs.backward, W: costs.weight, Kind.I: costs.backward - costs.weight}
+    ends: dict[Action, float] = {}
+    leaves: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(program.ranks):
+        for step in row:
+            for action in (step.backward, step.forward) if isinstance(step, Pair) else (step,):
+                onward = action.stage + (1 if action.kind is F else -1)
+                if action.kind is not W and 0 <= onward < len(pipes[0]) and pipes[action.pipe][onward] != rank:
+                    leaves.setdefault((rank, pipes[action.pipe][onward]), []).append(action)
+    arrival: dict[Action, float] = {}
+    changed = True
+    while changed:
+        changed = False
+        for actions in leaves.values():
+            before = 0.0
+            for action in actions:
+                before = max(before, ends.get(action, 0.0)) + costs.send
+                arrival[action] = before
+        for rank, row in enumerate(program.ranks):
+            free = 0.0
+            for step in row:
+                members = tuple(step) if isinstance(step, Pair) else (step,)
+                for kind, stage, microbatch, pipe in members:
+                    source = stage - 1 if kind is F else stage + 1
+                    if kind is W or not 0 <= source < len(pipes[0]):
+                        continue
+                    for made in (F,) if kind is F else (Kind.B, Kind.I):
+                        action = Action(made, source, microbatch, pipe)
+                        there = ends.get(action, 0.0) if pipes[pipe][source] == rank else arrival.get(action, 0.0)
+                        free = max(free, there)
+                scale = costs.pair if len(members) == 2 else 1.0
+                free += scale * share * sum(length[action.kind] for action in members)
+                for action in members:
+                    if ends.get(action) != free:
+                        ends[action] = free
+                        changed = True
+    return ends
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_ends_agree_with_a_relaxation(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(30):
+        program = a_program(rng)
+        backward = rng.randint(2, 12) / 4
+        costs = Costs(
+            rng.randint(1, 8) / 4, backward, backward / 2, rng.choice([0.5, 1.0]), send=rng.choice([0, 0.25, 1, 4])
+        )
+        timeline = simulate(program, costs)
+        want = relaxed(program, costs)
+        for rank, row in enumerate(program.ranks):
+            spans = timeline.spans(rank)
+            assert [span.step for span in spans] == list(row)
+            for span in spans:
+                for action in span.step if isinstance(span.step, Pair) else (span.step,):
+                    assert span.end == pytest.approx(want[action])
+        assert timeline.makespan == pytest.approx(max(want.values()))
+
+
+def test_spans_and_transfers() -> None:
+    timeline = o1.simulate(o1.build_schedule("1f1b", ranks=2, microbatches=2), o1.Costs(send=0.5))
+    assert isinstance(timeline, o1.ProgramTimeline)
+    steps = ["1F0", "1B0", "1F1", "1B1"]
+    times = [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)]
+    assert timeline.spans(1) == tuple(StepSpan(parse_step(s), *t) for s, t in zip(steps, times, strict=True))
+    assert timeline.transfers[0] == TransferSpan(Action(F, 0, 0), 0, 1, 1.0, 1.5)
+    assert (timeline.makespan, timeline.busy(1), timeline.bubble(1), timeline.gaps(1)) == (10.0, 6.0, 4.0, 0.0)
+    assert timeline.gaps(0) == timeline.bubble(0) == 4.0
+
+
+def test_transfers_of_a_lane_follow_each_other() -> None:
+    timeline = simulate(build_schedule("afab", ranks=2, microbatches=3, forward_only=True), Costs(send=3))
+    assert [(t.start, t.end) for t in timeline.transfers] == [(1.0, 4.0), (4.0, 7.0), (7.0, 10.0)]
+    assert timeline.makespan == 11.0
+    assert [timeline.peak_activations(rank) for rank in (0, 1)] == [1.0, 1.0]
+
+
+def test_memory() -> None:
+    timeline = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs(activation=6, held=0.5))
+    assert [timeline.peak_activations(rank) for rank in range(4)] == [4.0] * 4
+    assert [timeline.peak_weights(rank) for rank in range(4)] == [1, 2, 3, 4]
+    assert [timeline.peak_memory(rank) for rank in range(4)] == [24.0, 21.0, 18.0, 15.0]
+    plain = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs(activation=6))
+    assert [plain.peak_memory(rank) for rank in range(4)] == [24.0] * 4
+
+
+def test_what_cannot_be_simulated() -> None:
+    program = build_schedule("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(ValueError, match=r"simulate\(Program, NodeCosts\); allowed: a Program with Costs, a Plan with"):
+        simulate(program, o1.NodeCosts())  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="has 1 ranks and a placement over 2"):
+        simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())
