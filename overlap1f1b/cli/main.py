@@ -14,6 +14,7 @@ import tyro
 
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
+from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.wire import Wire, parse_rate
 
 if TYPE_CHECKING:
@@ -26,13 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainOptions, "bench": BenchOptions},
+        {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions},
         args=argv or ["--help"],
         prog="overlap1f1b",
         description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
         sort_subcommands=False,
     )
     try:
+        if isinstance(options, PlanOptions):
+            from overlap1f1b.cli.plan.command import plan
+
+            plan(options)
+            return 0
         check_run(options)
         if STORE in os.environ or under_torchrun():
             _end_rank(options)

@@ -2,18 +2,36 @@
 
 from overlap1f1b.simulation.actions import ProgramTimeline, StepSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.outcome import Outcome, Played, copies_of
+from overlap1f1b.simulation.search import (
+    ActionModel,
+    Candidate,
+    Model,
+    Ranking,
+    candidates,
+    search,
+)
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.timeline import Timeline, intersection, length, union
 
 __all__ = [
+    "ActionModel",
+    "Candidate",
     "Costs",
+    "Model",
+    "Outcome",
+    "Played",
     "ProgramTimeline",
+    "Ranking",
     "StepSpan",
     "Timeline",
     "TransferSpan",
+    "candidates",
+    "copies_of",
     "intersection",
     "length",
     "play_actions",
+    "search",
     "simulate",
     "union",
 ]

@@ -1,0 +1,1 @@
+"""``overlap1f1b plan``: schedules drawn, simulated, compared and searched, without torch."""

@@ -1,0 +1,157 @@
+"""``overlap1f1b plan``: draws, compares, searches, writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.plan.content import content_of, found, row_of
+from overlap1f1b.cli.plan.grid import Grid
+from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
+from overlap1f1b.cli.plan.picture import paint
+from overlap1f1b.cli.plan.request import model_of, parse, read, requested, searched
+from overlap1f1b.cli.plan.rows import rows_of
+from overlap1f1b.cli.plan.tables import per_rank, per_schedule
+from overlap1f1b.schedule import Program
+from overlap1f1b.simulation import ActionModel, Candidate, ProgramTimeline, Ranking, search
+
+DEFAULT_RANKS = 4
+DEFAULT_MICROBATCHES = 8
+
+STYLES = {
+    "F": "white on blue",
+    "B": "black on green",
+    "I": "black on bright_green",
+    "W": "black on yellow",
+    "pair": "white on magenta",
+    "exchange": "black on bright_red",
+    "peer": "black on bright_black",
+    "axis": "dim",
+}
+"""Colours of the terminal."""
+
+
+def plan(options: PlanOptions) -> None:
+    """Carries out the verb.
+
+    Raises:
+        ValueError: Options that contradict each other, an impossible schedule, a file that cannot be read or written.
+    """
+    check_plan(options)
+    screen = console(options.output.json)
+    ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
+    microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
+    model = model_of(options)
+    extra: dict[str, Any] = {}
+    candidate: Candidate | None = None
+    if options.from_csv is not None:
+        program = read(options)
+    else:
+        candidate = requested(options)
+        if options.search:
+            ranking = _search(options, ranks, microbatches, model, screen)
+            candidate, extra["search"] = ranking.found[0][0], found(ranking)
+            _show_search(extra["search"], options.top, screen)
+        program = candidate.build(ranks, microbatches)
+    timeline = model.play(program)
+    rows = [row_of(program, timeline, candidate)]
+    for other in map(parse, options.compare):
+        further = other.build(len(program.ranks), program.microbatches)
+        rows.append(row_of(further, model.play(further, other.overlap), other))
+    content = content_of(program, timeline) | extra
+    _show(content, timeline, options.output, screen)
+    if options.compare:
+        content["compare"] = rows
+        screen.print()
+        screen.print(per_schedule(rows))
+    _write(program, timeline, options.output, _title(content))
+    write_json(options.output.json, content)
+
+
+def _search(options: PlanOptions, ranks: int, microbatches: int, model: ActionModel, screen: Console) -> Ranking:
+    tried = searched(options, model)
+    columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=len(tried))
+        ranking = search(
+            tried,
+            ranks=ranks,
+            microbatches=microbatches,
+            model=model,
+            memory=options.memory,
+            progress=lambda done: bar.update(task, completed=done),
+        )
+    if not ranking.found and ranking.over:
+        least, peak = ranking.over[0]
+        raise ValueError(
+            f"--memory {options.memory:g}: none of {len(tried)} schedules fits; allowed: {peak:g} or more ({least})"
+        )
+    if not ranking.found:
+        raise ValueError(f"none of {len(tried)} schedules is possible: {ranking.refused[0][1]}")
+    return ranking
+
+
+def _show_search(result: dict[str, Any], top: int, screen: Console) -> None:
+    rows = result["rows"]
+    screen.print(per_schedule(rows[:top]))
+    if len(rows) > top:
+        screen.print(f"… {len(rows) - top} slower ones; --top {len(rows)} shows them")
+    if result["over_memory"]:
+        over = result["over_memory"]
+        screen.print(f"left out, over the memory limit: {len(over)}, the least with {over[0]['peak_activations']:g}")
+    if result["refused"]:
+        refused = result["refused"]
+        reasons = list(dict.fromkeys(row["reason"] for row in refused))
+        screen.print(f"impossible: {len(refused)}, such as {reasons[0]}", markup=False, highlight=False)
+    screen.print()
+
+
+def _show(content: dict[str, Any], timeline: ProgramTimeline, output: OutputOptions, screen: Console) -> None:
+    width = screen.width if output.width is None else output.width
+    grid = Grid.of(rows_of(timeline), width=width)
+    screen.print(Text(_title(content), style="bold"), soft_wrap=True)
+    for line in grid.lines:
+        text = Text()
+        for piece in line:
+            text.append(piece.text, style=STYLES.get(piece.style, ""))
+        text.rstrip()
+        screen.print(text, soft_wrap=True)
+    if grid.until is not None:
+        screen.print(
+            f"cut at {grid.until:.6g} of {timeline.makespan:.6g}: --width N draws more, --svg FILE all of it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    screen.print()
+    screen.print(per_rank(content["per_rank"]))
+
+
+def _title(content: dict[str, Any]) -> str:
+    chunks = "" if content["chunks"] == 1 else f", {content['chunks']} chunks"
+    return (
+        f"{content['schedule']}: {content['ranks']} ranks{chunks}, {content['microbatches']} microbatches, "
+        f"makespan {content['makespan']:.6g}, bubble {content['bubble_share']:.1%}"
+    )
+
+
+def _write(program: Program, timeline: ProgramTimeline, output: OutputOptions, title: str) -> None:
+    writers: Sequence[tuple[str, Path | None, Callable[[Path], None]]] = (
+        ("csv", output.csv, program.to_csv),
+        ("trace", output.trace, timeline.to_chrome_trace),
+    )
+    for option, path, write in writers:
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
+    for option, path in (("png", output.png), ("svg", output.svg)):
+        if path is not None:
+            paint(rows_of(timeline), path, title=title, option=option)

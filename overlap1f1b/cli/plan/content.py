@@ -1,0 +1,72 @@
+"""The results of a plan as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from overlap1f1b.schedule import Pair, Program
+from overlap1f1b.simulation import Candidate, Outcome, ProgramTimeline, Ranking
+
+
+def content_of(program: Program, timeline: ProgramTimeline) -> dict[str, Any]:
+    """The keys of one program; times have the unit of the costs."""
+    return {
+        "schedule": program.name,
+        "ranks": len(program.ranks),
+        "chunks": chunks_of(program),
+        "microbatches": program.microbatches,
+        **figures(Outcome.of(program, timeline)),
+        "per_rank": [_rank(program, timeline, rank) for rank in range(len(program.ranks))],
+        "actions": [[str(step) for step in steps] for steps in program.ranks],
+    }
+
+
+def row_of(program: Program, timeline: ProgramTimeline, candidate: Candidate | None = None) -> dict[str, Any]:
+    """One row of a comparison."""
+    row = {"schedule": program.name, "chunks": chunks_of(program)}
+    if candidate is not None:
+        row = {"schedule": candidate.schedule, "chunks": chunks_of(program), "extra_warmup": candidate.extra_warmup}
+        row["group_size"] = candidate.group_size
+    pairs = sum(pairs_of(program, rank) for rank in range(len(program.ranks)))
+    return {**row, **figures(Outcome.of(program, timeline)), "pairs": pairs}
+
+
+def found(ranking: Ranking) -> dict[str, Any]:
+    """What a search has found."""
+    return {
+        "rows": [{**asdict(candidate), **figures(outcome)} for candidate, outcome in ranking.found],
+        "over_memory": [{**asdict(candidate), "peak_activations": peak} for candidate, peak in ranking.over],
+        "refused": [{**asdict(candidate), "reason": reason} for candidate, reason in ranking.refused],
+    }
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """The figures of an outcome under their keys."""
+    return {
+        "makespan": outcome.makespan,
+        "bubble_share": outcome.bubble_share,
+        "peak_activations": outcome.peak_activations,
+        "parameter_copies": outcome.copies,
+    }
+
+
+def chunks_of(program: Program) -> int:
+    """Stages of a rank on each pipe."""
+    return program.placement.stages // len(program.ranks)
+
+
+def pairs_of(program: Program, rank: int) -> int:
+    """Fused pairs of a rank."""
+    return sum(isinstance(step, Pair) for step in program.ranks[rank])
+
+
+def _rank(program: Program, timeline: ProgramTimeline, rank: int) -> dict[str, Any]:
+    busy, bubble = timeline.busy(rank), timeline.bubble(rank)
+    return {
+        "busy": busy,
+        "bubble": bubble,
+        "bubble_share": bubble / (busy + bubble) if busy + bubble else 0.0,
+        "peak_activations": timeline.peak_activations(rank),
+        "pairs": pairs_of(program, rank),
+    }

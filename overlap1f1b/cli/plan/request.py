@@ -1,0 +1,88 @@
+"""Which program is asked for, by name and options, and what playing it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlap1f1b.cli.plan.options import PlanOptions
+from overlap1f1b.plan import parse_overlap
+from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, Program
+from overlap1f1b.simulation import ActionModel, Candidate, Costs
+from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, candidates
+
+_NUMBERS = ("chunks", "extra_warmup", "group_size", "overlap")
+
+
+def requested(options: PlanOptions) -> Candidate:
+    """The candidate that the options describe."""
+    return Candidate(
+        options.schedule or DEFAULT_PROGRAM,
+        chunks=1 if options.chunks is None else options.chunks,
+        extra_warmup=options.extra_warmup,
+        group_size=options.group_size,
+    )
+
+
+def searched(options: PlanOptions, model: ActionModel) -> list[Candidate]:
+    """The candidates of ``--search``: what is given is not varied."""
+    schedules = SCHEDULES if options.schedule is None else (options.schedule,)
+    chunks = CHUNKS if options.chunks is None else (options.chunks,)
+    extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
+    for schedule in schedules:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"unknown program {schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    return list(candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps))
+
+
+def model_of(options: PlanOptions) -> ActionModel:
+    """How programs are played."""
+    given = {name: value for name, value in vars(options.actions).items() if value is not None}
+    if options.send is not None:
+        given["send"] = options.send
+    if "weight" not in given and "backward" in given:
+        given["weight"] = given["backward"] / 2
+    return ActionModel(Costs(**given))
+
+
+def read(options: PlanOptions) -> Program:
+    """The program of ``--from-csv``.
+
+    Raises:
+        ValueError: A file that cannot be read, or a malformed one.
+    """
+    path = options.from_csv
+    assert path is not None
+    try:
+        return Program.from_csv(path)
+    except UnicodeDecodeError:
+        raise ValueError(f"--from-csv {path} is not text; allowed: a file of --csv, or a table of torch's") from None
+    except OSError as error:
+        raise ValueError(f"--from-csv {path}: {error.strerror}; allowed: a file that can be read") from error
+
+
+def parse(text: str) -> Candidate:
+    """The candidate of one word of ``--compare``.
+
+    >>> parse("combined_1f1b:chunks=2,extra_warmup=1")
+    Candidate(schedule='combined_1f1b', chunks=2, extra_warmup=1, group_size=None, overlap=None)
+
+    Raises:
+        ValueError: An unknown schedule or option, or a value that is no number.
+    """
+    name, _, rest = text.partition(":")
+    if name not in SCHEDULES:
+        raise ValueError(f"--compare {text}: unknown program {name!r}; allowed: {', '.join(SCHEDULES)}")
+    given: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        key, _, value = part.partition("=")
+        key, value = key.strip().replace("-", "_"), value.strip()
+        if key == "overlap" and (value in ("serial", "pairs") or value.isdecimal()):
+            given[key] = parse_overlap(value)
+        elif key in _NUMBERS and value.isdecimal():
+            given[key] = int(value)
+        else:
+            raise ValueError(
+                f"--compare {text}: {part!r}; allowed: {', '.join(f'{k}=NUMBER' for k in _NUMBERS)}, overlap=serial, "
+                "overlap=pairs, with commas between"
+            )
+    return Candidate(name, **given)

@@ -1,0 +1,189 @@
+"""Which schedule is the fastest for given ranks, microbatches, costs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from overlap1f1b.plan import Overlap
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.simulation.actions import ProgramTimeline
+from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.outcome import Outcome, Played
+from overlap1f1b.simulation.simulate import simulate
+
+CHUNKS = (1, 2, 3, 4)
+EXTRA_WARMUP = (0, 1, 2)
+OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
+
+_CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
+_V = ("zb_v", "dualpipev")
+_WARMED = ("1f1b", "interleaved_1f1b", "combined_1f1b")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step.
+
+    >>> print(Candidate("combined_1f1b", chunks=2, extra_warmup=1))
+    combined_1f1b:chunks=2,extra_warmup=1
+
+    Args:
+        schedule: One of ``SCHEDULES``.
+        chunks: Stages of a rank.
+        extra_warmup: Further forwards before the first backward; None is the schedule's default.
+        group_size: Microbatches that pass one chunk before a rank turns to the next; None is the default.
+        overlap: How nodes are interleaved, where costs are those of nodes; None is the model's default.
+    """
+
+    schedule: str
+    chunks: int = 1
+    extra_warmup: int | None = None
+    group_size: int | None = None
+    overlap: Overlap | None = None
+
+    def __str__(self) -> str:
+        given = {"chunks": self.chunks if self.chunks > 1 else None}
+        given |= {"extra_warmup": self.extra_warmup or None, "group_size": self.group_size}
+        words = [f"{name}={value}" for name, value in {**given, "overlap": self.overlap}.items() if value is not None]
+        return self.schedule + (":" + ",".join(words) if words else "")
+
+    def build(self, ranks: int, microbatches: int) -> Program:
+        """Its program.
+
+        Raises:
+            ValueError: An impossible combination.
+        """
+        return build_schedule(
+            self.schedule,
+            ranks=ranks,
+            microbatches=microbatches,
+            chunks=self.chunks,
+            extra_warmup=self.extra_warmup,
+            group_size=self.group_size,
+        )
+
+
+class Model(Protocol):
+    """How a program is played."""
+
+    @property
+    def overlaps(self) -> Sequence[Overlap | None]:
+        """The overlaps that can be tried."""
+
+    def play(self, program: Program, overlap: Overlap | None) -> Played:
+        """Its timeline."""
+
+
+@dataclass(frozen=True)
+class ActionModel:
+    """Programs played by whole actions, which know no overlap but that of pairs."""
+
+    costs: Costs = field(default_factory=Costs)
+    overlaps: tuple[None, ...] = (None,)
+
+    def play(self, program: Program, overlap: Overlap | None = None) -> ProgramTimeline:
+        """Its timeline.
+
+        Raises:
+            ValueError: An overlap, which actions do not have.
+        """
+        if overlap is not None:
+            raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
+        return simulate(program, self.costs)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search has found.
+
+    Args:
+        found: Candidates within the memory limit, fastest first; of equals the one with less memory, then with fewer
+            copies of the parameters, then the one that was tried first.
+        over: Candidates that need more memory, with their peak activations, least first.
+        refused: Candidates that cannot be for these sizes, and why.
+    """
+
+    found: tuple[tuple[Candidate, Outcome], ...]
+    over: tuple[tuple[Candidate, float], ...]
+    refused: tuple[tuple[Candidate, str], ...]
+
+
+def candidates(
+    *,
+    schedules: Sequence[str] = SCHEDULES,
+    chunks: Sequence[int] = CHUNKS,
+    extra_warmup: Sequence[int] = EXTRA_WARMUP,
+    overlaps: Sequence[Overlap | None] = (None,),
+) -> Iterator[Candidate]:
+    """Every combination that the schedules know; those that fix chunks or have no warm-up to extend, once at most.
+
+    >>> [str(candidate) for candidate in candidates(schedules=["zb_h1", "zb_v"], chunks=[1, 2])]
+    ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
+    """
+    for schedule in schedules:
+        fixed = (2,) if schedule in _V else (1,)
+        for v in (v for v in chunks if schedule in _CHUNKED or v in fixed):
+            for extra in (extra for extra in extra_warmup if schedule in _WARMED or extra == 0):
+                for overlap in overlaps:
+                    yield Candidate(schedule, v, extra if schedule in _WARMED else None, None, overlap)
+
+
+def search(
+    tried: Sequence[Candidate],
+    *,
+    ranks: int,
+    microbatches: int,
+    model: Model,
+    memory: float | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Ranking:
+    """Simulates the candidates and ranks them.
+
+    >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel(), memory=4)
+    >>> [(str(candidate), outcome.makespan) for candidate, outcome in ranking.found[:2]]
+    [('zb_h1:chunks=4', 24.75), ('zb_h1:chunks=3', 25.0)]
+
+    Args:
+        tried: The candidates.
+        ranks: Pipeline ranks.
+        microbatches: Microbatches of a step.
+        model: How programs are played: :class:`ActionModel` by costs of actions.
+        memory: Limit of activations alive at once on any rank, in those of a rank's whole share and one microbatch.
+        progress: Told the number of candidates done, after each.
+
+    Raises:
+        ValueError: A memory limit that is not above 0.
+    """
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory={memory}; allowed: more than 0")
+    limit = float("inf") if memory is None else memory + 1e-9
+    found: list[tuple[Candidate, Outcome]] = []
+    over: list[tuple[Candidate, float]] = []
+    refused: list[tuple[Candidate, str]] = []
+    for done, candidate in enumerate(tried, 1):
+        try:
+            outcome = _outcome(candidate, candidate.build(ranks, microbatches), model, limit)
+        except ValueError as error:
+            refused.append((candidate, str(error)))
+        else:
+            if isinstance(outcome, Outcome) and outcome.peak_activations <= limit:
+                found.append((candidate, outcome))
+            else:
+                over.append((candidate, outcome.peak_activations if isinstance(outcome, Outcome) else outcome))
+        progress(done)
+    found.sort(key=lambda entry: (_rounded(entry[1].makespan), entry[1].peak_activations, entry[1].copies))
+    over.sort(key=lambda entry: entry[1])
+    return Ranking(tuple(found), tuple(over), tuple(refused))
+
+
+def _outcome(candidate: Candidate, program: Program, model: Model, limit: float) -> Outcome | float:
+    """The figures of a program, or its peak alone where that is over the limit before anything is played."""
+    peak = max(program.peak_activations) * program.placement.share
+    return peak if peak > limit else Outcome.of(program, model.play(program, candidate.overlap))
+
+
+def _rounded(time: float) -> float:
+    """Without the noise of sums of floats, which would order equals by chance."""
+    return float(f"{time:.9g}")
