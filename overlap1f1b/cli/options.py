@@ -70,7 +70,7 @@ class RunOptions:
 class TrainOptions(RunOptions):
     """Train a byte-level MoE language model, its expert all-to-all hidden behind compute.
 
-    Examples:
+    For example
 
       overlap1f1b train                                    # two local ranks, the standard library's sources
 
@@ -111,7 +111,7 @@ class TrainOptions(RunOptions):
 class BenchOptions(RunOptions):
     """Measure the throughput of every program on one workload, rows interleaved in one process.
 
-    Examples:
+    For example
 
       overlap1f1b bench                                    # loopback, real compute
 

@@ -142,7 +142,7 @@ def search(
     """Simulates the candidates and ranks them.
 
     >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel(), memory=4)
-    >>> [(str(candidate), outcome.makespan) for candidate, outcome in ranking.found[:2]]
+    >>> [(str(candidate), round(outcome.makespan, 6)) for candidate, outcome in ranking.found[:2]]
     [('zb_h1:chunks=4', 24.75), ('zb_h1:chunks=3', 25.0)]
 
     Args:

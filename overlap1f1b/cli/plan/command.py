@@ -66,12 +66,12 @@ def plan(options: PlanOptions) -> None:
         further = other.build(len(program.ranks), program.microbatches)
         rows.append(row_of(further, model.play(further, other.overlap), other))
     content = content_of(program, timeline) | extra
+    _write(program, timeline, options.output, _title(content))
     _show(content, timeline, options.output, screen)
     if options.compare:
         content["compare"] = rows
         screen.print()
         screen.print(per_schedule(rows))
-    _write(program, timeline, options.output, _title(content))
     write_json(options.output.json, content)
 
 
@@ -93,6 +93,8 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: ActionMo
         raise ValueError(
             f"--memory {options.memory:g}: none of {len(tried)} schedules fits; allowed: {peak:g} or more ({least})"
         )
+    if not tried:
+        raise ValueError("--search: no schedule has these --chunks and this --extra-warmup; allowed: without them")
     if not ranking.found:
         raise ValueError(f"none of {len(tried)} schedules is possible: {ranking.refused[0][1]}")
     return ranking

@@ -63,10 +63,13 @@ def pairs_of(program: Program, rank: int) -> int:
 
 def _rank(program: Program, timeline: ProgramTimeline, rank: int) -> dict[str, Any]:
     busy, bubble = timeline.busy(rank), timeline.bubble(rank)
+    costs = timeline.costs
+    memory = {"peak_memory": timeline.peak_memory(rank)} if (costs.activation, costs.held) != (1, 1) else {}
     return {
         "busy": busy,
         "bubble": bubble,
         "bubble_share": bubble / (busy + bubble) if busy + bubble else 0.0,
         "peak_activations": timeline.peak_activations(rank),
+        **memory,
         "pairs": pairs_of(program, rank),
     }

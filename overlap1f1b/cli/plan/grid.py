@@ -75,23 +75,35 @@ class Grid:
 
 
 def _scale(rows: Sequence[Row], end: float, columns: int, shortens: bool) -> float:
-    """Columns of a unit of time: enough for every text and a dash behind it; without the dash if all fits then.
+    """Columns of a unit of time: enough for every text and a dash behind it; without the dash if all fits then and
+    texts begin with a letter, so that one can be told from the next.
 
     Cells under an eighth of the longest do not count, their texts are shortened. The shortest of the others has a
     whole number of columns, so that equal cells look alike.
     """
-    cells = [cell for row in rows for cell in row.cells if cell.end > cell.start]
-    longest = max((cell.end - cell.start for cell in cells), default=1.0)
-    sizes = {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
+    sizes = _sizes(rows)
     if not sizes:
         return 1.0
     shortest = min(time for _, time in sizes)
     spacious, tight = (
         ceil(max((size + gap) / time for size, time in sizes) * shortest - 1e-9) / shortest for gap in (1, 0)
     )
-    if end * spacious <= columns or (end * tight > columns and not shortens):
+    lettered = all(cell.text[:1].isalpha() for row in rows for cell in row.cells)
+    if end * spacious <= columns or not (shortens or (lettered and end * tight <= columns)):
         return spacious
     return max(1 / shortest, min(tight, columns / end)) if shortens else tight
+
+
+def letters(rows: Sequence[Row]) -> float:
+    """Letters of a unit of time, so that the texts of all but short cells fit."""
+    return max((size / time for size, time in _sizes(rows)), default=1.0)
+
+
+def _sizes(rows: Sequence[Row]) -> set[tuple[int, float]]:
+    """Letters and times of the cells that count."""
+    cells = [cell for row in rows for cell in row.cells if cell.end > cell.start]
+    longest = max((cell.end - cell.start for cell in cells), default=1.0)
+    return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
 
 
 def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> list[Piece]:

@@ -4,65 +4,70 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+
+
+def _by_default(metavar: str, default: object) -> Any:
+    """How ``--help`` shows an option that is None unless it is given, so that contradictions can be told."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
 class ActionCosts:
     """Costs of whole actions, in one unit of time, for a rank's share of the model and one microbatch."""
 
-    forward: float | None = None
-    """Forward; by default 1."""
-    backward: float | None = None
-    """Backward, input and weight gradients together; by default 2."""
-    weight: float | None = None
-    """Weight gradients, a part of the backward; by default half of it."""
-    pair: float | None = None
-    """What a fused pair takes, as a part of the sum of its members; by default 1."""
-    activation: float | None = None
+    forward: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    """Forward."""
+    backward: Annotated[float | None, _by_default("FLOAT", 2)] = None
+    """Backward, input and weight gradients together."""
+    weight: Annotated[float | None, _by_default("FLOAT", "half of the backward")] = None
+    """Weight gradients, a part of the backward."""
+    pair: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    """What a fused pair takes, as a part of the sum of its members."""
+    activation: Annotated[float | None, _by_default("FLOAT", 1)] = None
     """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
-    held: float | None = None
-    """Part of it that is kept between input and weight gradient; by default 1."""
+    held: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    """Part of it that is kept between input and weight gradient."""
 
 
 @dataclass(frozen=True)
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
-    layers: int | None = None
+    layers: Annotated[int | None, _by_default("INT", "none")] = None
     """Blocks of a rank, over all its chunks: every sub-op is simulated on lanes for compute, exchange and peers."""
-    attention: float | None = None
-    """Attention, forward; input and weight gradients cost as much each. By default 3."""
-    experts: float | None = None
-    """Experts, likewise. By default 4."""
-    dispatch: float | None = None
-    """Exchange of tokens to their experts, each way. By default 5."""
-    combine: float | None = None
-    """Exchange of results back, each way. By default as --dispatch."""
-    counts: float | None = None
-    """Exchange of the numbers of tokens. By default 0."""
-    overlap: str | None = None
-    """serial, pairs, or the number of actions that may be open at once. By default 3."""
+    attention: Annotated[float | None, _by_default("FLOAT", 3)] = None
+    """Attention, forward; input and weight gradients cost as much each."""
+    experts: Annotated[float | None, _by_default("FLOAT", 4)] = None
+    """Experts, likewise."""
+    dispatch: Annotated[float | None, _by_default("FLOAT", 5)] = None
+    """Exchange of tokens to their experts, each way."""
+    combine: Annotated[float | None, _by_default("FLOAT", "as --dispatch")] = None
+    """Exchange of results back, each way."""
+    counts: Annotated[float | None, _by_default("FLOAT", 0)] = None
+    """Exchange of the numbers of tokens."""
+    overlap: Annotated[str | None, _by_default("serial|pairs|INT", 3)] = None
+    """serial, pairs, or the number of actions that may be open at once."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Where the plan goes."""
 
-    png: Path | None = None
+    png: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
-    svg: Path | None = None
+    svg: Annotated[Path | None, _by_default("FILE", "none")] = None
     """The same as SVG."""
-    csv: Path | None = None
+    csv: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Write the program, one row a rank; --from-csv reads it."""
-    trace: Path | None = None
+    trace: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Write a Chrome trace, for Perfetto or chrome://tracing."""
-    json: str | None = None
+    json: Annotated[str | None, _by_default("FILE", "none")] = None
     """File for the results as JSON, or - for standard output."""
-    width: int | None = None
-    """Columns to draw in; by default those of the terminal."""
+    width: Annotated[int | None, _by_default("INT", "the terminal's")] = None
+    """Columns to draw in."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class PlanOptions:
 
     Nothing is trained and torch is not loaded. Times have the unit of the costs.
 
-    Examples:
+    For example
 
       overlap1f1b plan --schedule zb_h1 --ranks 4 --microbatches 8
 
@@ -84,32 +89,31 @@ class PlanOptions:
       overlap1f1b plan --csv plan.csv && overlap1f1b plan --from-csv plan.csv --trace plan.json
     """
 
-    schedule: str | None = None
-    """Schedule to draw; by default combined_1f1b. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2,
-    zb_v, dualpipe, dualpipev."""
-    ranks: int | None = None
-    """Pipeline ranks; by default 4."""
-    microbatches: int | None = None
-    """Microbatches of a step; by default 8."""
-    chunks: int | None = None
-    """Stages of a rank; by default 1."""
-    extra_warmup: int | None = None
+    schedule: Annotated[str | None, _by_default("NAME", "combined_1f1b")] = None
+    """Schedule to draw. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipev."""
+    ranks: Annotated[int | None, _by_default("INT", 4)] = None
+    """Pipeline ranks."""
+    microbatches: Annotated[int | None, _by_default("INT", 8)] = None
+    """Microbatches of a step."""
+    chunks: Annotated[int | None, _by_default("INT", 1)] = None
+    """Stages of a rank."""
+    extra_warmup: Annotated[int | None, _by_default("INT", 0)] = None
     """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
-    group_size: int | None = None
-    """Microbatches that pass one chunk before a rank turns to the next; by default as equal groups as can be."""
-    from_csv: Path | None = None
+    group_size: Annotated[int | None, _by_default("INT", "groups as equal as can be")] = None
+    """Microbatches that pass one chunk before a rank turns to the next."""
+    from_csv: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules."""
-    send: float | None = None
-    """Time of a transfer between two ranks; by default 0."""
-    actions: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
-    sub_ops: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
+    send: Annotated[float | None, _by_default("FLOAT", 0)] = None
+    """Time of a transfer between two ranks."""
+    action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
+    sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
     compare: tuple[str, ...] = ()
     """Schedules to set beside it in a table. A name may carry options of its own: combined_1f1b:chunks=2,extra_warmup=1
     (also group_size and, with --layers, overlap)."""
-    search: bool = False
+    search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. What is given is not varied."""
-    memory: float | None = None
+    memory: Annotated[float | None, _by_default("FLOAT", "none")] = None
     """Limit for --search: activations of a rank's whole share and one microbatch that may be alive at once."""
     top: int = 15
     """Rows of the table of --search; JSON has all."""
@@ -123,11 +127,11 @@ def check_plan(options: PlanOptions) -> None:
             raise ValueError("--from-csv with --search; allowed: one of them")
         given = ("schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size")
         _refuse(options, given, f"--from-csv {options.from_csv}, which says it")
-    if options.sub_ops.layers is None:
+    if options.sub_op_costs.layers is None:
         names = ("attention", "experts", "dispatch", "combine", "counts", "overlap")
-        _refuse(options.sub_ops, names, needed="with --layers")
+        _refuse(options.sub_op_costs, names, needed="with --layers")
     else:
-        _refuse(options.actions, tuple(vars(options.actions)), f"--layers {options.sub_ops.layers}")
+        _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
     if not options.search:
         _refuse(options, ("memory",), needed="with --search")
     elif options.group_size is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap1f1b.cli.plan.grid import Cell, Row
+from overlap1f1b.cli.plan.grid import Cell, Row, letters
 
 COLOURS = {
     "F": "#4c8bf5",
@@ -26,6 +26,8 @@ LABELS = {
     "exchange": "exchange",
     "peer": "transfer between ranks",
 }
+LETTER = 0.085
+"""Inches of a letter."""
 MOST_TEXTS = 2000
 """Cells beyond which none is labelled: nobody could read them."""
 
@@ -42,11 +44,12 @@ def paint(rows: Sequence[Row], path: Path, *, title: str, option: str) -> None:
     except ImportError:
         raise ValueError(f"--{option} needs matplotlib; pip install 'overlap1f1b[plot]'") from None
     end = max((cell.end for row in rows for cell in row.cells), default=1.0)
-    figure = Figure(figsize=(min(40.0, max(8.0, 0.35 * end)), min(60.0, 1.4 + 0.38 * len(rows))), layout="constrained")
+    width = min(40.0, max(8.0, LETTER * letters(rows) * end))
+    figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(rows))), layout="constrained")
     axes = figure.add_subplot()
     count = sum(len(row.cells) for row in rows)
     for height, row in enumerate(rows):
-        _paint_row(axes, height, row, end / 110 if count <= MOST_TEXTS else float("inf"))
+        _paint_row(axes, height, row, end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf"))
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, end)

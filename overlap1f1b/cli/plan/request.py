@@ -36,7 +36,7 @@ def searched(options: PlanOptions, model: ActionModel) -> list[Candidate]:
 
 def model_of(options: PlanOptions) -> ActionModel:
     """How programs are played."""
-    given = {name: value for name, value in vars(options.actions).items() if value is not None}
+    given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
     if options.send is not None:
         given["send"] = options.send
     if "weight" not in given and "backward" in given:

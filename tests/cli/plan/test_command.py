@@ -1,0 +1,258 @@
+"""`overlap1f1b plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap1f1b.cli.plan.picture import COLOURS, LABELS
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.simulation import Costs, simulate
+from tests.cli.plan.run import ROOT, content, plan, refused
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [16, 24])
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1.0, 2.0, 1.0), (1.5, 3.5, 1.5)])
+def test_json_holds_the_closed_forms(
+    capsys: Capture, ranks: int, microbatches: int, forward: float, backward: float, weight: float
+) -> None:
+    P, M, F, B, W = ranks, microbatches, forward, backward, weight
+
+    def of(schedule: str, *options: object) -> dict[str, Any]:
+        sizes = ("--ranks", P, "--microbatches", M, "--forward", F, "--backward", B, "--weight", W)
+        return content(capsys, "--schedule", schedule, *sizes, *options)
+
+    for schedule in ("afab", "1f1b"):
+        result = of(schedule)
+        assert result["makespan"] == pytest.approx((M + P - 1) * (F + B))
+        for rank, row in enumerate(result["per_rank"]):
+            assert row["busy"] == pytest.approx(M * (F + B))
+            assert row["bubble"] == pytest.approx((P - 1) * (F + B))
+            assert row["peak_activations"] == (M if schedule == "afab" else P - rank)
+            assert row["pairs"] == 0
+    assert of("zb_h1")["makespan"] == pytest.approx(M * (F + B) + (P - 1) * (F + B - 2 * W))
+    assert of("interleaved_1f1b", "--chunks", 2)["makespan"] == pytest.approx((M + (P - 1) / 2) * (F + B))
+    combined = of("combined_1f1b", "--chunks", 2, "--group-size", P)
+    assert combined["makespan"] == pytest.approx((M + (P - 1) / 2) * (F + B))
+    assert [row["pairs"] for row in combined["per_rank"]] == [2 * M - 2 * (P - r - 1) - P - 1 for r in range(P)]
+    dual = of("dualpipe", "--pair", 0.8)
+    bubble = (P / 2 - 1) * (0.8 * (F + B) + B - 3 * W)
+    if W == F == B - W:  # on the middle ranks, where a pair saves time
+        assert dual["per_rank"][P // 2]["bubble"] == pytest.approx(bubble)
+    assert {row["peak_activations"] for row in dual["per_rank"]} == {P + 1}
+    assert dual["parameter_copies"] == 2
+
+
+def test_json_has_the_keys_of_the_design(capsys: Capture) -> None:
+    result = content(capsys, "--schedule", "combined_1f1b", "--ranks", 2, "--microbatches", 3, "--chunks", 2)
+    assert {"schedule", "ranks", "chunks", "microbatches", "makespan", "per_rank", "actions"} <= set(result)
+    assert {"busy", "bubble", "peak_activations", "pairs"} <= set(result["per_rank"][0])
+    assert (result["schedule"], result["ranks"], result["chunks"], result["microbatches"]) == ("combined_1f1b", 2, 2, 3)
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=3, chunks=2)
+    assert result["actions"] == [[str(step) for step in steps] for steps in program.ranks]
+
+
+def test_defaults(capsys: Capture) -> None:
+    result = content(capsys)
+    assert (result["schedule"], result["ranks"], result["chunks"], result["microbatches"]) == ("combined_1f1b", 4, 1, 8)
+    assert result["makespan"] == 33
+
+
+@pytest.mark.parametrize("option", [(), ("--compare", "1f1b"), ("--search",)])
+def test_json_on_standard_output_stands_alone(capsys: Capture, option: tuple[str, ...]) -> None:
+    result = plan(capsys, *option, "--json", "-")
+    json.loads(result.out)
+    assert "\nrank 0 " in result.err
+
+
+def test_it_draws_the_grid_and_the_table(capsys: Capture) -> None:
+    out = plan(capsys, "--schedule", "zb_h1", "--ranks", 2, "--microbatches", 3).out
+    assert [line.rstrip() for line in out.splitlines()] == [
+        "zb_h1: 2 ranks, 3 microbatches, makespan 10, bubble 10.0%",
+        "rank 0 F0-F1-   I0-W0-F2-I1-W1-I2-W2-",
+        "rank 1    F0-I0-F1-I1-W0-F2-I2-W1-W2-",
+        "time   |0    |2    |4    |6    |8    |10",
+        "",
+        "rank  busy  bubble  share  peak activations  pairs",
+        "   0     9       1  10.0%                 2      0",
+        "   1     9       1  10.0%                 2      0",
+    ]
+
+
+def test_colours_where_it_is_a_terminal_alone(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[" not in plan(capsys, "--ranks", 2, "--microbatches", 2).out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = plan(capsys, "--schedule", "zb_h1", "--ranks", 2, "--microbatches", 2).out
+    assert len({part.split("m")[0] for part in coloured.split("\x1b[")[1:] if "F0" in part or "I0" in part}) == 2
+
+
+def test_long_programs_are_cut_with_a_note(capsys: Capture) -> None:
+    out = plan(capsys, "--schedule", "1f1b", "--microbatches", 100, "--width", 80).out
+    lines = out.splitlines()
+    assert all(len(line) <= 80 for line in lines[1:6])
+    assert lines[6].startswith("cut at 18.25 of 309: ")
+
+
+def test_many_ranks_are_left_out_of_the_table(capsys: Capture) -> None:
+    out = plan(capsys, "--ranks", 20, "--microbatches", 20).out
+    assert "… 4 more" in out
+
+
+def test_compare(capsys: Capture) -> None:
+    others = ("1f1b", "combined_1f1b:chunks=2", "dualpipe")
+    result = content(capsys, "--schedule", "zb_h1", "--compare", *others, "--pair", 0.75)
+    rows = {row["schedule"]: row for row in result["compare"]}
+    assert list(rows) == ["zb_h1", "1f1b", "combined_1f1b", "dualpipe"]
+    for text, row in zip(("zb_h1", *others), result["compare"], strict=True):
+        name, _, chunks = text.partition(":chunks=")
+        program = build_schedule(name, ranks=4, microbatches=8, chunks=int(chunks or 1))
+        timeline = simulate(program, Costs(pair=0.75))
+        assert row["makespan"] == timeline.makespan
+        assert row["peak_activations"] == max(map(timeline.peak_activations, range(4)))
+    assert [rows[name]["parameter_copies"] for name in rows] == [1, 1, 1, 2]
+    table = plan(capsys, "--schedule", "zb_h1", "--compare", *others, "--pair", 0.75).out.split("\n\n")[-1].splitlines()
+    assert table[1].split()[:4] == ["zb_h1", "1", "27", "1.000"]
+    assert len(table) == 5
+
+
+def test_search(capsys: Capture) -> None:
+    result = content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--memory", 4)
+    rows = result["search"]["rows"]
+    assert (
+        max(row["peak_activations"] for row in rows)
+        <= 4
+        < min(row["peak_activations"] for row in result["search"]["over_memory"])
+    )
+    assert (rows[0]["schedule"], rows[0]["chunks"]) == ("zb_h1", 4)
+    assert result["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows) == 24.75
+    assert result["schedule"] == "zb_h1"
+    only = content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--chunks", 2, "--schedule", "afab")
+    assert [(row["schedule"], row["chunks"]) for row in only["search"]["rows"]] == [("afab", 2)]
+
+
+def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> None:
+    out = plan(capsys, "--search", "--ranks", 3, "--microbatches", 6, "--memory", 2, "--top", 1).out
+    assert "slower ones; --top" in out
+    assert "left out, over the memory limit: " in out
+    assert "impossible: 1, such as dualpipe over 3 ranks" in out
+
+
+def test_programs_go_to_csv_and_back(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "plan.csv"
+    for schedule in SCHEDULES:
+        first = content(capsys, "--schedule", schedule, "--csv", file)
+        assert Program.from_csv(file) == build_schedule(schedule, ranks=4, microbatches=8)
+        assert content(capsys, "--from-csv", file) == first
+
+
+def test_trace(capsys: Capture, tmp_path: Path) -> None:
+    plan(capsys, "--schedule", "1f1b", "--ranks", 2, "--microbatches", 3, "--send", 0.5, "--trace", tmp_path / "trace")
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert len(names) == 12 + 6
+    assert "0F0" in names
+    assert "send of 0F0" in names
+
+
+def test_peak_memory_where_activations_have_a_size(capsys: Capture) -> None:
+    rows = content(capsys, "--schedule", "1f1b", "--activation", 2.5)["per_rank"]
+    assert [row["peak_memory"] for row in rows] == [10, 7.5, 5, 2.5]
+
+
+def test_torch_is_not_loaded() -> None:
+    code = (
+        "import sys; from overlap1f1b.cli.main import main; status = main(['plan', '--search', '--width', '40']); "
+        "print(status, [name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stderr == "0 []\n"
+
+
+def test_help_has_examples(capsys: Capture) -> None:
+    result = plan(capsys, "--help")
+    assert result.status == 0
+    assert "overlap1f1b plan --search" in " ".join(result.out.split())
+
+
+def test_every_kind_has_a_colour_and_a_name() -> None:
+    assert list(COLOURS) == list(LABELS)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--schedule", "2f2b"), "unknown program '2f2b'; allowed: sequential, combined_1f1b, afab, 1f1b"),
+        (("--schedule", "dualpipe", "--ranks", 3), "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
+        (("--schedule", "dualpipe", "--microbatches", 6), "dualpipe over 4 ranks with 6 microbatches; allowed: "),
+        (("--schedule", "1f1b", "--chunks", 2), "chunks=2 with 1f1b; allowed: 1"),
+        (("--ranks", 0), "ranks=0; allowed: 1 or more"),
+        (("--microbatches", -1), "microbatches=-1; allowed: 1 or more"),
+        (("--group-size", 3), "group_size=3 over 4 ranks with 8 microbatches; allowed: 4 to 8"),
+        (("--forward", 0), "forward=0.0; allowed: a finite number > 0"),
+        (("--forward", "nan"), "forward=nan; allowed: a finite number > 0"),
+        (("--weight", 2), "weight=2.0 with backward=2.0, which it is a part of"),
+        (("--send", -1), "send=-1.0; allowed: a finite number ≥ 0"),
+        (("--compare", "1f1b", "2f2b"), "--compare 2f2b: unknown program '2f2b'"),
+        (("--compare", "dualpipe:chunks=2"), "chunks=2 with dualpipe; allowed: 1"),
+        (("--compare", "1f1b:overlap=2"), "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
+        (("--search", "--compare", "1f1b"), "--compare 1f1b with --search; allowed: one of them"),
+        (("--search", "--group-size", 4), "--group-size 4 with --search"),
+        (("--search", "--schedule", "2f2b"), "unknown program '2f2b'"),
+        (("--search", "--memory", 0), "--memory 0; allowed: a finite number > 0"),
+        (("--search", "--memory", 0.5), "--memory 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)"),
+        (("--search", "--chunks", 9, "--schedule", "1f1b"), "--search: no schedule has these --chunks"),
+        (("--search", "--schedule", "dualpipe", "--ranks", 3), "none of 1 schedules is possible: dualpipe over 3"),
+        (("--memory", 4), "--memory 4.0 alone; allowed: with --search"),
+        (("--attention", 4), "--attention 4.0 alone; allowed: with --layers"),
+        (("--layers", 4, "--forward", 1), "--forward 1.0 with --layers 4; allowed: one of them"),
+        (("--from-csv", "x.csv", "--ranks", 2), "--ranks 2 with --from-csv x.csv, which says it"),
+        (("--from-csv", "x.csv", "--search"), "--from-csv with --search"),
+        (("--from-csv", "missing.csv"), "--from-csv missing.csv: No such file or directory"),
+        (("--width", 3), "--width 3; allowed: 20 or more"),
+        (("--search", "--top", 0), "--top 0; allowed: 1 or more"),
+        (("--json", "no/where/plan.json"), "--json no/where/plan.json: its folder does not exist"),
+        (("--svg", "no/where/plan.svg"), "--svg no/where/plan.svg: its folder does not exist"),
+        (("--csv", "/"), "--csv / is a folder; allowed: a file"),
+    ],
+)
+def test_bad_input(capsys: Capture, args: tuple[object, ...], message: str) -> None:
+    assert refused(capsys, *args).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "line 1, column 2: '0X0' is no action; allowed: stage, F, B, I or W, microbatch"),
+        ("0F0,0B0\n1F0,1B0,1B0\n", "rank 1, position 2: 1B0 stands a second time"),
+        ("0B0,0F0\n", "rank 0, position 0: 0B0 stands before 0F0, which it needs"),
+        ("", "no action; allowed: a row of actions for each rank"),
+        ("# microbatches: many\n0F0\n", "line 1, column 1: 'many' as microbatches: allowed: whole numbers"),
+        ("\xff\xfe", "is not text; allowed: a file of --csv"),
+    ],
+)
+def test_malformed_csv(capsys: Capture, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "plan.csv"
+    file.write_bytes(text.encode("latin-1"))
+    assert message in refused(capsys, "--from-csv", file)
+
+
+@pytest.mark.parametrize("option", ["png", "svg", "csv", "trace", "json"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that cannot be written")
+def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
+    result = plan(capsys, "--ranks", 1, f"--{option}", "/dev/full")
+    assert result.status == 2
+    assert result.err.startswith(f"overlap1f1b: error: --{option} /dev/full: No space left on device; allowed: a file ")
+    assert result.err.count("\n") == 1

@@ -1,0 +1,90 @@
+"""The search against trying everything by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from overlap1f1b.schedule import SCHEDULES, build_schedule
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, candidates, search, simulate
+
+
+def everything(ranks: int, microbatches: int, costs: Costs, memory: float) -> dict[tuple[str, int, int], float]:
+    """Makespans of all that can be built within the limit, by name, chunks and extra warm-up."""
+    found = {}
+    for name in SCHEDULES:
+        for chunks in (1, 2, 3, 4):
+            for extra in (0, 1, 2):
+                if name in ("zb_v", "dualpipev") and chunks == 1:
+                    continue  # the same as 2
+                try:
+                    program = build_schedule(
+                        name, ranks=ranks, microbatches=microbatches, chunks=chunks, extra_warmup=extra
+                    )
+                except ValueError:
+                    continue
+                timeline = simulate(program, costs)
+                if max(map(timeline.peak_activations, range(ranks))) <= memory:
+                    found[name, chunks, extra] = timeline.makespan
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("memory", [1.0, 2.5, 4.0, float("inf")])
+def test_finds_what_brute_force_finds(ranks: int, microbatches: int, memory: float) -> None:
+    draw = random.Random(f"{ranks} {microbatches} {memory}")
+    costs = Costs(
+        forward=draw.choice([1, 1.5]),
+        backward=draw.choice([2, 3]),
+        weight=draw.choice([0.5, 1]),
+        pair=draw.choice([0.75, 1.0]),
+        send=draw.choice([0, 0.25]),
+    )
+    ranking = search(
+        list(candidates()), ranks=ranks, microbatches=microbatches, model=ActionModel(costs), memory=memory
+    )
+    want = everything(ranks, microbatches, costs, memory)
+    got = {(c.schedule, c.chunks, c.extra_warmup or 0): outcome.makespan for c, outcome in ranking.found}
+    assert got == want
+    makespans = [outcome.makespan for _, outcome in ranking.found]
+    assert makespans == pytest.approx(sorted(makespans))
+    assert all(peak > memory for _, peak in ranking.over)
+    assert len(ranking.found) + len(ranking.over) + len(ranking.refused) == len(list(candidates()))
+
+
+def test_of_equals_the_one_with_less_memory_comes_first() -> None:
+    ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel())
+    keys = [(round(o.makespan, 9), o.peak_activations, o.copies) for _, o in ranking.found]
+    assert keys == sorted(keys)
+    assert len(set(keys)) < len(keys)
+
+
+def test_what_is_left_out_says_why() -> None:
+    tried = [Candidate("dualpipe"), Candidate("afab"), Candidate("sequential")]
+    done: list[int] = []
+    ranking = search(tried, ranks=3, microbatches=5, model=ActionModel(), memory=3, progress=done.append)
+    assert [str(candidate) for candidate, _ in ranking.found] == ["sequential"]
+    assert ranking.over == ((Candidate("afab"), 5.0),)
+    assert ranking.refused == (
+        (Candidate("dualpipe"), "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
+    )
+    assert done == [1, 2, 3]
+
+
+def test_what_is_given_is_not_varied() -> None:
+    names = [str(candidate) for candidate in candidates(chunks=[2], extra_warmup=[1])]
+    assert names == ["combined_1f1b:chunks=2,extra_warmup=1", "interleaved_1f1b:chunks=2,extra_warmup=1"]
+    assert [str(candidate) for candidate in candidates(schedules=["dualpipe"], chunks=[2])] == []
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan")])
+def test_a_limit_must_be_above_zero(memory: float) -> None:
+    with pytest.raises(ValueError, match=f"^memory={memory}; allowed: more than 0$"):
+        search([], ranks=1, microbatches=1, model=ActionModel(), memory=memory)
+
+
+def test_actions_know_no_overlap() -> None:
+    with pytest.raises(ValueError, match=r"^overlap=3 with costs of actions; allowed: with costs of sub-ops$"):
+        ActionModel().play(build_schedule("1f1b", microbatches=2), 3)
