@@ -2,11 +2,13 @@
 
 from overlap1f1b.simulation.actions import ProgramTimeline, StepSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.timeline import Timeline, intersection, length, union
 
 __all__ = [
     "Costs",
+    "PlanTimeline",
     "ProgramTimeline",
     "StepSpan",
     "Timeline",
@@ -14,6 +16,7 @@ __all__ = [
     "intersection",
     "length",
     "play_actions",
+    "play_nodes",
     "simulate",
     "union",
 ]
