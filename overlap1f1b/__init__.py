@@ -24,6 +24,7 @@ _HOME = {
     "Program": "schedule",
     "build_schedule": "schedule",
     "Costs": "simulation",
+    "PlanTimeline": "simulation",
     "ProgramTimeline": "simulation",
     "Timeline": "simulation",
     "simulate": "simulation",
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from overlap1f1b.engine import Engine, Stage, StepResult, combined_forward_backward_step
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, ProgramTimeline, Timeline, simulate
+    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
 
 __all__ = [
     "Action",
@@ -43,6 +44,7 @@ __all__ = [
     "Pair",
     "Placement",
     "Plan",
+    "PlanTimeline",
     "Program",
     "ProgramTimeline",
     "Stage",

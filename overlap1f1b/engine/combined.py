@@ -11,10 +11,11 @@ from torch import Tensor
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.player import Player
-from overlap1f1b.plan import Node, NodeCosts, Overlap
+from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair
+from overlap1f1b.schedule.placement import SINGLE
 
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
 
@@ -80,11 +81,11 @@ _BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
 def _order(microbatches: Mapping[int, Microbatch], overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
-    shape = next(iter(microbatches.values())).stage.shape
+    chains = Chains(SINGLE, next(iter(microbatches.values())).stage.shape)
     actions = [Action(Kind.F if number == _FORWARD else Kind.B, 0, number) for number in microbatches]
     overlap = planning.parse_overlap(overlap)
     if overlap == "serial":
-        return list(serial(actions, shape))
+        return list(serial(actions, chains))
     if overlap == "pairs":
-        return list(pairs([Pair(actions[1], actions[0])] if len(actions) == 2 else actions, shape))
-    return ListScheduler(iter(actions), shape, costs, Policy(overlap), peak=2).run()
+        return list(pairs([Pair(actions[1], actions[0])] if len(actions) == 2 else actions, chains))
+    return ListScheduler(actions, chains, costs, Policy(overlap), peak=2).run()

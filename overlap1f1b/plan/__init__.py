@@ -1,7 +1,9 @@
 """Floor ``plan``: sub-op nodes of every action, and the order in which a rank issues them. Pure Python, no torch."""
 
+from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
-from overlap1f1b.plan.clock import Span, makespan, play
+from overlap1f1b.plan.clock import Span, makespan, play, play_ranks
+from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import CostKey, NodeCosts
 from overlap1f1b.plan.node import (
     LANE_OF,
@@ -14,11 +16,12 @@ from overlap1f1b.plan.node import (
     forward_chain,
     weight_node,
 )
-from overlap1f1b.plan.plan import Overlap, Plan, compile, parse_overlap
+from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 
 __all__ = [
     "LANE_OF",
     "BlockShape",
+    "Chains",
     "CostKey",
     "Lane",
     "Node",
@@ -35,5 +38,6 @@ __all__ = [
     "makespan",
     "parse_overlap",
     "play",
+    "play_ranks",
     "weight_node",
 ]

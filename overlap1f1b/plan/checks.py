@@ -2,63 +2,110 @@
 
 from __future__ import annotations
 
-from overlap1f1b.plan.node import Node, Op, backward_chain, forward_chain, weight_node
+from collections import defaultdict
+from collections.abc import Iterator
+
+from overlap1f1b.plan.chains import Chains
+from overlap1f1b.plan.clock import play_ranks
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.node import Node, Op
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
 
 def check(plan: Plan) -> None:
-    """Raises ``ValueError`` for the first broken rule, naming position and node.
+    """Raises ``ValueError`` for the first broken rule, naming rank, position and node.
 
-    Rules: every node of every action exactly once; each after what it needs; microbatches pass every node that sums
-    gradients in the program's order, so that sums keep theirs; reductions after the last contribution; live
-    microbatches within what the program declares.
+    Rules: every node of every action exactly once, on the rank of its stage; each after what it needs there;
+    microbatches pass every node that sums gradients in the program's order, so that sums keep theirs; reductions after
+    the last contribution; live microbatches within what the program declares; of any two ranks, one receives in the
+    order in which the other sends; no ranks that wait for each other.
     """
-    needs = _needs(plan)
+    chains = Chains(plan.program.placement, plan.shapes)
+    for rank, nodes in enumerate(plan.ranks):
+        _check_rank(plan, rank, nodes, chains)
+        limit = plan.program.peak_activations[rank]
+        if plan.live(rank) > limit and not plan.program.forward_only:
+            raise ValueError(f"{_name(plan, rank)}: {plan.live(rank)} microbatches alive, the program declares {limit}")
+    _check_lanes(plan, chains)
+    try:
+        play_ranks(plan.ranks, plan.program.placement, NodeCosts())
+    except ValueError as error:
+        raise ValueError(f"plan of {plan.program.name!r}, {error}") from None
+
+
+def _name(plan: Plan, rank: int) -> str:
+    return f"plan of {plan.program.name!r}, rank {rank}"
+
+
+def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) -> None:
+    needs = _needs(plan, rank, chains)
     done: set[Node] = set()
-    for position, node in enumerate(plan.nodes):
-        where = f"plan of {plan.program.name!r}, position {position}"
+    for position, node in enumerate(nodes):
+        where = f"{_name(plan, rank)}, position {position}"
         if node in done:
             raise ValueError(f"{where}: {node} stands a second time")
         if node not in needs:
-            raise ValueError(f"{where}: {node} belongs to no action of the program")
+            raise ValueError(f"{where}: {node} belongs to no action of the program on this rank")
         for needed in needs[node]:
             if needed not in done:
                 raise ValueError(f"{where}: {node} stands before {needed}, which it needs")
         done.add(node)
     missing = next((node for node in needs if node not in done), None)
     if missing is not None:
-        raise ValueError(f"plan of {plan.program.name!r}: {missing} is missing")
-    limit = plan.program.peak_activations[0]
-    if plan.peak_activations > limit and not plan.program.forward_only:
-        raise ValueError(
-            f"plan of {plan.program.name!r}: {plan.peak_activations} microbatches alive, the program declares {limit}"
-        )
+        raise ValueError(f"{_name(plan, rank)}: {missing} is missing")
 
 
-def _needs(plan: Plan) -> dict[Node, list[Node]]:
-    """For every node of the step the nodes that must stand before it."""
+def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
+    """For every node of a rank's step the nodes of the rank that must stand before it."""
     needs: dict[Node, list[Node]] = {}
     previous: dict[tuple[object, ...], Node] = {}  # the node of the microbatch before, for nodes that sum gradients
     reductions: dict[Node, list[Node]] = {}
-    for action in plan.program.actions(0):
-        forward = action.kind is Kind.F
-        last = None if forward else list(forward_chain(action, plan.shape))[-1]
-        for node in (forward_chain if forward else backward_chain)(action, plan.shape):
-            needs[node] = [last] if last else []
-            last = node
-            if forward:
+    for action in plan.program.actions(rank):
+        last = [chains.of(needed)[-1] for needed in chains.local_needs(action)] if action.kind is not Kind.W else []
+        for node in chains.of(action):
+            if node.op is Op.RECEIVE:  # it may be announced at any time
+                needs[node] = []
+                last.append(node)
                 continue
-            summing = [node, weight] if (weight := weight_node(node, plan.shape)) else [node]
-            for entry in summing:
-                needs.setdefault(entry, [node])
-                key = (entry.op, entry.kind, entry.block, entry.seam, entry.stage, entry.pipe)
+            if action.kind is not Kind.W:
+                needs[node], last = last, [node]
+            if node.kind is Kind.F or node.op is Op.SEND:
+                continue
+            for entry in _summing(node, action.kind, chains):
+                needs.setdefault(entry, [node if entry is not node else node._replace(kind=Kind.I)])
+                key = entry._replace(microbatch=0)
                 if key in previous:
                     needs[entry].append(previous[key])
                 previous[key] = entry
-            if node.op in (Op.ATTENTION, Op.DENSE) and plan.shape[node.block].reduced:
-                reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1)
-                reductions.setdefault(reduction, []).extend(summing)
+                if node.op in (Op.ATTENTION, Op.DENSE) and chains.shapes[node.stage][node.block].reduced:
+                    reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1)
+                    reductions.setdefault(reduction, []).append(entry)
     for reduction, contributions in reductions.items():
         needs[reduction._replace(microbatch=contributions[-1].microbatch)] = contributions
     return needs
+
+
+def _summing(node: Node, kind: Kind, chains: Chains) -> Iterator[Node]:
+    """The node, and the weight gradient that a B has with it."""
+    yield node
+    if kind is Kind.B and (weight := chains.weight(node)) is not None:
+        yield weight
+
+
+def _check_lanes(plan: Plan, chains: Chains) -> None:
+    sent: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, Node]]] = defaultdict(list)
+    for rank, nodes in enumerate(plan.ranks):
+        for position, node in enumerate(nodes):
+            if node.op is Op.SEND:
+                sent[rank, chains.peer(node)].append(chains.receive(node))
+            elif node.op is Op.RECEIVE:
+                received[chains.peer(node), rank].append((position, node))
+    for (source, rank), receives in received.items():
+        for (position, node), expected in zip(receives, sent[source, rank], strict=True):
+            if node != expected:
+                raise ValueError(
+                    f"{_name(plan, rank)}, position {position}: {node} stands where rank {source} sends what "
+                    f"{expected} receives; allowed: the same order on both"
+                )

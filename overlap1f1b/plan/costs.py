@@ -70,11 +70,12 @@ class NodeCosts:
         aggregate: float = 0.0,
         dense: float = 0.0,
         reduce: float = 0.0,
+        send: float = 0.0,
     ) -> NodeCosts:
         """Every block alike; input and weight gradients each cost what the forward does, as matrix products do."""
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
-        weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate}
+        weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate, Op.SEND: send}
         table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}

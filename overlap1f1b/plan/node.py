@@ -10,7 +10,10 @@ from overlap1f1b.schedule import Action, Kind
 
 
 class Op(StrEnum):
-    """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts."""
+    """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts.
+
+    ``SEND`` and ``RECEIVE`` pass activations and gradients on between stages of different ranks.
+    """
 
     DENSE = "dense"
     ATTENTION = "attention"
@@ -20,14 +23,17 @@ class Op(StrEnum):
     COMBINE = "combine"
     AGGREGATE = "aggregate"
     REDUCE = "reduce"
+    SEND = "send"
+    RECEIVE = "receive"
 
 
 class Lane(StrEnum):
-    """Resources that work side by side; each is first in, first out."""
+    """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour apart."""
 
     COMPUTE = "compute"
     EXCHANGE = "exchange"
     CONTROL = "control"
+    PEER = "peer"
 
 
 LANE_OF = {
@@ -39,6 +45,8 @@ LANE_OF = {
     Op.COMBINE: Lane.EXCHANGE,
     Op.AGGREGATE: Lane.COMPUTE,
     Op.REDUCE: Lane.EXCHANGE,
+    Op.SEND: Lane.PEER,
+    Op.RECEIVE: Lane.PEER,
 }
 
 
@@ -76,10 +84,11 @@ class Node(NamedTuple):
     def tag(self) -> int:
         """A number that is the same on every rank, and another for every exchange that may be in flight with it."""
         kind = 2 * _NUMBER_OF[self.op] + (self.kind is Kind.F)
-        return (((self.microbatch % 2048) * 4096 + self.block) * 16 + self.seam) * 16 + kind
+        return (((self.microbatch % 1024) * 4096 + self.block) * 16 + self.seam) * 32 + kind
 
     def __str__(self) -> str:
-        return f"{self.name}[{self.block}{f'.{self.seam}' if self.seam else ''}] m{self.microbatch}"
+        place = f" s{self.stage}{chr(39) * self.pipe}" if self.stage or self.pipe else ""
+        return f"{self.name}[{self.block}{f'.{self.seam}' if self.seam else ''}] m{self.microbatch}{place}"
 
 
 class BlockShape(NamedTuple):

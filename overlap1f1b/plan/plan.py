@@ -1,26 +1,15 @@
-"""A plan: every node of a step on one rank, in issue order."""
+"""A plan: every node of a step on every rank, in issue order."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
-from overlap1f1b.plan.clock import makespan
-from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Op, StageShape
-from overlap1f1b.plan.orders import pairs, serial, with_reductions
-from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program
-
-PATIENCES = (0.0, 0.2, 0.4, 0.6)
-"""Tried shares of a weight gradient's time that a wait must last for the gradient to be issued in it."""
-
-DEFERRED = (1, 2)
-"""Tried numbers of microbatches beyond the live ones that may wait for weight gradients alone."""
 
 Overlap = Literal["serial", "pairs"] | int
 """How much of a program runs interleaved: not at all, inside its pairs, or k consecutive actions at a time."""
@@ -28,57 +17,91 @@ Overlap = Literal["serial", "pairs"] | int
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes of a step in issue order, the same on all ranks that share a collective.
+    """The nodes of a step in issue order on every pipeline rank; the ranks that share a collective share a rank's plan.
 
     Args:
         program: What the plan carries out.
         overlap: The setting that it was compiled for.
         order: What it became, the best of the candidates: ``serial``, ``pairs`` or ``k=…``.
-        shape: Blocks of the stage.
-        nodes: Every node of the step.
+        shapes: Blocks of each stage.
+        ranks: ``ranks[r]`` is every node of the step on rank ``r``.
         predicted: Makespan by the costs that it was compiled with, in their unit.
     """
 
     program: Program
     overlap: Overlap
     order: str
-    shape: StageShape
-    nodes: tuple[Node, ...]
+    shapes: tuple[StageShape, ...]
+    ranks: tuple[tuple[Node, ...], ...]
     predicted: float
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the only rank."""
+        (nodes,) = self.ranks
+        return nodes
+
+    @property
+    def shape(self) -> StageShape:
+        """The blocks of the only stage."""
+        (shape,) = self.shapes
+        return shape
 
     @property
     def fingerprint(self) -> str:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
-        return hashlib.sha256("\n".join(map(str, self.nodes)).encode()).hexdigest()
+        lines = (" ".join(map(str, nodes)) for nodes in self.ranks)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def without_reductions(self) -> Plan:
         """The same order with nothing to sum over ranks."""
-        shape = tuple(block._replace(reduced=False) for block in self.shape)
-        return replace(self, shape=shape, nodes=tuple(node for node in self.nodes if node.op is not Op.REDUCE))
+        shapes = tuple(tuple(block._replace(reduced=False) for block in shape) for shape in self.shapes)
+        ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)
+        return replace(self, shapes=shapes, ranks=ranks)
 
     @property
     def peak_activations(self) -> int:
-        """Most microbatches between the start of their forward and the end of their backward at any moment."""
-        return _peak(self.nodes, [node for node in self.nodes if node.kind is Kind.I])
+        """Most (stage, microbatch) of a rank between the start of their forward and the end of their backward."""
+        return max(map(self.live, range(len(self.ranks))))
 
     @property
     def peak_held(self) -> int:
         """The same, with those that wait for weight gradients alone."""
-        return _peak(self.nodes, [node for node in self.nodes if node.kind is not Kind.F and node.op is not Op.REDUCE])
+        return max(map(self.held, range(len(self.ranks))))
+
+    def live(self, rank: int) -> int:
+        """Most (stage, microbatch) of one rank between forward and the end of backward at any moment."""
+        return _peak(self.ranks[rank], lambda node: node.kind is Kind.I and node.op is not Op.SEND)
+
+    def held(self, rank: int) -> int:
+        """The same, with those that wait for weight gradients alone."""
+        return _peak(
+            self.ranks[rank], lambda node: node.kind is not Kind.F and node.op not in (Op.REDUCE, Op.SEND, Op.RECEIVE)
+        )
 
 
-def _peak(nodes: tuple[Node, ...], ending: list[Node]) -> int:
-    """Most microbatches that are open at once, each from its first node to the last of its ``ending`` nodes."""
-    left = Counter(node.microbatch for node in ending or nodes)
-    ends, live, peak = set(ending or nodes), set(), 0
-    for node in nodes:
-        if left[node.microbatch]:
-            live.add(node.microbatch)
+def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
+    """Most (stage, microbatch) that are open at once, from their first computation to their last ending node."""
+    computing = [node for node in nodes if node.op not in (Op.SEND, Op.RECEIVE, Op.REDUCE)]
+    left = Counter(map(_place, filter(ends, computing)))
+    forward_only = not left
+    left = left or Counter(map(_place, computing))
+    live: set[tuple[int, int, int]] = set()
+    peak = 0
+    for node in computing:
+        place = _place(node)
+        if left[place]:
+            live.add(place)
             peak = max(peak, len(live))
-            left[node.microbatch] -= node in ends
-            if not left[node.microbatch]:
-                live.discard(node.microbatch)
+        if forward_only or ends(node):
+            left[place] -= 1
+            if not left[place]:
+                live.discard(place)
     return peak
+
+
+def _place(node: Node) -> tuple[int, int, int]:
+    return node.pipe, node.stage, node.microbatch
 
 
 def parse_overlap(value: str | int) -> Overlap:
@@ -98,57 +121,3 @@ def parse_overlap(value: str | int) -> Overlap:
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise ValueError(f"overlap={value!r}; allowed: serial, pairs, or a number of open actions from 1")
-
-
-def compile(
-    program: Program, shape: StageShape, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False
-) -> Plan:
-    """The plan of a one-stage program.
-
-    A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
-    keeps the fastest: list scheduling is greedy, and a smaller k is now and then better. Each number is tried with
-    every one of ``PATIENCES`` and ``DEFERRED``.
-
-    >>> from overlap1f1b.plan import BlockShape
-    >>> from overlap1f1b.schedule import build_schedule
-    >>> program = build_schedule("combined_1f1b", microbatches=8)
-    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    >>> [compile(program, (BlockShape(seams=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
-    [1312.0, 880.0, 701.0]
-
-    Raises:
-        ValueError: An unknown overlap, a program of several stages or with split backwards, or a stage without blocks.
-    """
-    overlap = parse_overlap(overlap)
-    _check_one_stage(program, shape)
-    steps = program.ranks[0]
-    candidates: list[tuple[str, Iterable[Node]]] = []
-    if overlap != "pairs":
-        candidates.append(("serial", serial(program.actions(0), shape)))
-    if overlap != "serial":
-        candidates.append(("pairs", pairs(steps, shape)))
-    if isinstance(overlap, int):
-        for k, deferred, patience in product(range(1, overlap + 1), DEFERRED, PATIENCES):
-            policy = Policy(k, counts_block, deferred, patience)
-            scheduler = ListScheduler(program.actions(0), shape, costs, policy, program.peak_activations[0])
-            candidates.append((f"k={k}", scheduler.run()))
-    best: Plan | None = None
-    for order, candidate in candidates:
-        nodes = tuple(with_reductions(candidate, shape))
-        predicted = makespan(nodes, costs, counts_block=counts_block)
-        if best is None or predicted < best.predicted:
-            best = Plan(program, overlap, order, shape, nodes, predicted)
-    assert best is not None
-    return best
-
-
-def _check_one_stage(program: Program, shape: StageShape) -> None:
-    if len(program.ranks) != 1:
-        raise ValueError(f"program {program.name!r} has {len(program.ranks)} ranks; allowed in a plan: 1")
-    for action in program.actions(0):
-        if action.kind not in (Kind.F, Kind.B) or action.stage or action.pipe:
-            raise ValueError(
-                f"program {program.name!r} holds {action}; allowed in a plan: forwards and whole backwards of stage 0"
-            )
-    if not shape:
-        raise ValueError("a stage of 0 blocks; allowed: at least 1")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from overlap1f1b.plan.clock import Clock
+from overlap1f1b.plan.chains import Chains
+from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Lane, Node, Op, StageShape, backward_chain, forward_chain, weight_node
+from overlap1f1b.plan.node import Lane, Node, Op
 from overlap1f1b.schedule import Action, Kind
+
+_FOREVER = float("inf")
 
 
 class Policy(NamedTuple):
@@ -19,7 +22,8 @@ class Policy(NamedTuple):
     Args:
         open_actions: k, the number of consecutive actions that are open at once.
         counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
-        deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone.
+        deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone; none
+            where the program itself places weight gradients, since its activations contain those that wait.
         patience: Share of a weight gradient's time that a wait must last for the gradient to be issued in it; in a
             shorter wait the gradient would hold up the node that is waited for by more than it saves.
     """
@@ -37,10 +41,15 @@ class _Open:
     action: Action
     chain: tuple[Node, ...]
     issued: int = 0
+    begun: bool = False  # whether it has computed
 
     @property
     def next(self) -> Node:
         return self.chain[self.issued]
+
+    @property
+    def ended(self) -> bool:
+        return self.issued == len(self.chain)
 
 
 class ListScheduler:
@@ -49,50 +58,93 @@ class ListScheduler:
     Of the next nodes of the open actions the one that can start first is issued, of equals that of the older action.
     A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
     arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise
-    wait, and where a forward could not open without them: at most ``peak`` microbatches are between forward and
-    backward, at most ``policy.deferred`` more wait for weight gradients.
+    wait, and where a forward could not open without them, or the program has them: at most ``peak`` microbatches are
+    between forward and backward, at most ``policy.deferred`` more wait for weight gradients.
 
-    A node can always be issued: the oldest open action needs nothing of the others, or a weight gradient makes room
-    for it.
+    A node can always be issued, or comes from another rank: the oldest open action needs nothing of the younger ones,
+    which leave it its room, and a weight gradient makes room for it.
+
+    Args:
+        actions: Of this rank, in the program's order.
+        chains: What they are made of.
+        costs: Of the nodes.
+        policy: How to choose.
+        peak: Live activations that the program declares for this rank.
+        arrivals: When what other ranks have sent is here; shared by the schedulers of all ranks.
     """
 
-    def __init__(self, actions: Iterator[Action], shape: StageShape, costs: NodeCosts, policy: Policy, peak: int):
-        self.shape, self.policy, self.peak = shape, policy, peak
+    def __init__(
+        self,
+        actions: Iterable[Action],
+        chains: Chains,
+        costs: NodeCosts,
+        policy: Policy,
+        peak: int,
+        arrivals: dict[Key, float] | None = None,
+    ) -> None:
+        self.chains, self.policy, self.peak = chains, policy, peak
         self.waiting = deque(actions)
+        self.splits = any(action.kind is Kind.W for action in self.waiting)
         self.open: list[_Open] = []
-        self.weights: deque[Node] = deque()
-        self.clock = Clock(costs, counts_block=policy.counts_block)
+        self.weights: dict[Node, None] = {}  # in the order in which they became possible
+        self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, arrivals=arrivals)
         self.order: list[Node] = []
-        self.live: set[int] = set()  # microbatches from their first forward node to their last backward node
-        self.pending: Counter[int] = Counter()  # weight gradients to come, per microbatch
-        self.turn = {m: turn for turn, m in enumerate(a.microbatch for a in self.waiting if a.kind is Kind.B)}
-        self.passed: Counter[tuple[Op, Kind, int, int]] = Counter()  # microbatches that have passed a backward node
+        self.done: set[tuple[bool, int, int, int]] = set()  # actions whose nodes are all issued
+        self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
+        self.pending: Counter[tuple[int, int, int]] = Counter()  # weight gradients to come
+        self.turn = _turns(self.waiting)
+        self.passed: Counter[tuple[object, ...]] = Counter()  # microbatches that have passed a backward node
 
     def run(self) -> list[Node]:
-        """The nodes in issue order."""
-        while self.open or self.waiting or self.weights:
-            while self.waiting and len(self.open) < self.policy.open_actions:
-                self._open(self.waiting.popleft())
-            self._launch()
-            chosen = min(self._candidates(), key=lambda c: self.clock.start(c.next), default=None)
-            until = self.clock.start(chosen.next) if chosen else float("inf")
-            if until > self.clock.now and (self._fill(until) or self._await_counts(until)):
-                continue
-            assert chosen is not None, "a plan always has a node that can be issued"
-            self._advance(chosen)
+        """The nodes in issue order, for a rank that needs nothing of others."""
+        while not self.ended:
+            waits = self.step(_FOREVER)
+            assert waits is None, "a plan always has a node that can be issued"
         return self.order
 
-    def _open(self, action: Action) -> None:
-        chain = forward_chain if action.kind is Kind.F else backward_chain
-        self.open.append(_Open(action, tuple(chain(action, self.shape))))
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been issued."""
+        return not (self.open or self.waiting or self.weights)
+
+    def step(self, horizon: float) -> float | None:
+        """Issues the next compute node with the launches before it, if it starts by ``horizon``.
+
+        Beyond it another rank may still send something that can start earlier; then the result is the time to which the
+        rank would wait, infinite if nothing is here.
+        """
+        self._open_next()
+        self._launch()
+        if self.ended:
+            return None
+        chosen = min(self._candidates(), key=lambda entry: self.clock.start(entry.next), default=None)
+        until = self.clock.start(chosen.next) if chosen else _FOREVER
+        if until > self.clock.now and (self._fill(until) or self._await_counts(until)):
+            return None
+        if chosen is None or until > max(horizon, self.clock.now):
+            return until
+        self._advance(chosen)
+        self._launch()
+        return None
+
+    def _open_next(self) -> None:
+        while self.waiting and len(self.open) < self.policy.open_actions:
+            action = self.waiting.popleft()
+            chain = self.chains.of(action)
+            if action.kind is Kind.W:  # some may have been issued in waits
+                chain = tuple(node for node in chain if node not in self.clock.end)
+            if chain:
+                self.open.append(_Open(action, chain))
 
     def _issue(self, node: Node) -> None:
-        self.clock.play(node)
+        span = self.clock.play(node)
+        if node.kind is Kind.W:
+            self.clock.end[node] = span.end
         self.order.append(node)
 
     def _launch(self) -> None:
         for entry in list(self.open):
-            while entry.issued < len(entry.chain) and entry.next.lane is not Lane.COMPUTE:
+            while not entry.ended and entry.next.lane is not Lane.COMPUTE:
                 if self._awaits_counts(entry.next) and self.clock.needed(entry.next) > self.clock.now:
                     break
                 self._advance(entry)
@@ -101,56 +153,75 @@ class ListScheduler:
         return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F
 
     def _candidates(self) -> Iterator[_Open]:
-        unfinished = {e.action.microbatch for e in self.open if e.action.kind is Kind.F}
+        older_forwards = 0  # that have not begun, and need room before younger ones
         for entry in self.open:
             node = entry.next
-            if node.lane is not Lane.COMPUTE:
-                continue
-            if entry.action.kind is Kind.F:
-                if entry.issued or self._may_open():
-                    yield entry
-            elif (entry.issued or entry.action.microbatch not in unfinished) and self._in_turn(node):
+            forward = entry.action.kind is Kind.F
+            may = entry.begun or self._may_begin(entry, older_forwards)
+            if node.lane is Lane.COMPUTE and may and self._in_turn(node):
                 yield entry
+            older_forwards += forward and not entry.begun
 
-    def _may_open(self) -> bool:
+    def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
+        """Whether the actions of this rank that it needs have ended and, of a forward, whether there is room."""
+        needs = self.chains.local_needs(entry.action)
+        if not all((needed.kind is Kind.F, *needed[1:]) in self.done for needed in needs):
+            return False
+        if self.clock.needed(entry.next) == _FOREVER:
+            return False
+        if entry.action.kind is not Kind.F or not self.turn:
+            return True
         held = self.live | self.pending.keys()
-        return len(self.live) < self.peak and len(held) < self.peak + self.policy.deferred
+        limit = self.peak + (0 if self.splits else self.policy.deferred)
+        return len(self.live) + older_forwards < self.peak and len(held) + older_forwards < limit
 
     def _in_turn(self, node: Node) -> bool:
         """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
-        return self.passed[node_key(node)] == self.turn[node.microbatch]
+        return node.kind is Kind.F or self.passed[_place(node)] == self.turn[node.pipe, node.stage, node.microbatch]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
-        self._issue(node)
+        key = (node.pipe, node.stage, node.microbatch)
         entry.issued += 1
-        if node.kind is Kind.F and entry.issued == 1 and self.turn:
-            self.live.add(node.microbatch)
-        if node.kind is Kind.I:
+        entry.begun |= node.lane is Lane.COMPUTE
+        if node.kind is Kind.W:
+            self._issue_weight(node)
+        else:
+            self._issue(node)
+        if node.kind is Kind.F and node.lane is Lane.COMPUTE and self.turn:
+            self.live.add(key)
+        if node.kind is Kind.I and node.lane is not Lane.PEER:
             self._passed(node)
-        if entry.issued == len(entry.chain):
+        if entry.ended:
             self.open.remove(entry)
+            self.done.add((entry.action.kind is Kind.F, *entry.action[1:]))
             if node.kind is Kind.I:
-                self.live.discard(node.microbatch)
+                self.live.discard(key)
 
     def _passed(self, node: Node) -> None:
-        self.passed[node_key(node)] += 1
-        weight = weight_node(node, self.shape)
+        self.passed[_place(node)] += 1
+        weight = self.chains.weight(node)
         if weight is not None:
-            self.weights.append(weight)
-            self.pending[node.microbatch] += 1
+            self.weights[weight] = None
+            self.pending[node.pipe, node.stage, node.microbatch] += 1
 
     def _fill(self, until: float) -> bool:
         """Issues the oldest weight gradient, if there is one and the wait is long enough for it."""
-        if not self.weights:
+        node = next(iter(self.weights), None)
+        if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
-        wait, time = until - self.clock.now, self.clock.costs(self.weights[0])
-        if wait < self.policy.patience * time:
-            return False
-        node = self.weights.popleft()
-        self._issue(node)
-        self.pending -= Counter([node.microbatch])
+        self._issue_weight(node)
+        for entry in [entry for entry in self.open if node in entry.chain]:  # the program's own W of that microbatch
+            entry.chain = tuple(other for other in entry.chain if other != node)
+            if entry.ended:
+                self.open.remove(entry)
         return True
+
+    def _issue_weight(self, node: Node) -> None:
+        del self.weights[node]
+        self._issue(node)
+        self.passed[_place(node)] += 1
+        self.pending -= Counter([(node.pipe, node.stage, node.microbatch)])
 
     def _await_counts(self, until: float) -> bool:
         """Lets the issuing thread wait for counts, if they come before any compute node can start."""
@@ -162,6 +233,17 @@ class ListScheduler:
         return True
 
 
-def node_key(node: Node) -> tuple[Op, Kind, int, int]:
+def _turns(actions: Iterable[Action]) -> dict[tuple[int, int, int], int]:
+    """The place of each microbatch among the backwards of its (pipe, stage)."""
+    count: Counter[tuple[int, int]] = Counter()
+    turns = {}
+    for action in actions:
+        if action.kind in (Kind.B, Kind.I):
+            turns[action.pipe, action.stage, action.microbatch] = count[action.pipe, action.stage]
+            count[action.pipe, action.stage] += 1
+    return turns
+
+
+def _place(node: Node) -> tuple[object, ...]:
     """The node without its microbatch."""
-    return node.op, node.kind, node.block, node.seam
+    return node.op, node.kind, node.block, node.seam, node.stage, node.pipe

@@ -2,6 +2,7 @@
 
 from overlap1f1b.simulation.actions import ProgramTimeline, StepSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
 from overlap1f1b.simulation.outcome import Outcome, Played, copies_of
 from overlap1f1b.simulation.search import (
     ActionModel,
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "Outcome",
     "Played",
+    "PlanTimeline",
     "ProgramTimeline",
     "Ranking",
     "StepSpan",
@@ -31,6 +33,7 @@ __all__ = [
     "intersection",
     "length",
     "play_actions",
+    "play_nodes",
     "search",
     "simulate",
     "union",

@@ -4,44 +4,64 @@ from __future__ import annotations
 
 from typing import overload
 
-from overlap1f1b.plan import NodeCosts, Plan
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation.actions import ProgramTimeline, play_actions
 from overlap1f1b.simulation.costs import Costs
-from overlap1f1b.simulation.timeline import Timeline
-from overlap1f1b.simulation.timeline import simulate as simulate_plan
-
-
-@overload
-def simulate(what: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline: ...
+from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
 
 
 @overload
 def simulate(what: Program, costs: Costs) -> ProgramTimeline: ...
 
 
+@overload
 def simulate(
-    what: Plan | Program, costs: NodeCosts | Costs, *, counts_block: bool = False
-) -> Timeline | ProgramTimeline:
-    """The Timeline of a program's actions on its ranks, or of a plan's nodes on the lanes of one rank.
+    what: Program, costs: NodeCosts, *, overlap: Overlap = 3, layers: int = 1, counts_block: bool = False
+) -> PlanTimeline: ...
+
+
+@overload
+def simulate(what: Plan, costs: NodeCosts, *, counts_block: bool = False) -> PlanTimeline: ...
+
+
+def simulate(
+    what: Plan | Program,
+    costs: NodeCosts | Costs,
+    *,
+    overlap: Overlap = 3,
+    layers: int = 1,
+    counts_block: bool = False,
+) -> PlanTimeline | ProgramTimeline:
+    """The timeline of a program's actions, or of the nodes of a plan: one that is given, or the best for a program.
 
     >>> from overlap1f1b.schedule import build_schedule
-    >>> simulate(build_schedule("zb_h1", ranks=8, microbatches=32), Costs(forward=1, backward=2, weight=1)).makespan
+    >>> program = build_schedule("zb_h1", ranks=8, microbatches=32)
+    >>> simulate(program, Costs(forward=1, backward=2, weight=1)).makespan
     103.0
+    >>> simulate(program, NodeCosts.uniform(attention=3, experts=4, dispatch=2), overlap=3).makespan
+    1018.0
 
     Args:
         what: What is played; a program is checked first.
-        costs: Costs of actions for a program, of nodes for a plan.
+        costs: Costs of actions, or of nodes.
+        overlap: Of a program with costs of nodes: ``"serial"``, ``"pairs"`` or k.
+        layers: Of a program with costs of nodes: blocks of a stage, each with experts.
         counts_block: Whether the thread that issues a plan waits for counts itself.
 
     Raises:
-        ValueError: A program that breaks a rule, or costs of the other kind.
+        ValueError: A program that breaks a rule, costs of the wrong kind, or no layer.
     """
     if isinstance(what, Program) and isinstance(costs, Costs):
         what.check()
         return play_actions(what, costs)
+    if isinstance(what, Program) and isinstance(costs, NodeCosts):
+        if layers < 1:
+            raise ValueError(f"layers={layers}; allowed: 1 or more")
+        what = compile(what, (BlockShape(seams=1),) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
-        return simulate_plan(what, costs, counts_block=counts_block)
+        return play_nodes(what, costs, counts_block=counts_block)
     raise ValueError(
-        f"simulate({type(what).__name__}, {type(costs).__name__}); allowed: a Program with Costs, a Plan with NodeCosts"
+        f"simulate({type(what).__name__}, {type(costs).__name__}); "
+        "allowed: a Program with Costs or NodeCosts, a Plan with NodeCosts"
     )

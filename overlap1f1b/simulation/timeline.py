@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlap1f1b.plan import Lane, Op, Plan, Span, play
-from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan import Lane, Op, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation.trace import Event, write_trace
 
@@ -123,16 +122,8 @@ class Timeline:
             rank: The rank that the process is named after.
             unit_us: Microseconds that one unit of time is shown as; 1000 if times are milliseconds.
         """
-        events = [Event(f"rank {rank}", s.node.lane.value, str(s.node), s.start, s.end) for s in self.spans]
-        write_trace(events, path, unit_us=unit_us)
+        write_trace(self.events(rank), path, unit_us=unit_us)
 
-
-def simulate(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> Timeline:
-    """What the plan would cost: the Timeline of its nodes on three lanes.
-
-    Args:
-        plan: What is played.
-        costs: How long each node takes.
-        counts_block: Whether the issuing thread waits for counts itself, as :func:`overlap1f1b.plan.compile` has it.
-    """
-    return Timeline(tuple(play(plan.nodes, costs, counts_block=counts_block)))
+    def events(self, rank: int) -> list[Event]:
+        """The spans as they stand in a trace."""
+        return [Event(f"rank {rank}", s.node.lane.value, str(s.node), s.start, s.end) for s in self.spans]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import LANE_OF, BlockShape, Lane, NodeCosts, Op, StageShape
+from overlap1f1b.plan import LANE_OF, BlockShape, Chains, Lane, Node, NodeCosts, Op, Plan, StageShape
 from overlap1f1b.plan.costs import Cost, CostKey
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule.placement import SINGLE
 
 MOE = BlockShape(seams=1)
 DENSE = BlockShape(seams=0)
+
+
+def chains_of(shape: StageShape) -> Chains:
+    """On one rank."""
+    return Chains(SINGLE, shape)
+
+
+def with_nodes(plan: Plan, nodes: Iterable[Node]) -> Plan:
+    """A plan of one rank with other nodes."""
+    return replace(plan, ranks=(tuple(nodes),))
 
 
 def all_forwards_first(backwards: Sequence[int]) -> Program:

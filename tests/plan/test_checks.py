@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
 from overlap1f1b.schedule import Kind, combined_1f1b, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes
+from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, with_nodes
 from tests.plan.rules import broken_rules
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=1, aggregate=1, dense=3)
@@ -54,7 +54,7 @@ def mutants(draw: st.DrawFn) -> Plan:
         case _:
             limit = plan.program.peak_activations[0] - draw(st.integers(0, 2))
             plan = replace(plan, program=replace(plan.program, peak_activations=(limit,)))
-    return replace(plan, nodes=tuple(nodes))
+    return with_nodes(plan, nodes)
 
 
 @given(mutants())
@@ -75,7 +75,7 @@ def test_every_swap_of_neighbours(overlap: Overlap) -> None:
     refused = 0
     for i in range(1, len(plan.nodes)):
         nodes = (*plan.nodes[: i - 1], plan.nodes[i], plan.nodes[i - 1], *plan.nodes[i + 1 :])
-        swapped = replace(plan, nodes=nodes)
+        swapped = with_nodes(plan, nodes)
         if list(broken_rules(swapped)):
             refused += 1
             with pytest.raises(ValueError, match=r"stands before|microbatches alive"):
@@ -94,7 +94,7 @@ def moved(plan: Plan, text: str, before: str) -> Plan:
     nodes = list(plan.nodes)
     node = nodes.pop(position(plan, text))
     nodes.insert([str(node) for node in nodes].index(before), node)
-    return replace(plan, nodes=tuple(nodes))
+    return with_nodes(plan, nodes)
 
 
 PLAN = compile(sequential(2), (MOE._replace(reduced=True),), COSTS, "serial")
@@ -105,7 +105,7 @@ PLAN = compile(sequential(2), (MOE._replace(reduced=True),), COSTS, "serial")
     [
         (
             moved(PLAN, "dispatch.f[0] m0", before="counts.f[0] m0"),
-            r"plan of 'sequential', position 1: dispatch.f\[0\] m0 stands before counts.f\[0\] m0, which it needs",
+            r"plan of 'sequential', rank 0, position 1: dispatch.f\[0\] m0 stands before counts.f\[0\] m0",
         ),
         (
             moved(PLAN, "aggregate.b[0] m1", before="aggregate.f[0] m1"),
@@ -131,10 +131,10 @@ PLAN = compile(sequential(2), (MOE._replace(reduced=True),), COSTS, "serial")
             moved(PLAN, "attention.f[0] m1", before="attention.b[0] m0"),
             r"2 microbatches alive, the program declares 1$",
         ),
-        (replace(PLAN, nodes=PLAN.nodes[:-1]), r"reduce.w\[0\] m1 is missing"),
-        (replace(PLAN, nodes=(PLAN.nodes[0], *PLAN.nodes)), r"position 1: attention.f\[0\] m0 stands a second time"),
+        (with_nodes(PLAN, PLAN.nodes[:-1]), r"reduce.w\[0\] m1 is missing"),
+        (with_nodes(PLAN, (PLAN.nodes[0], *PLAN.nodes)), r"position 1: attention.f\[0\] m0 stands a second time"),
         (
-            replace(PLAN, nodes=(*PLAN.nodes, Node(Op.EXPERTS, Kind.F, 2, 0))),
+            with_nodes(PLAN, (*PLAN.nodes, Node(Op.EXPERTS, Kind.F, 2, 0))),
             r"position 27: experts.f\[0\] m2 belongs to no action",
         ),
     ],

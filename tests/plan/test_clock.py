@@ -7,7 +7,7 @@ import pytest
 from overlap1f1b.plan import Node, NodeCosts, Op, makespan, play
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, forward_only, sequential
-from tests.plan.cases import DENSE, MOE
+from tests.plan.cases import DENSE, MOE, chains_of
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
 
@@ -29,7 +29,7 @@ def spans(texts: str, costs: NodeCosts, *, counts_block: bool = False) -> list[t
 
 
 def test_serial_step_waits_for_everything() -> None:
-    played = play(tuple(serial(sequential(1).actions(0), (MOE,))), COSTS)
+    played = play(tuple(serial(sequential(1).actions(0), chains_of((MOE,)))), COSTS)
     assert [(span.node.name, span.start, span.end) for span in played] == [
         ("attention.f", 0, 3),
         ("counts.f", 3, 5),
@@ -132,7 +132,7 @@ def test_a_lane_never_overtakes_itself_on_an_idle_link() -> None:
 
 def test_a_reduction_is_launched_where_it_stands() -> None:
     shape = (DENSE._replace(reduced=True), DENSE)
-    nodes = tuple(with_reductions(serial(sequential(1).actions(0), shape), shape))
+    nodes = tuple(with_reductions(serial(sequential(1).actions(0), chains_of(shape)), chains_of(shape)))
     costs = NodeCosts.uniform(attention=0, experts=0, dispatch=0, dense=7, reduce=4)
     played = {span.node.name + str(span.node.block): (span.start, span.end) for span in play(nodes, costs)}
     assert played["dense.w0"] == (35, 42)
@@ -144,5 +144,5 @@ def test_a_reduction_is_launched_where_it_stands() -> None:
 def test_nothing_takes_no_time(counts_block: bool) -> None:
     assert play((), COSTS, counts_block=counts_block) == []
     assert makespan((), COSTS, counts_block=counts_block) == 0
-    nodes = tuple(serial(forward_only(2).actions(0), (MOE, DENSE)))
+    nodes = tuple(serial(forward_only(2).actions(0), chains_of((MOE, DENSE))))
     assert makespan(nodes, NodeCosts(), counts_block=counts_block) == 0

@@ -10,7 +10,7 @@ import pytest
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape, play
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Kind, combined_1f1b, sequential
-from tests.plan.cases import DENSE, MOE
+from tests.plan.cases import DENSE, MOE, chains_of
 from tests.plan.drawing import drawn, lines
 
 # Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.
@@ -96,7 +96,7 @@ def in_the_pair(node: Node) -> bool:
     ("shape", "picture"), [((MOE,), PAIR_OF_ONE_LAYER), ((MOE, MOE), PAIR_OF_TWO_LAYERS)], ids=["one", "two"]
 )
 def test_pair_is_megatrons_merged_step(shape: StageShape, picture: str) -> None:
-    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], shape)), COSTS)
+    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], chains_of(shape))), COSTS)
     assert drawn(span for span in spans if in_the_pair(span.node)) == lines(dedent(picture))
 
 
@@ -104,12 +104,12 @@ def test_pair_is_megatrons_merged_step(shape: StageShape, picture: str) -> None:
     ("shape", "picture"), [((MOE,), SERIAL_OF_ONE_LAYER), ((MOE, MOE), SERIAL_OF_TWO_LAYERS)], ids=["one", "two"]
 )
 def test_serial_waits_for_every_exchange(shape: StageShape, picture: str) -> None:
-    spans = play(tuple(serial(sequential(1).actions(0), shape)), COSTS)
+    spans = play(tuple(serial(sequential(1).actions(0), chains_of(shape))), COSTS)
     assert drawn(spans) == lines(dedent(picture))
 
 
 def test_pair_of_one_layer_names_every_node() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (MOE,)) if in_the_pair(node)]
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((MOE,))) if in_the_pair(node)]
     assert names(nodes) == [
         "aggregate.b0 m0",
         "combine.b0 m0",
@@ -130,14 +130,16 @@ def test_pair_of_one_layer_names_every_node() -> None:
 def test_outside_pairs_nothing_is_interleaved() -> None:
     program, shape = combined_1f1b(4, extra_warmup=1), (MOE, DENSE)
     alone = [action for action in program.actions(0) if str(action) in ("0F0", "0F1", "0B2", "0B3")]
-    nodes = [node for node in pairs(program.ranks[0], shape) if node in set(serial(alone, shape))]
-    assert nodes == list(serial(alone, shape))
-    assert list(pairs(sequential(3).ranks[0], shape)) == list(serial(sequential(3).actions(0), shape))
+    nodes = [node for node in pairs(program.ranks[0], chains_of(shape)) if node in set(serial(alone, chains_of(shape)))]
+    assert nodes == list(serial(alone, chains_of(shape)))
+    assert list(pairs(sequential(3).ranks[0], chains_of(shape))) == list(
+        serial(sequential(3).actions(0), chains_of(shape))
+    )
 
 
 def test_dense_blocks_go_with_the_layer_beside_them() -> None:
     shape = (DENSE, MOE, DENSE, MOE, DENSE)
-    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], shape)), COSTS)
+    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], chains_of(shape))), COSTS)
     assert drawn(span for span in spans if in_the_pair(span.node)) == lines(
         dedent("""
                        | dense.b4 m0
@@ -166,7 +168,7 @@ def test_dense_blocks_go_with_the_layer_beside_them() -> None:
 
 
 def test_layers_are_counted_by_seam() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (BlockShape(seams=2),)) if in_the_pair(node)]
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)]
     rows = [(node.name, node.seam) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
     assert rows == [
         ("combine.b", 1),
@@ -181,15 +183,17 @@ def test_layers_are_counted_by_seam() -> None:
 
 
 def test_a_stage_without_experts_pairs_backward_then_forward() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], (DENSE, DENSE)) if in_the_pair(node)]
+    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((DENSE, DENSE))) if in_the_pair(node)]
     assert names(nodes) == ["dense.b1 m0", "dense.w1 m0", "dense.b0 m0", "dense.w0 m0", "dense.f0 m1", "dense.f1 m1"]
 
 
 def test_reductions_follow_the_last_contribution() -> None:
     shape = (BlockShape(0, reduced=True), BlockShape(1), BlockShape(1, split=False, reduced=True))
-    nodes = list(with_reductions(serial(sequential(2).actions(0), shape), shape))
+    nodes = list(with_reductions(serial(sequential(2).actions(0), chains_of(shape)), chains_of(shape)))
     text = names(nodes)
     assert [name for name in text if name.startswith("reduce")] == ["reduce.w2 m1", "reduce.w0 m1"]
     assert text[text.index("reduce.w2 m1") - 1] == "attention.b2 m1"  # its weight gradients are not apart
     assert text[text.index("reduce.w0 m1") - 1] == "dense.w0 m1"
-    assert [node for node in nodes if node.op is not Op.REDUCE] == list(serial(sequential(2).actions(0), shape))
+    assert [node for node in nodes if node.op is not Op.REDUCE] == list(
+        serial(sequential(2).actions(0), chains_of(shape))
+    )

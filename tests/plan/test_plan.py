@@ -26,10 +26,10 @@ from overlap1f1b.plan import (
     makespan,
     parse_overlap,
 )
+from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
-from overlap1f1b.plan.plan import DEFERRED
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, table_bound, table_costs
+from tests.plan.cases import DENSE, MOE, chains_of, costs_of, programs, shapes, table_bound, table_costs, with_nodes
 from tests.plan.rules import broken_rules, expected_nodes, peak
 
 
@@ -63,10 +63,10 @@ def test_every_plan(data: st.DataObject) -> None:
 def test_fixed_orders_do_not_depend_on_costs(program: Program, shape: StageShape) -> None:
     for costs in (NodeCosts(), NodeCosts.uniform(attention=1, experts=9, dispatch=2)):
         plan = compile(program, shape, costs, "serial")
-        assert plan.nodes == tuple(with_reductions(serial(program.actions(0), shape), shape))
+        assert plan.nodes == tuple(with_reductions(serial(program.actions(0), chains_of(shape)), chains_of(shape)))
         assert plan.order == "serial"
         plan = compile(program, shape, costs, "pairs")
-        assert plan.nodes == tuple(with_reductions(pairs(program.ranks[0], shape), shape))
+        assert plan.nodes == tuple(with_reductions(pairs(program.ranks[0], chains_of(shape)), chains_of(shape)))
         assert plan.order == "pairs"
 
 
@@ -75,7 +75,7 @@ def test_fingerprint_is_that_of_the_order() -> None:
     plan = compile(combined_1f1b(4), shape, table_costs(1), 2)
     assert plan.fingerprint != compile(combined_1f1b(4), shape, table_costs(1), "serial").fingerprint
     swapped = (plan.nodes[1], plan.nodes[0], *plan.nodes[2:])
-    assert replace(plan, nodes=swapped).fingerprint != plan.fingerprint
+    assert with_nodes(plan, swapped).fingerprint != plan.fingerprint
     assert replace(plan, overlap=3, predicted=1.0).fingerprint == plan.fingerprint
 
 
@@ -109,7 +109,7 @@ def test_peaks() -> None:
     nodes = list(serial_plan.nodes)
     weight = next(node for node in nodes if node.kind is Kind.W and node.op is Op.EXPERTS)
     nodes.remove(weight)
-    late = replace(serial_plan, nodes=(*nodes, weight))  # microbatch 0 waits for it beside microbatches 1 and 2
+    late = with_nodes(serial_plan, (*nodes, weight))  # microbatch 0 waits for it beside microbatches 1 and 2
     assert (late.peak_activations, late.peak_held) == (1, 2)
 
 
@@ -155,10 +155,10 @@ STEPS = sequential(1).ranks[0]
 @pytest.mark.parametrize(
     ("program", "shape", "message"),
     [
-        (Program("mine", 1, (STEPS, STEPS), (1, 1)), (MOE,), "program 'mine' has 2 ranks; allowed in a plan: 1"),
-        (Program("mine", 1, ((STEPS[0], Action(Kind.I, 0, 0)),), (1,)), (MOE,), "program 'mine' holds 0I0"),
-        (Program("mine", 1, ((Action(Kind.F, 1, 0),),), (1,)), (MOE,), "program 'mine' holds 1F0"),
-        (Program("mine", 1, ((Action(Kind.F, 0, 0, pipe=1),),), (1,)), (MOE,), "program 'mine' holds 0'F0"),
+        (Program("mine", 1, (STEPS, STEPS), (1, 1)), (MOE,), "program 'mine' has 2 ranks and a placement over 1"),
+        (Program("mine", 1, ((STEPS[0], Action(Kind.I, 0, 0)),), (1,)), (MOE,), "0F0 lacks its weight gradient"),
+        (Program("mine", 1, ((Action(Kind.F, 1, 0),),), (1,)), (MOE,), "1F0 names stage 1 of pipe 0"),
+        (Program("mine", 1, ((Action(Kind.F, 0, 0, pipe=1),),), (1,)), (MOE,), "0'F0 names stage 0 of pipe 1"),
         (sequential(1), (), "a stage of 0 blocks"),
     ],
 )

@@ -12,14 +12,24 @@ from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Plan, check, compile, ma
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, combined_1f1b, sequential
-from tests.plan.cases import DENSE, MOE, all_forwards_first, costs_of, programs, shapes, table_bound, table_costs
+from tests.plan.cases import (
+    DENSE,
+    MOE,
+    all_forwards_first,
+    chains_of,
+    costs_of,
+    programs,
+    shapes,
+    table_bound,
+    table_costs,
+)
 from tests.plan.drawing import drawn, lines
 from tests.plan.rules import broken_rules
 
 
 def scheduled(program: Program, policy: Policy, costs: NodeCosts, layers: int = 4) -> tuple[Node, ...]:
     peak = program.peak_activations[0]
-    return tuple(ListScheduler(program.actions(0), (MOE,) * layers, costs, policy, peak).run())
+    return tuple(ListScheduler(program.actions(0), chains_of((MOE,) * layers), costs, policy, peak).run())
 
 
 # Step over bound by (warm-up, open actions): the design's figures, with B = 2F, W half of B, experts : attention 4 : 3
@@ -131,12 +141,12 @@ def test_patience() -> None:
 def test_weight_gradients_make_room_for_a_forward() -> None:
     """Without waits nothing else issues them; at most one microbatch more than is alive may be waiting for them."""
     nodes = scheduled(sequential(4), Policy(1), NodeCosts.uniform(attention=1, experts=1, dispatch=0), layers=2)
-    plan = Plan(sequential(4), 1, "k=1", (MOE, MOE), nodes, 0.0)
+    plan = Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (nodes,), 0.0)
     assert plan.peak_held == 2
     free = scheduled(sequential(4), Policy(1, deferred=9), NodeCosts(), layers=2)
-    assert Plan(sequential(4), 1, "k=1", (MOE, MOE), free, 0.0).peak_held == 4
+    assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (free,), 0.0).peak_held == 4
     none = scheduled(sequential(4), Policy(1, deferred=0), NodeCosts(), layers=2)
-    assert Plan(sequential(4), 1, "k=1", (MOE, MOE), none, 0.0).peak_held == 1
+    assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (none,), 0.0).peak_held == 1
 
 
 def test_a_blocking_dispatch_is_launched_when_its_counts_have_come() -> None:
@@ -187,7 +197,7 @@ def test_at_most_k_actions_are_open(data: st.DataObject) -> None:
     k, patience = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0.0, 0.4, 2.0]))
     policy = Policy(k, counts_block=data.draw(st.booleans()), patience=patience)
     scheduler = ListScheduler(
-        program.actions(0), shape, data.draw(costs_of(shape)), policy, program.peak_activations[0]
+        program.actions(0), chains_of(shape), data.draw(costs_of(shape)), policy, program.peak_activations[0]
     )
     nodes = [node for node in scheduler.run() if node.kind is not Kind.W]
     left = {key: sum((node.microbatch, node.kind) == key for node in nodes) for key in _actions(nodes)}
@@ -199,7 +209,7 @@ def test_at_most_k_actions_are_open(data: st.DataObject) -> None:
             assert sum(left[other] > 0 for other in begun) <= k
         left[key] -= 1
     if k == 1:
-        everything = serial(program.actions(0), shape)
+        everything = serial(program.actions(0), chains_of(shape))
         assert nodes == [node for node in everything if node.kind is not Kind.W]
 
 

@@ -105,7 +105,11 @@ def test_memory() -> None:
 
 def test_what_cannot_be_simulated() -> None:
     program = build_schedule("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(ValueError, match=r"simulate\(Program, NodeCosts\); allowed: a Program with Costs, a Plan with"):
-        simulate(program, o1.NodeCosts())  # type: ignore[call-overload]
+    with pytest.raises(
+        ValueError, match=r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Pl"
+    ):
+        simulate(program, 1.0)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="layers=0; allowed: 1 or more"):
+        simulate(program, o1.NodeCosts(), layers=0)
     with pytest.raises(ValueError, match="has 1 ranks and a placement over 2"):
         simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())

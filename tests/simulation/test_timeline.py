@@ -114,7 +114,7 @@ def test_simulated_timelines(data: st.DataObject) -> None:
     costs, block = data.draw(costs_of(shape)), data.draw(st.booleans())
     overlaps: list[Overlap] = ["serial", "pairs", 2]
     plan = compile(program, shape, costs, data.draw(st.sampled_from(overlaps)), counts_block=block)
-    line = simulate(plan, costs, counts_block=block)
+    line = simulate(plan, costs, counts_block=block).ranks[0]
     assert tuple(span.node for span in line.spans) == plan.nodes
     assert line.makespan == plan.predicted == makespan(plan.nodes, costs, counts_block=block)
     assert length(line.busy(Lane.COMPUTE)) == sum(costs(node) for node in plan.nodes if node.lane is Lane.COMPUTE)
@@ -125,11 +125,11 @@ def test_simulated_timelines(data: st.DataObject) -> None:
 
 def test_a_serial_step_hides_nothing_and_an_overlapped_one_nearly_all() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2)
-    serial = simulate(compile(sequential(4), (MOE, MOE), costs, "serial"), costs)
+    serial = simulate(compile(sequential(4), (MOE, MOE), costs, "serial"), costs).ranks[0]
     assert serial.exposed == serial.exchange == 4 * 2 * 4 * 2
     assert serial.hidden_fraction == 0
     assert serial.makespan == 4 * 2 * 21 + serial.exposed
-    overlapped = simulate(compile(combined_1f1b(4, 1), (MOE, MOE), costs, 3), costs)
+    overlapped = simulate(compile(combined_1f1b(4, 1), (MOE, MOE), costs, 3), costs).ranks[0]
     assert overlapped.hidden_fraction > 0.9
     assert overlapped.makespan < 1.03 * 4 * 2 * 21
 

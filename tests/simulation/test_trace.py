@@ -42,7 +42,7 @@ def test_trace_of_a_program(tmp_path: Path) -> None:
 
 def test_trace_of_a_plan(tmp_path: Path) -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    timeline = simulate(compile(combined_1f1b(4), (MOE,) * 2, costs, 3), costs)
+    timeline = simulate(compile(combined_1f1b(4), (MOE,) * 2, costs, 3), costs).ranks[0]
     timeline.to_chrome_trace(tmp_path / "trace.json", rank=5)
     spans, names = load(tmp_path / "trace.json")
     assert len(spans) == len(timeline.spans)

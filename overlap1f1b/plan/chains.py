@@ -1,0 +1,95 @@
+"""What the actions of a program are made of, on the ranks where its stages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import cast
+
+from overlap1f1b.plan.node import BlockShape, Node, Op, StageShape, backward_chain, forward_chain, weight_node
+from overlap1f1b.schedule import Action, Kind, Placement
+
+Shapes = StageShape | Sequence[StageShape]
+"""The blocks of every stage alike, or those of each."""
+
+
+class Chains:
+    """The nodes of every action, transfers between stages included.
+
+    >>> chains = Chains(Placement.loop(2), (BlockShape(seams=0),))
+    >>> [str(node) for node in chains.of(Action.parse("1F0"))]
+    ['receive.f[0] m0 s1', 'dense.f[0] m0 s1']
+    >>> [str(node) for node in chains.of(Action.parse("1I0"))]
+    ['dense.b[0] m0 s1', 'send.b[0] m0 s1']
+
+    Args:
+        placement: Which rank holds which stage.
+        shape: Blocks of every stage, or a sequence of those of each stage.
+
+    Raises:
+        ValueError: Shapes for another number of stages, or a stage without blocks.
+    """
+
+    def __init__(self, placement: Placement, shape: Shapes) -> None:
+        self.placement = placement
+        self.shapes = _each(shape, placement.stages)
+        # One compilation asks for the same chains for every candidate.
+        self.of, self.local_needs = cache(self._of), cache(self._local_needs)
+
+    def _of(self, action: Action) -> tuple[Node, ...]:
+        """The nodes of an action in order; weight gradients are apart, of a B too: see :meth:`weight`."""
+        shape = self.shapes[action.stage]
+        if action.kind is Kind.W:
+            inputs = backward_chain(action, shape)
+            return tuple(weight for node in inputs if (weight := weight_node(node, shape)) is not None)
+        forward = action.kind is Kind.F
+        chain = list(forward_chain(action, shape) if forward else backward_chain(action, shape))
+        before, after = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
+        if self._travels(action, before):
+            chain.insert(0, chain[0]._replace(op=Op.RECEIVE, seam=0))
+        if self._travels(action, after):
+            chain.append(chain[-1]._replace(op=Op.SEND, seam=0))
+        return tuple(chain)
+
+    def weight(self, node: Node) -> Node | None:
+        """The weight gradient that a node of a backward makes possible, if there is one."""
+        return weight_node(node, self.shapes[node.stage])
+
+    def _local_needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions of the same rank, and not of a neighbour's, that an action needs whole; a B counts as an I."""
+        if action.kind is Kind.W:
+            return (action._replace(kind=Kind.I),)
+        forward = action.kind is Kind.F
+        before = action.stage - 1 if forward else action.stage + 1
+        needs = [] if forward else [action._replace(kind=Kind.F)]
+        if 0 <= before < self.placement.stages and not self._travels(action, before):
+            needs.append(action._replace(kind=Kind.F if forward else Kind.I, stage=before))
+        return tuple(needs)
+
+    def peer(self, node: Node) -> int:
+        """The other rank of a send or receive."""
+        towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
+        return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
+
+    def receive(self, node: Node) -> Node:
+        """The node that receives what this one sends."""
+        forward = node.kind is Kind.F
+        stage = node.stage + (1 if forward else -1)
+        block = 0 if forward else len(self.shapes[stage]) - 1
+        return node._replace(op=Op.RECEIVE, stage=stage, block=block)
+
+    def _travels(self, action: Action, stage: int) -> bool:
+        pipe = self.placement.pipes[action.pipe]
+        return 0 <= stage < len(pipe) and pipe[stage] != pipe[action.stage]
+
+
+def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
+    if not shape or isinstance(shape[0], BlockShape):
+        shapes = (cast("StageShape", tuple(shape)),) * stages
+    else:
+        shapes = tuple(cast("Sequence[StageShape]", shape))
+    if len(shapes) != stages:
+        raise ValueError(f"shapes of {len(shapes)} stages for a program of {stages}; allowed: one, or one for each")
+    if not all(shapes):
+        raise ValueError("a stage of 0 blocks; allowed: at least 1")
+    return shapes

@@ -1,0 +1,107 @@
+"""From a program to the fastest plan that is known for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, product
+
+from overlap1f1b.plan.chains import Chains, Shapes
+from overlap1f1b.plan.clock import play_ranks
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.joint import schedule_ranks
+from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
+from overlap1f1b.plan.scheduler import Policy
+from overlap1f1b.schedule import Program
+
+LARGE = 20_000
+"""Nodes of a step beyond which a plan is compiled with fewer tries."""
+
+PATIENCES = (0.0, 0.2, 0.4, 0.6)
+"""Tried shares of a weight gradient's time that a wait must last for the gradient to be issued in it."""
+
+DEFERRED = (1, 2)
+"""Tried numbers of microbatches beyond the live ones that may wait for weight gradients alone."""
+
+
+def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
+    """The plan of a program: the order of every node on every rank.
+
+    A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
+    keeps the fastest: list scheduling is greedy, and a smaller k is now and then better. Each number is tried with
+    every one of ``PATIENCES`` and ``DEFERRED``; of large programs with the first of each.
+
+    >>> from overlap1f1b.plan import BlockShape
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> program = build_schedule("combined_1f1b", microbatches=8)
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+    >>> [compile(program, (BlockShape(seams=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
+    [1312.0, 880.0, 701.0]
+
+    Args:
+        program: Checked, on any number of ranks.
+        shape: Blocks of every stage, or a sequence of those of each.
+        costs: Of the nodes.
+        overlap: ``"serial"``, ``"pairs"`` or k.
+        counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
+
+    Raises:
+        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, or a stage
+            without blocks.
+    """
+    overlap = parse_overlap(overlap)
+    program.check()
+    chains = Chains(program.placement, shape)
+    best: Plan | None = None
+    for order, candidate in _candidates(program, chains, costs, overlap, counts_block):
+        ranks = _receiving_in_order(tuple(tuple(with_reductions(nodes, chains)) for nodes in candidate), chains)
+        spans = play_ranks(ranks, program.placement, costs, counts_block=counts_block)
+        predicted = max((span.end for rank in spans for span in rank), default=0.0)
+        if best is None or predicted < best.predicted:
+            best = Plan(program, overlap, order, chains.shapes, ranks, predicted)
+    assert best is not None
+    return best
+
+
+def _candidates(
+    program: Program, chains: Chains, costs: NodeCosts, overlap: Overlap, counts_block: bool
+) -> Iterator[tuple[str, list[list[Node]]]]:
+    ranks = range(len(program.ranks))
+    if overlap != "pairs":
+        yield "serial", [list(serial(program.actions(rank), chains)) for rank in ranks]
+    if overlap != "serial":
+        yield "pairs", [list(pairs(program.ranks[rank], chains)) for rank in ranks]
+    if isinstance(overlap, int):
+        nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
+        tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
+        for k, (deferred, patience) in product(range(1, overlap + 1), tries):
+            policy = Policy(k, counts_block, deferred, patience)
+            yield f"k={k}", schedule_ranks(program, chains, costs, policy)
+
+
+def _receiving_in_order(ranks: tuple[tuple[Node, ...], ...], chains: Chains) -> tuple[tuple[Node, ...], ...]:
+    """The same order, with receives moved ahead so that each rank receives in the order in which its peers send."""
+    sent: dict[tuple[int, int], list[Node]] = {}
+    for rank, nodes in enumerate(ranks):
+        for node in nodes:
+            if node.op is Op.SEND:
+                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
+    ordered = []
+    for rank, nodes in enumerate(ranks):
+        before: dict[int, list[Node]] = {}  # receives to place, by position
+        position = {node: index for index, node in enumerate(nodes) if node.op is Op.RECEIVE}
+        for (_, to), receives in sent.items():
+            at = len(nodes)
+            for node in reversed(receives if to == rank else ()):
+                at = min(at, position[node])
+                before.setdefault(at, []).append(node)
+        ordered.append(
+            tuple(
+                chain.from_iterable(
+                    (*reversed(before.get(index, [])), *([] if node.op is Op.RECEIVE else [node]))
+                    for index, node in enumerate(nodes)
+                )
+            )
+        )
+    return tuple(ordered)
