@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from overlap1f1b.plan import Overlap
+from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation.actions import ProgramTimeline
 from overlap1f1b.simulation.costs import Costs
+from overlap1f1b.simulation.nodes import PlanTimeline
 from overlap1f1b.simulation.outcome import Outcome, Played
 from overlap1f1b.simulation.simulate import simulate
 
 CHUNKS = (1, 2, 3, 4)
 EXTRA_WARMUP = (0, 1, 2)
-OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
+OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 2, 3)
 
 _CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
 _V = ("zb_v", "dualpipev")
@@ -75,6 +76,9 @@ class Model(Protocol):
     def play(self, program: Program, overlap: Overlap | None) -> Played:
         """Its timeline."""
 
+    def known_peak(self, program: Program) -> float:
+        """Peak activations that it will have at least, known without playing it."""
+
 
 @dataclass(frozen=True)
 class ActionModel:
@@ -92,6 +96,43 @@ class ActionModel:
         if overlap is not None:
             raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
         return simulate(program, self.costs)
+
+    def known_peak(self, program: Program) -> float:
+        """The peak that the program declares: it is played in its order."""
+        return max(program.peak_activations) * program.placement.share
+
+
+@dataclass(frozen=True)
+class NodeModel:
+    """Programs played by sub-op nodes on lanes for compute, exchange and peers.
+
+    Args:
+        costs: Of the nodes.
+        layers: Blocks of a rank, divided evenly over its chunks; of two pipes each has them.
+        default: Overlap of candidates that name none.
+        overlaps: Those that a search tries.
+    """
+
+    costs: NodeCosts
+    layers: int
+    default: Overlap = 3
+    overlaps: tuple[Overlap, ...] = OVERLAPS
+
+    def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
+        """Its timeline.
+
+        Raises:
+            ValueError: Layers that cannot be divided over the chunks.
+        """
+        chunks = program.placement.stages // program.placement.ranks
+        if self.layers < 1 or self.layers % chunks:
+            raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
+        overlap = self.default if overlap is None else overlap
+        return simulate(program, self.costs, overlap=overlap, layers=self.layers // chunks)
+
+    def known_peak(self, program: Program) -> float:
+        """Nothing is known: a plan may keep fewer activations alive than its program declares."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -149,7 +190,7 @@ def search(
         tried: The candidates.
         ranks: Pipeline ranks.
         microbatches: Microbatches of a step.
-        model: How programs are played: :class:`ActionModel` by costs of actions.
+        model: How programs are played: :class:`ActionModel` by costs of actions, :class:`NodeModel` by those of nodes.
         memory: Limit of activations alive at once on any rank, in those of a rank's whole share and one microbatch.
         progress: Told the number of candidates done, after each.
 
@@ -180,7 +221,7 @@ def search(
 
 def _outcome(candidate: Candidate, program: Program, model: Model, limit: float) -> Outcome | float:
     """The figures of a program, or its peak alone where that is over the limit before anything is played."""
-    peak = max(program.peak_activations) * program.placement.share
+    peak = model.known_peak(program)
     return peak if peak > limit else Outcome.of(program, model.play(program, candidate.overlap))
 
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
-from overlap1f1b.simulation import ActionModel, Candidate, Costs, candidates, search, simulate
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel, candidates, search, simulate
 
 
 def everything(ranks: int, microbatches: int, costs: Costs, memory: float) -> dict[tuple[str, int, int], float]:
@@ -88,3 +89,36 @@ def test_a_limit_must_be_above_zero(memory: float) -> None:
 def test_actions_know_no_overlap() -> None:
     with pytest.raises(ValueError, match=r"^overlap=3 with costs of actions; allowed: with costs of sub-ops$"):
         ActionModel().play(build_schedule("1f1b", microbatches=2), 3)
+
+
+NODES = NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1)
+
+
+def test_nodes_are_searched_over_overlaps() -> None:
+    model = NodeModel(NODES, layers=2)
+    tried = list(candidates(schedules=["1f1b", "combined_1f1b"], chunks=[1, 2, 3], overlaps=model.overlaps))
+    ranking = search(tried, ranks=2, microbatches=4, model=model)
+    best = min(
+        simulate(
+            build_schedule(c.schedule, ranks=2, microbatches=4, chunks=c.chunks, extra_warmup=c.extra_warmup),
+            NODES,
+            overlap=3,
+            layers=2 // c.chunks,
+        ).makespan
+        for c in tried
+        if c.chunks <= 2 and c.overlap == 3
+    )
+    assert ranking.found[0][1].makespan == pytest.approx(best)
+    assert {c.overlap for c, _ in ranking.found} == {"serial", "pairs", 2, 3}
+    assert {why for c, why in ranking.refused if c.chunks == 3} == {"layers=2 over 3 chunks; allowed: a multiple of 3"}
+    limit = ranking.found[0][1].peak_activations - 0.5
+    within = search(tried, ranks=2, microbatches=4, model=model, memory=limit)
+    assert [c for c, _ in within.found] == [c for c, o in ranking.found if o.peak_activations <= limit]
+
+
+def test_a_rank_keeps_its_layers_whatever_its_chunks() -> None:
+    model = NodeModel(NODES, layers=4)
+    for name, chunks in (("1f1b", 1), ("combined_1f1b", 2), ("zb_v", 1), ("dualpipe", 1)):
+        program = build_schedule(name, ranks=2, microbatches=4, chunks=chunks)
+        timeline = model.play(program, "serial")
+        assert [timeline.busy(rank) for rank in (0, 1)] == [4 * 4 * 21, 4 * 4 * 21], name

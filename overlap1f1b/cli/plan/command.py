@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from overlap1f1b.cli.output import console, write_json
-from overlap1f1b.cli.plan.content import content_of, found, row_of
+from overlap1f1b.cli.plan.content import Played, content_of, found, row_of
 from overlap1f1b.cli.plan.grid import Grid
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.picture import paint
@@ -20,7 +20,9 @@ from overlap1f1b.cli.plan.request import model_of, parse, read, requested, searc
 from overlap1f1b.cli.plan.rows import rows_of
 from overlap1f1b.cli.plan.tables import per_rank, per_schedule
 from overlap1f1b.schedule import Program
-from overlap1f1b.simulation import ActionModel, Candidate, ProgramTimeline, Ranking, search
+from overlap1f1b.simulation import ActionModel, Candidate, NodeModel, PlanTimeline, Ranking, search
+
+Model = ActionModel | NodeModel
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -60,7 +62,7 @@ def plan(options: PlanOptions) -> None:
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         program = candidate.build(ranks, microbatches)
-    timeline = model.play(program)
+    timeline = model.play(program, None if candidate is None else candidate.overlap)
     rows = [row_of(program, timeline, candidate)]
     for other in map(parse, options.compare):
         further = other.build(len(program.ranks), program.microbatches)
@@ -75,7 +77,7 @@ def plan(options: PlanOptions) -> None:
     write_json(options.output.json, content)
 
 
-def _search(options: PlanOptions, ranks: int, microbatches: int, model: ActionModel, screen: Console) -> Ranking:
+def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console) -> Ranking:
     tried = searched(options, model)
     columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Bar(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
@@ -115,10 +117,16 @@ def _show_search(result: dict[str, Any], top: int, screen: Console) -> None:
     screen.print()
 
 
-def _show(content: dict[str, Any], timeline: ProgramTimeline, output: OutputOptions, screen: Console) -> None:
-    width = screen.width if output.width is None else output.width
-    grid = Grid.of(rows_of(timeline), width=width)
+def _show(content: dict[str, Any], timeline: Played, output: OutputOptions, screen: Console) -> None:
     screen.print(Text(_title(content), style="bold"), soft_wrap=True)
+    if not output.tables:
+        _draw(timeline, screen, screen.width if output.width is None else output.width)
+    screen.print()
+    screen.print(per_rank(content["per_rank"]))
+
+
+def _draw(timeline: Played, screen: Console, width: int) -> None:
+    grid = Grid.of(rows_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
     for line in grid.lines:
         text = Text()
         for piece in line:
@@ -131,19 +139,19 @@ def _show(content: dict[str, Any], timeline: ProgramTimeline, output: OutputOpti
             highlight=False,
             soft_wrap=True,
         )
-    screen.print()
-    screen.print(per_rank(content["per_rank"]))
 
 
 def _title(content: dict[str, Any]) -> str:
+    overlap = f", overlap {content['overlap']}" if "overlap" in content else ""
+    hidden = f", {content['hidden_fraction']:.1%} of the exchange hidden" if "overlap" in content else ""
     chunks = "" if content["chunks"] == 1 else f", {content['chunks']} chunks"
     return (
-        f"{content['schedule']}: {content['ranks']} ranks{chunks}, {content['microbatches']} microbatches, "
-        f"makespan {content['makespan']:.6g}, bubble {content['bubble_share']:.1%}"
+        f"{content['schedule']}: {content['ranks']} ranks{chunks}, {content['microbatches']} microbatches{overlap}, "
+        f"makespan {content['makespan']:.6g}, bubble {content['bubble_share']:.1%}{hidden}"
     )
 
 
-def _write(program: Program, timeline: ProgramTimeline, output: OutputOptions, title: str) -> None:
+def _write(program: Program, timeline: Played, output: OutputOptions, title: str) -> None:
     writers: Sequence[tuple[str, Path | None, Callable[[Path], None]]] = (
         ("csv", output.csv, program.to_csv),
         ("trace", output.trace, timeline.to_chrome_trace),

@@ -6,10 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from overlap1f1b.schedule import Pair, Program
-from overlap1f1b.simulation import Candidate, Outcome, ProgramTimeline, Ranking
+from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, ProgramTimeline, Ranking
+
+Played = ProgramTimeline | PlanTimeline
 
 
-def content_of(program: Program, timeline: ProgramTimeline) -> dict[str, Any]:
+def content_of(program: Program, timeline: Played) -> dict[str, Any]:
     """The keys of one program; times have the unit of the costs."""
     return {
         "schedule": program.name,
@@ -17,19 +19,28 @@ def content_of(program: Program, timeline: ProgramTimeline) -> dict[str, Any]:
         "chunks": chunks_of(program),
         "microbatches": program.microbatches,
         **figures(Outcome.of(program, timeline)),
+        **_overlap(timeline),
         "per_rank": [_rank(program, timeline, rank) for rank in range(len(program.ranks))],
         "actions": [[str(step) for step in steps] for steps in program.ranks],
     }
 
 
-def row_of(program: Program, timeline: ProgramTimeline, candidate: Candidate | None = None) -> dict[str, Any]:
+def row_of(program: Program, timeline: Played, candidate: Candidate | None = None) -> dict[str, Any]:
     """One row of a comparison."""
     row = {"schedule": program.name, "chunks": chunks_of(program)}
     if candidate is not None:
         row = {"schedule": candidate.schedule, "chunks": chunks_of(program), "extra_warmup": candidate.extra_warmup}
         row["group_size"] = candidate.group_size
     pairs = sum(pairs_of(program, rank) for rank in range(len(program.ranks)))
-    return {**row, **figures(Outcome.of(program, timeline)), "pairs": pairs}
+    return {**row, **figures(Outcome.of(program, timeline)), "pairs": pairs, **_overlap(timeline)}
+
+
+def _overlap(timeline: Played) -> dict[str, Any]:
+    """What sub-ops add: the overlap, the fastest order within it, and how much of the exchange that hides."""
+    if isinstance(timeline, ProgramTimeline):
+        return {}
+    plan = timeline.plan
+    return {"overlap": str(plan.overlap), "order": plan.order, "hidden_fraction": timeline.hidden_fraction}
 
 
 def found(ranking: Ranking) -> dict[str, Any]:
@@ -61,15 +72,18 @@ def pairs_of(program: Program, rank: int) -> int:
     return sum(isinstance(step, Pair) for step in program.ranks[rank])
 
 
-def _rank(program: Program, timeline: ProgramTimeline, rank: int) -> dict[str, Any]:
+def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
     busy, bubble = timeline.busy(rank), timeline.bubble(rank)
-    costs = timeline.costs
-    memory = {"peak_memory": timeline.peak_memory(rank)} if (costs.activation, costs.held) != (1, 1) else {}
+    further: dict[str, float] = {}
+    if isinstance(timeline, PlanTimeline):
+        further["exposed"] = timeline.exposed(rank)
+    elif (timeline.costs.activation, timeline.costs.held) != (1, 1):
+        further["peak_memory"] = timeline.peak_memory(rank)
     return {
         "busy": busy,
         "bubble": bubble,
         "bubble_share": bubble / (busy + bubble) if busy + bubble else 0.0,
         "peak_activations": timeline.peak_activations(rank),
-        **memory,
+        **further,
         "pairs": pairs_of(program, rank),
     }

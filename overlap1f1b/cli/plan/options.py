@@ -56,6 +56,8 @@ class SubOpCosts:
 class OutputOptions:
     """Where the plan goes."""
 
+    tables: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the tables alone, without the drawing."""
     png: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
     svg: Annotated[Path | None, _by_default("FILE", "none")] = None
@@ -144,6 +146,8 @@ def check_plan(options: PlanOptions) -> None:
         raise ValueError(f"--top {options.top}; allowed: 1 or more")
     if options.output.width is not None and options.output.width < 20:
         raise ValueError(f"--width {options.output.width}; allowed: 20 or more")
+    if options.sub_op_costs.layers is not None and options.sub_op_costs.layers < 1:
+        raise ValueError(f"--layers {options.sub_op_costs.layers}; allowed: 1 or more")
     _check_folders(options.output)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.plan import parse_overlap
+from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, Program
-from overlap1f1b.simulation import ActionModel, Candidate, Costs
-from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, candidates
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
+from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
 _NUMBERS = ("chunks", "extra_warmup", "group_size", "overlap")
 
@@ -23,7 +23,7 @@ def requested(options: PlanOptions) -> Candidate:
     )
 
 
-def searched(options: PlanOptions, model: ActionModel) -> list[Candidate]:
+def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
     """The candidates of ``--search``: what is given is not varied."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
@@ -34,14 +34,33 @@ def searched(options: PlanOptions, model: ActionModel) -> list[Candidate]:
     return list(candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps))
 
 
-def model_of(options: PlanOptions) -> ActionModel:
-    """How programs are played."""
+def model_of(options: PlanOptions) -> ActionModel | NodeModel:
+    """How programs are played: by sub-ops where layers are given, else by actions."""
+    if options.sub_op_costs.layers is not None:
+        return _node_model(options)
     given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
     if options.send is not None:
         given["send"] = options.send
     if "weight" not in given and "backward" in given:
         given["weight"] = given["backward"] / 2
     return ActionModel(Costs(**given))
+
+
+def _node_model(options: PlanOptions) -> NodeModel:
+    given = options.sub_op_costs
+    assert given.layers is not None
+    costs = NodeCosts.uniform(
+        attention=3.0 if given.attention is None else given.attention,
+        experts=4.0 if given.experts is None else given.experts,
+        dispatch=5.0 if given.dispatch is None else given.dispatch,
+        combine=given.combine,
+        counts=given.counts or 0.0,
+        send=options.send or 0.0,
+    )
+    if given.overlap is None:
+        return NodeModel(costs, given.layers, overlaps=OVERLAPS)
+    overlap = parse_overlap(given.overlap)
+    return NodeModel(costs, given.layers, default=overlap, overlaps=(overlap,))
 
 
 def read(options: PlanOptions) -> Program:

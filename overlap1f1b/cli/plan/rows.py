@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from overlap1f1b.cli.plan.grid import Cell, Row
-from overlap1f1b.schedule import Pair, Program, Step, actions_of
-from overlap1f1b.simulation import ProgramTimeline
+from overlap1f1b.plan import Lane, Node, Op, Span
+from overlap1f1b.schedule import Kind, Pair, Program, Step, actions_of
+from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
+
+_LANES = {Lane.COMPUTE: "compute", Lane.EXCHANGE: "exchange", Lane.CONTROL: "counts", Lane.PEER: "peers"}
+_STYLES = {Lane.EXCHANGE: "exchange", Lane.CONTROL: "exchange", Lane.PEER: "peer"}
 
 
-def rows_of(timeline: ProgramTimeline) -> list[Row]:
-    """One row a rank, one cell a step.
+def rows_of(timeline: ProgramTimeline | PlanTimeline) -> list[Row]:
+    """One row a rank, one cell a step; of sub-op nodes one row for each lane of a rank, one cell a node.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> from overlap1f1b.simulation import Costs, simulate
@@ -16,6 +20,8 @@ def rows_of(timeline: ProgramTimeline) -> list[Row]:
     >>> [cell.text for cell in rows[1].cells]
     ['F0', 'B0']
     """
+    if isinstance(timeline, PlanTimeline):
+        return [row for rank in range(len(timeline.ranks)) for row in _lanes(timeline, rank)]
     chunked = _chunked(timeline.program)
     return [
         Row(
@@ -24,6 +30,30 @@ def rows_of(timeline: ProgramTimeline) -> list[Row]:
         )
         for rank, spans in enumerate(timeline.ranks)
     ]
+
+
+def _lanes(timeline: PlanTimeline, rank: int) -> list[Row]:
+    rows = []
+    for lane, name in _LANES.items():
+        spans = sorted((s for s in timeline.ranks[rank].spans if s.node.lane is lane and s.end > s.start), key=_start)
+        cells = [Cell(text_of_node(s.node), s.start, s.end, _STYLES.get(lane, s.node.kind.value)) for s in spans]
+        if cells or lane in (Lane.COMPUTE, Lane.EXCHANGE):
+            rows.append(Row(f"rank {rank} {name}", cells))
+    return rows
+
+
+def _start(span: Span) -> float:
+    return span.start
+
+
+def text_of_node(node: Node) -> str:
+    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient.
+
+    A attention, D dispatch, E experts, C combine, N counts, S send.
+    """
+    letter = "N" if node.op is Op.COUNTS else node.op.value[0].upper()
+    text = letter if node.kind is Kind.F else letter.lower()
+    return f"{text}{'w' if node.kind is Kind.W else ''}{node.microbatch}"
 
 
 def text_of(step: Step, chunked: bool) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from overlap1f1b.cli.plan.picture import COLOURS, LABELS
+from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from tests.cli.plan.run import ROOT, content, plan, refused
@@ -170,6 +171,51 @@ def test_peak_memory_where_activations_have_a_size(capsys: Capture) -> None:
     assert [row["peak_memory"] for row in rows] == [10, 7.5, 5, 2.5]
 
 
+SUB_OPS = ("--ranks", 2, "--microbatches", 4, "--layers", 2, "--dispatch", 6, "--send", 1)
+
+
+@pytest.mark.parametrize("overlap", ["serial", "pairs", "2"])
+def test_sub_ops(capsys: Capture, overlap: str, tmp_path: Path) -> None:
+    files = ("--trace", tmp_path / "trace", "--csv", tmp_path / "csv")
+    result = content(capsys, *SUB_OPS, "--overlap", overlap, *files)
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=6, send=1)
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=4)
+    timeline = simulate(program, costs, overlap=parse_overlap(overlap), layers=2)
+    assert result["makespan"] == timeline.makespan
+    assert result["overlap"] == overlap
+    assert result["hidden_fraction"] == timeline.hidden_fraction
+    assert (result["hidden_fraction"] == 0) == (overlap == "serial")
+    for rank, row in enumerate(result["per_rank"]):
+        assert row["busy"] == timeline.busy(rank) == 4 * 2 * 21
+        assert row["bubble"] == timeline.makespan - row["busy"]
+        assert row["exposed"] == timeline.exposed(rank)
+    names = {event["name"] for event in json.loads((tmp_path / "trace").read_text())["traceEvents"]}
+    assert "experts.w[1] m3" in names
+    assert content(capsys, "--from-csv", tmp_path / "csv", *SUB_OPS[4:], "--overlap", overlap) == result
+
+
+def test_sub_ops_are_drawn_on_lanes(capsys: Capture) -> None:
+    drawn = plan(capsys, *SUB_OPS, "--overlap", "serial", "--width", 150).out.splitlines()
+    assert drawn[0].startswith("combined_1f1b: 2 ranks, 4 microbatches, overlap serial, makespan ")
+    lanes = [f"rank {rank} {lane}" for rank in (0, 1) for lane in ("compute", "exchange", "peers")]
+    assert [" ".join(line.split()[:3]) for line in drawn[1:7]] == lanes
+    assert drawn[1].split()[3:6] == ["A0-", "E0--", "A0-"]
+    assert drawn[2].split()[3:6] == ["D0----", "C0----", "D0----"]
+    tables = plan(capsys, *SUB_OPS, "--overlap", "serial", "--tables").out
+    assert "exchange " not in tables.split("\n", 1)[1]
+
+
+def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
+    result = content(capsys, *SUB_OPS, "--compare", "1f1b:overlap=serial", "combined_1f1b:chunks=2,overlap=pairs")
+    assert [row["overlap"] for row in result["compare"]] == ["3", "serial", "pairs"]
+    assert result["compare"][0]["makespan"] < result["compare"][1]["makespan"]
+    found = content(capsys, *SUB_OPS, "--search", "--schedule", "combined_1f1b", "--chunks", 1)
+    rows = found["search"]["rows"]
+    assert {row["overlap"] for row in rows} == {"serial", "pairs", 2, 3}
+    assert found["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows)
+    assert found["overlap"] == str(rows[0]["overlap"])
+
+
 def test_torch_is_not_loaded() -> None:
     code = (
         "import sys; from overlap1f1b.cli.main import main; status = main(['plan', '--search', '--width', '40']); "
@@ -218,6 +264,10 @@ def test_every_kind_has_a_colour_and_a_name() -> None:
         (("--memory", 4), "--memory 4.0 alone; allowed: with --search"),
         (("--attention", 4), "--attention 4.0 alone; allowed: with --layers"),
         (("--layers", 4, "--forward", 1), "--forward 1.0 with --layers 4; allowed: one of them"),
+        (("--layers", 0), "--layers 0; allowed: 1 or more"),
+        (("--layers", 3, "--chunks", 2), "layers=3 over 2 chunks; allowed: a multiple of 2"),
+        (("--layers", 2, "--overlap", "most"), "overlap='most'; allowed: serial, pairs, or a number"),
+        (("--layers", 2, "--dispatch", -1), "cost of dispatch.F is -1.0; allowed: a finite number ≥ 0"),
         (("--from-csv", "x.csv", "--ranks", 2), "--ranks 2 with --from-csv x.csv, which says it"),
         (("--from-csv", "x.csv", "--search"), "--from-csv with --search"),
         (("--from-csv", "missing.csv"), "--from-csv missing.csv: No such file or directory"),

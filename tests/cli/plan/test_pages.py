@@ -9,11 +9,15 @@ import pytest
 from overlap1f1b.schedule import SCHEDULES
 from tests.cli.plan.pages import PAGES, ROOT, commands, printed
 
-PICTURES = [(page, command, text) for page in PAGES for command, text in commands(page)]
+PICTURES = [
+    pytest.param(command, text, id=f"{page}: {command}", marks=[pytest.mark.slow] if "--layers" in command else [])
+    for page in PAGES
+    for command, text in commands(page)
+]
 
 
-@pytest.mark.parametrize(("page", "command", "text"), PICTURES, ids=[f"{p}: {c}" for p, c, _ in PICTURES])
-def test_pictures_are_what_their_commands_print(page: str, command: str, text: str) -> None:
+@pytest.mark.parametrize(("command", "text"), PICTURES)
+def test_pictures_are_what_their_commands_print(command: str, text: str) -> None:
     assert printed(command) == text
 
 
