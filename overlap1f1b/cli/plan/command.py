@@ -142,13 +142,19 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
 
 
 def _title(content: dict[str, Any]) -> str:
-    overlap = f", overlap {content['overlap']}" if "overlap" in content else ""
-    hidden = f", {content['hidden_fraction']:.1%} of the exchange hidden" if "overlap" in content else ""
-    chunks = "" if content["chunks"] == 1 else f", {content['chunks']} chunks"
-    return (
-        f"{content['schedule']}: {content['ranks']} ranks{chunks}, {content['microbatches']} microbatches{overlap}, "
-        f"makespan {content['makespan']:.6g}, bubble {content['bubble_share']:.1%}{hidden}"
-    )
+    sizes = [_counted(content["ranks"], "rank"), _counted(content["microbatches"], "microbatch")]
+    if content["chunks"] > 1:
+        sizes.insert(1, f"{content['chunks']} chunks")
+    if "overlap" in content:
+        sizes.append(f"overlap {content['overlap']}")
+    sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
+    if "overlap" in content:
+        sizes.append(f"{content['hidden_fraction']:.1%} of the exchange hidden")
+    return f"{content['schedule']}: {', '.join(sizes)}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _write(program: Program, timeline: Played, output: OutputOptions, title: str) -> None:
