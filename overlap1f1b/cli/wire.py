@@ -41,6 +41,9 @@ SETTINGS = (
     "tcp_slow_start_after_idle=0",
     # A short queue before the wire, as a network card's driver keeps: counts would wait for megabytes of rows.
     f"tcp_limit_output_bytes={4 * PACKET}",
+    # Room for whole messages: they travel while no thread of the sender or receiver has a processor.
+    "tcp_wmem=4096 8388608 8388608",
+    "tcp_rmem=4096 8388608 33554432",
 )
 MIN_RATE = 1e4  # well below it, at 1 kbit/s, the time of a burst overflows tc's 32 bits
 COMMAND_S = 20.0

@@ -6,93 +6,181 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from overlap1f1b.plan import Node, Op, Plan
-from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule import Action, Kind
 
 FORWARD = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
 BACKWARD = (Op.AGGREGATE, Op.COMBINE, Op.EXPERTS, Op.DISPATCH)
+Positions = dict[Node, int]
 
 
-def expected_nodes(plan: Plan) -> Counter[Node]:
-    """Every node of the step."""
-    nodes: list[Node] = []
-    actions = list(plan.program.actions(0))
-    backwards = [action.microbatch for action in actions if action.kind is not Kind.F]
-    for block, (seams, split, reduced) in enumerate(plan.shape):
+def rank_of(plan: Plan, pipe: int, stage: int) -> int | None:
+    stages = plan.program.placement.pipes[pipe]
+    return stages[stage] if 0 <= stage < len(stages) else None
+
+
+def comes_from(plan: Plan, action: Action) -> int:
+    """The stage before an action's, in its direction."""
+    return action.stage - 1 if action.kind is Kind.F else action.stage + 1
+
+
+def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
+    """The nodes of an action, in no order."""
+    blocks = plan.shapes[action.stage]
+    m, at = action.microbatch, {"stage": action.stage, "pipe": action.pipe}
+    for block, (seams, split, _) in enumerate(blocks):
         own = Op.ATTENTION if seams else Op.DENSE
-        for action in actions:
-            m = action.microbatch
-            if action.kind is Kind.F:
-                nodes.append(Node(own, Kind.F, m, block))
-                nodes += [Node(op, Kind.F, m, block, seam) for seam in range(seams) for op in FORWARD]
-            else:
-                nodes.append(Node(own, Kind.I, m, block))
-                nodes += [Node(op, Kind.I, m, block, seam) for seam in range(seams) for op in BACKWARD]
-                nodes += [Node(Op.EXPERTS, Kind.W, m, block, seam) for seam in range(seams)]
-                nodes += [Node(own, Kind.W, m, block)] if split else []
-        if reduced and backwards:
-            nodes.append(Node(Op.REDUCE, Kind.W, backwards[-1], block))
-    return Counter(nodes)
+        if action.kind is Kind.F:
+            yield Node(own, Kind.F, m, block, **at)
+            yield from (Node(op, Kind.F, m, block, seam, **at) for seam in range(seams) for op in FORWARD)
+        if action.kind in (Kind.B, Kind.I):
+            yield Node(own, Kind.I, m, block, **at)
+            yield from (Node(op, Kind.I, m, block, seam, **at) for seam in range(seams) for op in BACKWARD)
+        if action.kind in (Kind.B, Kind.W):
+            yield from (Node(Op.EXPERTS, Kind.W, m, block, seam, **at) for seam in range(seams))
+            yield from [Node(own, Kind.W, m, block, **at)] if split else []
+    if action.kind is Kind.W:
+        return
+    forward, last = action.kind is Kind.F, len(blocks) - 1
+    kind = Kind.F if forward else Kind.I
+    before = comes_from(plan, action)
+    after = 2 * action.stage - before
+    if rank_of(plan, action.pipe, before) not in (None, rank):
+        yield Node(Op.RECEIVE, kind, m, 0 if forward else last, **at)
+    if rank_of(plan, action.pipe, after) not in (None, rank):
+        yield Node(Op.SEND, kind, m, last if forward else 0, **at)
+
+
+def expected_nodes(plan: Plan, rank: int) -> Counter[Node]:
+    """Every node of a rank's step."""
+    actions = list(plan.program.actions(rank))
+    nodes = [node for action in actions for node in nodes_of(plan, rank, action)]
+    last = {
+        (node.pipe, node.stage, node.block): node.microbatch
+        for node in nodes
+        if node.op in (Op.ATTENTION, Op.DENSE)
+        and node.kind is not Kind.F
+        and plan.shapes[node.stage][node.block].reduced
+    }
+    reductions = [Node(Op.REDUCE, Kind.W, m, block, 0, stage, pipe) for (pipe, stage, block), m in last.items()]
+    return Counter(nodes + reductions)
 
 
 def broken_rules(plan: Plan) -> Iterator[str]:
     """What is wrong with a plan; nothing if it may be played."""
-    if Counter(plan.nodes) != expected_nodes(plan):
+    if any(Counter(nodes) != expected_nodes(plan, rank) for rank, nodes in enumerate(plan.ranks)):
         yield "the nodes are not those of the step"
         return
-    at = {node: position for position, node in enumerate(plan.nodes)}
-    yield from _broken_chains(plan, at)
-    yield from _broken_sums(plan, at)
-    yield from _broken_memory(plan, at)
+    for rank, nodes in enumerate(plan.ranks):
+        at = {node: position for position, node in enumerate(nodes)}
+        yield from _broken_chains(plan, rank, at)
+        yield from _broken_sums(plan, rank, at)
+        limit = plan.program.peak_activations[rank]
+        if not plan.program.forward_only and peak(plan, at, Kind.I) > limit:
+            yield "too many alive"
+    yield from _broken_lanes(plan)
+    if not finishes(plan):
+        yield "ranks wait for each other"
 
 
-def _broken_chains(plan: Plan, at: dict[Node, int]) -> Iterator[str]:
-    chains: dict[tuple[int, Kind], list[tuple[tuple[float, ...], Node]]] = defaultdict(list)
+def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
+    chains: dict[tuple[int, int, int, Kind], list[tuple[tuple[float, ...], Node]]] = defaultdict(list)
     for node, position in at.items():
         own = node.op in (Op.ATTENTION, Op.DENSE)
-        if node.kind is Kind.F:
-            place = (node.block, -1, 0) if own else (node.block, node.seam, FORWARD.index(node.op))
-        elif node.kind is Kind.I:
-            place = (-node.block, 1, 0) if own else (-node.block, -node.seam, BACKWARD.index(node.op))
-        else:
+        place: tuple[float, ...]
+        if node.kind is Kind.W:
             if node.op is not Op.REDUCE and position < at[node._replace(kind=Kind.I)]:
                 yield f"{node} before its input gradient"
             continue
-        chains[node.microbatch, node.kind].append((place, node))
+        if node.op in (Op.RECEIVE, Op.SEND):
+            place = (float("-inf" if node.op is Op.RECEIVE else "inf"), 0, 0)
+        elif node.kind is Kind.F:
+            place = (node.block, -1, 0) if own else (node.block, node.seam, FORWARD.index(node.op))
+        else:
+            place = (-node.block, 1, 0) if own else (-node.block, -node.seam, BACKWARD.index(node.op))
+        chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
         positions = [at[node] for _, node in sorted(chain)]
         if positions != sorted(positions):
             yield "a chain is out of order"
-    for (microbatch, kind), chain in chains.items():
-        if kind is Kind.I and min(at[n] for _, n in chain) < max(at[n] for _, n in chains[microbatch, Kind.F]):
-            yield f"the backward of {microbatch} begins before its forward ends"
+    for (pipe, stage, microbatch, kind), chain in chains.items():
+        needs = [] if kind is Kind.F else [(pipe, stage, microbatch, Kind.F)]
+        before = stage - 1 if kind is Kind.F else stage + 1
+        if rank_of(plan, pipe, before) == rank:
+            needs.append((pipe, before, microbatch, kind))
+        first = min(at[node] for _, node in chain if node.op is not Op.RECEIVE)
+        for needed in needs:
+            if needed in chains and first < max(at[node] for _, node in chains[needed] if node.op is not Op.SEND):
+                yield f"{kind} of {microbatch} begins before {needed} ends"
 
 
-def _broken_sums(plan: Plan, at: dict[Node, int]) -> Iterator[str]:
-    order = [action.microbatch for action in plan.program.actions(0) if action.kind is not Kind.F]
+def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
+    order: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for action in plan.program.actions(rank):
+        if action.kind in (Kind.B, Kind.I):
+            order[action.pipe, action.stage].append(action.microbatch)
     contributions: dict[Node, list[int]] = defaultdict(list)
-    reductions: dict[int, int] = {}
+    reductions: dict[tuple[int, int, int], int] = {}
     for node, position in at.items():
         if node.op is Op.REDUCE:
-            reductions[node.block] = position
-        elif node.kind is not Kind.F:
+            reductions[node.pipe, node.stage, node.block] = position
+        elif node.kind is not Kind.F and node.op not in (Op.SEND, Op.RECEIVE):
             contributions[node._replace(microbatch=0)].append(position)
     for key, positions in contributions.items():
-        in_turn = [at[key._replace(microbatch=m)] for m in order]
+        in_turn = [at[key._replace(microbatch=m)] for m in order[key.pipe, key.stage]]
         if in_turn != sorted(in_turn):
             yield f"{key} out of the program's order"
-        if key.op in (Op.ATTENTION, Op.DENSE) and reductions.get(key.block, len(at)) < max(positions):
-            yield f"block {key.block} is reduced too early"
+        place = key.pipe, key.stage, key.block
+        if key.op in (Op.ATTENTION, Op.DENSE) and reductions.get(place, len(at)) < max(positions):
+            yield f"block {place} is reduced too early"
 
 
-def _broken_memory(plan: Plan, at: dict[Node, int]) -> Iterator[str]:
-    if not plan.program.forward_only and peak(plan, at, Kind.I) > plan.program.peak_activations[0]:
-        yield "too many alive"
+def _broken_lanes(plan: Plan) -> Iterator[str]:
+    """Of every two ranks what one sends and what the other receives, by what is passed on."""
+    sent: dict[tuple[int, int | None], list[tuple[object, ...]]] = defaultdict(list)
+    received: dict[tuple[int | None, int], list[tuple[object, ...]]] = defaultdict(list)
+    for rank, nodes in enumerate(plan.ranks):
+        for node in nodes:
+            step = 1 if node.kind is Kind.F else -1
+            if node.op is Op.SEND:
+                to = rank_of(plan, node.pipe, node.stage + step)
+                sent[rank, to].append((node.pipe, node.kind, node.stage + step, node.microbatch))
+            if node.op is Op.RECEIVE:
+                source = rank_of(plan, node.pipe, node.stage - step)
+                received[source, rank].append((node.pipe, node.kind, node.stage, node.microbatch))
+    if sent != received:
+        yield "a rank receives in another order than its peer sends"
 
 
-def peak(plan: Plan, at: dict[Node, int], *ending: Kind) -> int:
-    """Most microbatches at once between their first node and their last of these kinds."""
-    spans = []
-    for m in range(plan.program.microbatches):
-        mine = [node for node in at if node.microbatch == m and node.op is not Op.REDUCE]
-        spans.append((min(at[node] for node in mine), max(at[node] for node in mine if node.kind in ending)))
+def finishes(plan: Plan) -> bool:
+    """Whether the ranks come to their ends, each stopping where what it computes with has not been sent."""
+    at, here = [0] * len(plan.ranks), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, nodes in enumerate(plan.ranks):
+            while at[rank] < len(nodes):
+                node = nodes[at[rank]]
+                place = (node.pipe, node.stage, node.microbatch, node.kind)
+                step = 1 if node.kind is Kind.F else -1
+                awaited = Node(Op.RECEIVE, node.kind, node.microbatch, 0, 0, node.stage, node.pipe)
+                receives = any(n._replace(block=0) == awaited for n in nodes[: at[rank]])
+                if receives and node.op not in (Op.RECEIVE, Op.SEND) and place not in here:
+                    break
+                if node.op is Op.SEND:
+                    here.add((node.pipe, node.stage + step, node.microbatch, node.kind))
+                at[rank] += 1
+                moved = True
+    return all(position == len(nodes) for position, nodes in zip(at, plan.ranks, strict=True))
+
+
+def peak(plan: Plan, at: Positions, *ending: Kind) -> int:
+    """Most (stage, microbatch) at once between their first computation and their last of these kinds."""
+    mine: dict[tuple[int, int, int], list[Node]] = defaultdict(list)
+    for node in at:
+        if node.op not in (Op.REDUCE, Op.SEND, Op.RECEIVE):
+            mine[node.pipe, node.stage, node.microbatch].append(node)
+    spans = [
+        (min(at[node] for node in nodes), max(at[node] for node in nodes if node.kind in ending))
+        for nodes in mine.values()
+    ]
     return max(sum(first <= position <= last for first, last in spans) for position in range(len(at)))

@@ -44,7 +44,7 @@ def test_every_plan(data: st.DataObject) -> None:
         plan = compiled[overlap] = compile(program, shape, costs, overlap, counts_block=counts_block)
         check(plan)
         assert not list(broken_rules(plan))
-        assert Counter(plan.nodes) == expected_nodes(plan)
+        assert Counter(plan.nodes) == expected_nodes(plan, 0)
         assert (plan.program, plan.overlap, plan.shape) == (program, overlap, shape)
         assert plan.predicted == makespan(plan.nodes, costs, counts_block=counts_block)
         if not program.forward_only:

@@ -1,0 +1,150 @@
+"""Plans over several ranks: for every schedule, at any exchange : compute."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile, play_ranks
+from overlap1f1b.schedule import SCHEDULES, Kind, Program, build_schedule
+from tests.plan.cases import DENSE, MOE
+from tests.plan.rules import broken_rules
+
+CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
+
+
+def every_program(ranks: int, microbatches: int) -> list[Program]:
+    """One of each schedule, of those with chunks also one with two."""
+    programs = [build_schedule(name, ranks=ranks, microbatches=microbatches) for name in SCHEDULES]
+    return programs + [build_schedule(n, ranks=ranks, microbatches=microbatches, chunks=2) for n in CHUNKED]
+
+
+def costs_at(ratio: float) -> NodeCosts:
+    return NodeCosts.uniform(attention=3, experts=4, dispatch=ratio * 21 / 4, counts=0.25, aggregate=0.25, send=1)
+
+
+@pytest.mark.parametrize("program", every_program(4, 8), ids=lambda p: f"{p.name}, {p.placement.stages} stages")
+@pytest.mark.parametrize("ratio", [0.25, 1, 4])
+def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
+    costs, shape = costs_at(ratio), (MOE, DENSE, BlockShape(2, reduced=True))
+    overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
+    plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
+    for plan in plans.values():
+        check(plan)
+        assert not list(broken_rules(plan))
+        assert all(plan.live(rank) <= declared for rank, declared in enumerate(program.peak_activations))
+        spans = play_ranks(plan.ranks, program.placement, costs)
+        assert plan.predicted == max(span.end for rank in spans for span in rank)
+    predicted = {overlap: plan.predicted for overlap, plan in plans.items()}
+    assert predicted[3] <= predicted[2] <= predicted[1] <= min(predicted["serial"], predicted["pairs"])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 7), (6, 13)])
+def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
+    microbatches += microbatches % 2 if name == "dualpipe" else 0
+    program = build_schedule(name, ranks=ranks, microbatches=microbatches)
+    for overlap in ("pairs", 2, 4):
+        plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
+        check(plan)
+        assert not list(broken_rules(plan))
+
+
+def test_stages_of_different_blocks() -> None:
+    program = build_schedule("1f1b", ranks=2, microbatches=3)
+    plan = compile(program, ((DENSE, MOE), (MOE, MOE, DENSE)), costs_at(1), 3)
+    check(plan)
+    assert not list(broken_rules(plan))
+    with pytest.raises(ValueError, match="shapes of 3 stages for a program of 2; allowed: one, or one for each"):
+        compile(program, ((MOE,), (MOE,), (MOE,)), costs_at(1), 3)
+
+
+def test_transfers_between_two_ranks_follow_each_other() -> None:
+    """At two ranks the activations and the gradients of chunks share the two directed lanes."""
+    program = build_schedule("interleaved_1f1b", ranks=2, microbatches=4, chunks=3)
+    plan = compile(program, (MOE,), costs_at(0.5), 3)
+    spans = play_ranks(plan.ranks, program.placement, costs_at(0.5))
+    for rank in spans:
+        sends = [(span.start, span.end) for span in rank if span.node.op is Op.SEND]
+        assert sends
+        assert all(end <= start for (_, end), (start, _) in pairwise(sends))
+
+
+def test_a_stage_on_the_same_rank_is_reached_without_a_transfer() -> None:
+    program = build_schedule("zb_v", ranks=2, microbatches=4)
+    plan = compile(program, (MOE,), costs_at(1), 2)
+    assert not [n for n in plan.ranks[1] if n.op in (Op.SEND, Op.RECEIVE) and (n.stage, n.kind) == (2, Kind.F)][1:]
+    assert sum(node.op is Op.SEND for node in plan.ranks[1]) == 2 * 4  # one activation, one gradient a microbatch
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    plan = compile(build_schedule("1f1b", ranks=2, microbatches=2), (MOE,), costs_at(1), "serial")
+    first, second = plan.ranks
+    back = next(node for node in first if node.op is Op.ATTENTION and node.kind is Kind.I)
+    assert back.microbatch == 0
+    stuck = (*(n for n in first if n.kind is not Kind.F), *(n for n in first if n.kind is Kind.F))
+    with pytest.raises(ValueError, match="plan of '1f1b', rank 0, position"):
+        check(replace(plan, ranks=(stuck, second)))
+    late = replace(plan, ranks=(_all_received_first(first), second))
+    check(late)
+
+
+def _all_received_first(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    receives = [node for node in nodes if node.op is Op.RECEIVE]
+    return (*receives, *(node for node in nodes if node.op is not Op.RECEIVE))
+
+
+MUTANTS = [
+    compile(build_schedule(name, ranks=2, microbatches=m, **options), shape, costs_at(1), overlap)  # type: ignore[arg-type]
+    for name, m, options, shape, overlap in [
+        ("1f1b", 3, {}, (MOE,), 2),
+        ("combined_1f1b", 3, {}, (MOE,), 3),
+        ("zb_h1", 3, {}, (MOE._replace(reduced=True),), 3),
+        ("zb_v", 3, {}, (DENSE,), 2),
+        ("dualpipe", 4, {}, (DENSE._replace(split=False),), 2),
+        ("interleaved_1f1b", 2, {"chunks": 2}, (DENSE._replace(reduced=True),), 3),
+    ]
+]
+
+
+@pytest.mark.parametrize("plan", MUTANTS, ids=lambda plan: plan.program.name)
+def test_mutants_are_accepted_exactly_if_no_rule_is_broken(plan: Plan) -> None:
+    rng = random.Random(plan.program.name)
+    verdicts = {True: 0, False: 0}
+    for _ in range(1700):
+        mutant = mutated(plan, rng)
+        accepted = not list(broken_rules(mutant))
+        with nullcontext() if accepted else pytest.raises(ValueError, match="plan of "):
+            check(mutant)
+        verdicts[accepted] += 1
+    assert min(verdicts.values()) > 50
+
+
+def mutated(plan: Plan, rng: random.Random) -> Plan:
+    """One node dropped, doubled, moved to another place or rank, or two swapped; transfers as often as others."""
+    ranks = [list(nodes) for nodes in plan.ranks]
+    rank = rng.randrange(len(ranks))
+    nodes = ranks[rank]
+    transfers = [index for index, node in enumerate(nodes) if node.op in (Op.SEND, Op.RECEIVE)]
+    index = rng.choice(transfers) if transfers and rng.random() < 0.4 else rng.randrange(len(nodes))
+    match rng.randrange(7):
+        case 0:
+            del nodes[index]
+        case 1:
+            nodes.insert(rng.randrange(len(nodes) + 1), nodes[index])
+        case 2:
+            other = rng.choice([r for r in range(len(ranks)) if r != rank])
+            ranks[other].insert(rng.randrange(len(ranks[other]) + 1), nodes.pop(index))
+        case 3 if len(transfers) > 1:
+            a, b = rng.sample(transfers, 2)
+            nodes[a], nodes[b] = nodes[b], nodes[a]
+        case 4:
+            nodes.insert(max(0, index + rng.randint(-3, 3)), nodes.pop(index))
+        case _:
+            other = min(len(nodes) - 1, index + 1)
+            nodes[index], nodes[other] = nodes[other], nodes[index]
+    return replace(plan, ranks=tuple(map(tuple, ranks)))
