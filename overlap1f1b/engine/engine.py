@@ -89,6 +89,11 @@ class Engine:
         pace: Pace | None = None,
     ) -> None:
         program.check()
+        if program.placement.stages > 1 or len(program.placement.pipes) > 1:
+            raise ValueError(
+                f"program {program.name!r} has {program.placement.stages} stages on {program.placement.ranks} ranks; "
+                "allowed in an engine: one stage on one pipeline rank"
+            )
         self.overlap = planning.parse_overlap(overlap)
         self.program, self.loss_fn = program, loss_fn
         self.group = _ep_group(mesh)

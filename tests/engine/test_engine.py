@@ -38,7 +38,7 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
 def test_one_rank_equals_plain_autograd_bit_for_bit(microbatches: int, seams: int) -> None:
     data = models.batch(microbatches)
     losses, expected = models.plain_gradients(models.build(seams=seams), *data, microbatches)
-    for program in programs(microbatches):
+    for program in (*programs(microbatches), build_schedule("zb_h1", microbatches=microbatches)):
         for overlap in OVERLAPS:
             model = models.build(seams=seams)
             engine, result = step(model, program, overlap, data)
@@ -266,6 +266,8 @@ def test_bad_input_is_named() -> None:
         step(model, program, "all", data)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"loss_fn returns shape \(4,\)"):
         Engine(model, programs(1)[0], loss_fn=lambda o, t: o.flatten()[:4]).step(data[0], target=data[1])
+    with pytest.raises(ValueError, match="program '1f1b' has 2 stages on 2 ranks; allowed in an engine: one stage"):
+        Engine(models.build(), build_schedule("1f1b", ranks=2, microbatches=4), loss_fn=models.loss_fn)
     with pytest.raises(ValueError, match="a stage without blocks"):
         Engine([], program, loss_fn=models.loss_fn)
     frozen = models.build().requires_grad_(False)
