@@ -89,7 +89,7 @@ class ListScheduler:
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
         self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, arrivals=arrivals)
         self.order: list[Node] = []
-        self.done: set[tuple[bool, int, int, int]] = set()  # actions whose nodes are all issued
+        self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: Counter[tuple[int, int, int]] = Counter()  # weight gradients to come
         self.turn = _turns(self.waiting)
@@ -165,7 +165,7 @@ class ListScheduler:
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
         """Whether the actions of this rank that it needs have ended and, of a forward, whether there is room."""
         needs = self.chains.local_needs(entry.action)
-        if not all((needed.kind is Kind.F, *needed[1:]) in self.done for needed in needs):
+        if any(_direction(needed) in self.unfinished for needed in needs):
             return False
         if self.clock.needed(entry.next) == _FOREVER:
             return False
@@ -194,7 +194,7 @@ class ListScheduler:
             self._passed(node)
         if entry.ended:
             self.open.remove(entry)
-            self.done.add((entry.action.kind is Kind.F, *entry.action[1:]))
+            self.unfinished.discard(_direction(entry.action))
             if node.kind is Kind.I:
                 self.live.discard(key)
 
@@ -231,6 +231,11 @@ class ListScheduler:
             return False
         self._advance(entry)
         return True
+
+
+def _direction(action: Action) -> tuple[bool, int, int, int]:
+    """Forward or not, stage, microbatch and pipe: a B and an I are one."""
+    return (action.kind is Kind.F, *action[1:])
 
 
 def _turns(actions: Iterable[Action]) -> dict[tuple[int, int, int], int]:
