@@ -154,6 +154,7 @@ def _broken_lanes(plan: Plan) -> Iterator[str]:
 def finishes(plan: Plan) -> bool:
     """Whether the ranks come to their ends, each stopping where what it computes with has not been sent."""
     at, here = [0] * len(plan.ranks), set()
+    receives: set[tuple[int, int, int, int, Kind]] = set()  # announced, by rank
     moved = True
     while moved:
         moved = False
@@ -161,13 +162,12 @@ def finishes(plan: Plan) -> bool:
             while at[rank] < len(nodes):
                 node = nodes[at[rank]]
                 place = (node.pipe, node.stage, node.microbatch, node.kind)
-                step = 1 if node.kind is Kind.F else -1
-                awaited = Node(Op.RECEIVE, node.kind, node.microbatch, 0, 0, node.stage, node.pipe)
-                receives = any(n._replace(block=0) == awaited for n in nodes[: at[rank]])
-                if receives and node.op not in (Op.RECEIVE, Op.SEND) and place not in here:
+                if node.op is Op.RECEIVE:
+                    receives.add((rank, *place))
+                elif node.op is Op.SEND:
+                    here.add((node.pipe, node.stage + (1 if node.kind is Kind.F else -1), *place[2:]))
+                elif (rank, *place) in receives and place not in here:
                     break
-                if node.op is Op.SEND:
-                    here.add((node.pipe, node.stage + step, node.microbatch, node.kind))
                 at[rank] += 1
                 moved = True
     return all(position == len(nodes) for position, nodes in zip(at, plan.ranks, strict=True))
@@ -183,4 +183,5 @@ def peak(plan: Plan, at: Positions, *ending: Kind) -> int:
         (min(at[node] for node in nodes), max(at[node] for node in nodes if node.kind in ending))
         for nodes in mine.values()
     ]
-    return max(sum(first <= position <= last for first, last in spans) for position in range(len(at)))
+    # It is reached where one of them begins.
+    return max(sum(first <= begun <= last for first, last in spans) for begun, _ in spans)
