@@ -167,6 +167,8 @@ class BlockRun:
             expected[kind] = exchange.expect_rows(like, route.send, back.tag)
             return
         neighbour = self.stage.seam_beside(node.block, node.seam, 1 if kind is Kind.F else -1)
+        if neighbour is not None and not self.stage.alike:
+            return
         if kind is Kind.F and neighbour is not None:
             following = node._replace(op=Op.COUNTS, block=neighbour[0], seam=neighbour[1])
             expected[kind] = exchange.expect_counts(route.counts, following.tag)

@@ -94,6 +94,10 @@ class Engine:
                 f"program {program.name!r} has {program.placement.stages} stages on {program.placement.ranks} ranks; "
                 "allowed in an engine: one stage on one pipeline rank"
             )
+        if program.forward_only:
+            raise ValueError(
+                f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
+            )
         self.overlap = planning.parse_overlap(overlap)
         self.program, self.loss_fn = program, loss_fn
         self.group = _ep_group(mesh)
@@ -109,6 +113,11 @@ class Engine:
             self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE, Kind.W])
         self.costs = costs
         if plan is not None:
+            if plan.program != program or plan.shapes != (self.stage.shape,):
+                raise ValueError(
+                    f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                    f"allowed: one of {program.name!r} with {program.microbatches} for {self.stage.shape}"
+                )
             planning.check(plan)
             agree(plan, self.group)
         self._plan = plan

@@ -36,7 +36,11 @@ class Stage:
         self, blocks: nn.Module | Sequence[nn.Module], exchange: Exchange | None = None, *, reduced: bool = False
     ) -> None:
         self.exchange = exchange or LocalExchange()
-        children = list(blocks.named_children()) if isinstance(blocks, nn.Module) else list(_numbered(blocks))
+        if isinstance(blocks, nn.Module) and type(blocks).forward is not nn.Sequential.forward:
+            raise ValueError(f"a model of type {type(blocks).__name__}; allowed: an nn.Sequential or a list of blocks")
+        # Not named_children(), which leaves out a module's second place.
+        places = blocks._modules.items() if isinstance(blocks, nn.Module) else _numbered(blocks)
+        children = [(name, block) for name, block in places if block is not None]
         if not children:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
         self.names, self.blocks = [name for name, _ in children], [block for _, block in children]
@@ -56,6 +60,9 @@ class Stage:
             )
             for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
         )
+        every = [m for block in self.blocks for m in block.modules() if isinstance(m, GroupedExperts)]
+        self.alike = len({(m.experts, m.gate_up.shape[2], m.gate_up.dtype) for m in every}) <= 1
+        """Whether one call of experts tells the sizes of the next."""
         self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
         self._queue = WeightQueue()
 
