@@ -24,9 +24,7 @@ def check(plan: Plan) -> None:
     chains = Chains(plan.program.placement, plan.shapes)
     for rank, nodes in enumerate(plan.ranks):
         _check_rank(plan, rank, nodes, chains)
-        limit = plan.program.peak_activations[rank]
-        if plan.live(rank) > limit and not plan.program.forward_only:
-            raise ValueError(f"{_name(plan, rank)}: {plan.live(rank)} microbatches alive, the program declares {limit}")
+        _check_memory(plan, rank)
     _check_lanes(plan, chains)
     try:
         play_ranks(plan.ranks, plan.program.placement, NodeCosts())
@@ -36,6 +34,14 @@ def check(plan: Plan) -> None:
 
 def _name(plan: Plan, rank: int) -> str:
     return f"plan of {plan.program.name!r}, rank {rank}"
+
+
+def _check_memory(plan: Plan, rank: int) -> None:
+    """Activations live to the end of a B, but to the weight gradient where the program splits the backward."""
+    splits = any(action.kind is Kind.W for action in plan.program.actions(rank))
+    alive, limit = plan.held(rank) if splits else plan.live(rank), plan.program.peak_activations[rank]
+    if alive > limit and not plan.program.forward_only:
+        raise ValueError(f"{_name(plan, rank)}: {alive} microbatches alive, the program declares {limit}")
 
 
 def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) -> None:

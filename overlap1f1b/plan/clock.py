@@ -50,7 +50,7 @@ class Clock:
         """Time at which the issuing thread takes its next node."""
         self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
         self.sent: dict[int, float] = {}  # end of the last send to each rank
-        self.awaited: set[Key] = set()  # chains whose input has been announced and not taken yet
+        self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
         self.end: dict[Node, float] = {}
 
@@ -89,9 +89,10 @@ class Clock:
             if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
                 self.now = start
             start, end = self._travel(node, start)
-        if node.kind is not Kind.W and node.op is not Op.SEND:
-            self.ready[key] = end
+        if node.op is not Op.SEND:
             self.end[node] = end
+            if node.kind is not Kind.W:
+                self.ready[key] = end
         return Span(node, start, end)
 
     def _send(self, node: Node, launched: float) -> tuple[float, float]:

@@ -75,7 +75,8 @@ def _candidates(
     if isinstance(overlap, int):
         nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
         tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
-        for k, (deferred, patience) in product(range(1, overlap + 1), tries):
+        most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more cannot be open
+        for k, (deferred, patience) in product(range(1, most + 1), tries):
             policy = Policy(k, counts_block, deferred, patience)
             yield f"k={k}", schedule_ranks(program, chains, costs, policy)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Key
@@ -27,7 +27,6 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
         return [schedulers[0].run()]
     wakes = [0.0] * len(schedulers)  # when each rank looks again for something to do
     heap = [(0.0, rank) for rank in range(len(schedulers))]
-    heapify(heap)
     while heap:
         wake, rank = heappop(heap)
         scheduler = schedulers[rank]
@@ -41,7 +40,9 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
         for node in scheduler.order[before:]:
             if node.op is Op.SEND:
                 peer = chains.peer(node)
-                arrival = max(scheduler.clock.sent[peer], schedulers[peer].clock.now)
+                received = chains.receive(node)
+                key = (received.pipe, received.stage, received.microbatch, received.kind)
+                arrival = max(arrivals[key], schedulers[peer].clock.now)
                 if arrival < wakes[peer]:
                     wakes[peer] = arrival
                     heappush(heap, (arrival, peer))

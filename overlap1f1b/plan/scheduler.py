@@ -92,7 +92,8 @@ class ListScheduler:
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: Counter[tuple[int, int, int]] = Counter()  # weight gradients to come
-        self.turn = _turns(self.waiting)
+        self.turn = _turns(self.waiting, (Kind.B, Kind.I))
+        self.weight_turn = _turns(self.waiting, (Kind.B, Kind.W))
         self.passed: Counter[tuple[object, ...]] = Counter()  # microbatches that have passed a backward node
 
     def run(self) -> list[Node]:
@@ -137,9 +138,7 @@ class ListScheduler:
                 self.open.append(_Open(action, chain))
 
     def _issue(self, node: Node) -> None:
-        span = self.clock.play(node)
-        if node.kind is Kind.W:
-            self.clock.end[node] = span.end
+        self.clock.play(node)
         self.order.append(node)
 
     def _launch(self) -> None:
@@ -177,7 +176,8 @@ class ListScheduler:
 
     def _in_turn(self, node: Node) -> bool:
         """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
-        return node.kind is Kind.F or self.passed[_place(node)] == self.turn[node.pipe, node.stage, node.microbatch]
+        turn = self.weight_turn if node.kind is Kind.W else self.turn
+        return node.kind is Kind.F or self.passed[_place(node)] == turn[node.pipe, node.stage, node.microbatch]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
@@ -206,8 +206,8 @@ class ListScheduler:
             self.pending[node.pipe, node.stage, node.microbatch] += 1
 
     def _fill(self, until: float) -> bool:
-        """Issues the oldest weight gradient, if there is one and the wait is long enough for it."""
-        node = next(iter(self.weights), None)
+        """Issues the oldest weight gradient in turn, if there is one and the wait is long enough for it."""
+        node = next(filter(self._in_turn, self.weights), None)
         if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
         self._issue_weight(node)
@@ -238,12 +238,12 @@ def _direction(action: Action) -> tuple[bool, int, int, int]:
     return (action.kind is Kind.F, *action[1:])
 
 
-def _turns(actions: Iterable[Action]) -> dict[tuple[int, int, int], int]:
-    """The place of each microbatch among the backwards of its (pipe, stage)."""
+def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int, int, int], int]:
+    """The place of each microbatch among the actions of these kinds of its (pipe, stage)."""
     count: Counter[tuple[int, int]] = Counter()
     turns = {}
     for action in actions:
-        if action.kind in (Kind.B, Kind.I):
+        if action.kind in kinds:
             turns[action.pipe, action.stage, action.microbatch] = count[action.pipe, action.stage]
             count[action.pipe, action.stage] += 1
     return turns

@@ -75,7 +75,9 @@ def broken_rules(plan: Plan) -> Iterator[str]:
         yield from _broken_chains(plan, rank, at)
         yield from _broken_sums(plan, rank, at)
         limit = plan.program.peak_activations[rank]
-        if not plan.program.forward_only and peak(plan, at, Kind.I) > limit:
+        splits = any(action.kind is Kind.W for action in plan.program.actions(rank))
+        ending = (Kind.I, Kind.W) if splits else (Kind.I,)
+        if not plan.program.forward_only and peak(plan, at, *ending) > limit:
             yield "too many alive"
     yield from _broken_lanes(plan)
     if not finishes(plan):
@@ -114,10 +116,11 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
 
 
 def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
-    order: dict[tuple[int, int], list[int]] = defaultdict(list)
+    order: dict[tuple[int, int, Kind], list[int]] = defaultdict(list)  # of input and of weight gradients
     for action in plan.program.actions(rank):
-        if action.kind in (Kind.B, Kind.I):
-            order[action.pipe, action.stage].append(action.microbatch)
+        for kind, parts in ((Kind.I, (Kind.B, Kind.I)), (Kind.W, (Kind.B, Kind.W))):
+            if action.kind in parts:
+                order[action.pipe, action.stage, kind].append(action.microbatch)
     contributions: dict[Node, list[int]] = defaultdict(list)
     reductions: dict[tuple[int, int, int], int] = {}
     for node, position in at.items():
@@ -126,7 +129,7 @@ def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         elif node.kind is not Kind.F and node.op not in (Op.SEND, Op.RECEIVE):
             contributions[node._replace(microbatch=0)].append(position)
     for key, positions in contributions.items():
-        in_turn = [at[key._replace(microbatch=m)] for m in order[key.pipe, key.stage]]
+        in_turn = [at[key._replace(microbatch=m)] for m in order[key.pipe, key.stage, key.kind]]
         if in_turn != sorted(in_turn):
             yield f"{key} out of the program's order"
         place = key.pipe, key.stage, key.block

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Plan, check, compile, play_ranks
-from overlap1f1b.schedule import SCHEDULES, Kind, Program, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Program, build_schedule
 from tests.plan.cases import DENSE, MOE
 from tests.plan.rules import broken_rules
 
@@ -97,6 +97,28 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         check(replace(plan, ranks=(stuck, second)))
     late = replace(plan, ranks=(_all_received_first(first), second))
     check(late)
+
+
+@pytest.mark.parametrize("steps", ["0F0 0F1 0I0 0I1 0W1 0W0", "0F0 0F1 0I0 0B1 0W0", "0F0 0F1 0I1 0I0 0W0 0W1"])
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 1, 2, 3])
+def test_weight_gradients_keep_the_order_of_the_program(steps: str, overlap: Overlap) -> None:
+    row = tuple(Action.parse(step) for step in steps.split())
+    plan = compile(Program("mine", 2, (row,), (2,)), (MOE, DENSE), costs_at(1), overlap)
+    check(plan)
+    assert not list(broken_rules(plan))
+
+
+def test_activations_of_split_backwards_live_to_their_weight_gradients() -> None:
+    plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
+    first, second = plan.ranks
+    late = (*(n for n in first if n.kind is not Kind.W), *(n for n in first if n.kind is Kind.W))
+    with pytest.raises(ValueError, match="rank 0: 8 microbatches alive, the program declares 2"):
+        check(replace(plan, ranks=(late, second)))
+
+
+def test_no_more_actions_are_open_than_there_are() -> None:
+    program = build_schedule("combined_1f1b", microbatches=2)
+    assert compile(program, (MOE,), costs_at(1), 10**9).predicted <= compile(program, (MOE,), costs_at(1), 4).predicted
 
 
 def _all_received_first(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
