@@ -1,8 +1,10 @@
 """Floor ``engine``: plays a Program over a model."""
 
 from overlap1f1b.engine.combined import combined_forward_backward_step
-from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine, StepResult
+from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.parts import split_blocks
+from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.stage import Stage
 
 __all__ = [
@@ -13,4 +15,5 @@ __all__ = [
     "Stage",
     "StepResult",
     "combined_forward_backward_step",
+    "split_blocks",
 ]

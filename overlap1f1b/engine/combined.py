@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.microbatch import Microbatch
-from overlap1f1b.engine.player import Player
+from overlap1f1b.engine.failures import Failures
+from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors
+from overlap1f1b.engine.player import Place, Player
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair
 from overlap1f1b.schedule.placement import SINGLE
 
+Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
 
 
@@ -24,11 +26,11 @@ def combined_forward_backward_step(
     forward: Microbatch | None,
     backward: Microbatch | None,
     *,
-    output_grad: Tensor | None = None,
+    output_grad: Tensor | Sequence[Tensor | None] | None = None,
     overlap: Overlap = "pairs",
     costs: NodeCosts = _TYPICAL,
     timeout: float = 600.0,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Passed, Passed]:
     """The forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.
 
     >>> stage = Stage(blocks, exchange)
@@ -62,16 +64,18 @@ def combined_forward_backward_step(
         raise ValueError(f"microbatch {forward.index if forward else 0} is given twice; allowed: two different ones")
     if backward is not None:
         if output_grad is not None:
-            backward.output_grad = output_grad
-        if not backward.forwarded:
-            raise ValueError(f"microbatch {backward.index} has not run forward; allowed: one that has")
-        if backward.output_grad is None:
+            backward.output_grads = (output_grad,) if isinstance(output_grad, Tensor) else tuple(output_grad)
+        if not backward.forwarded or backward.ended or not backward.grad:
+            raise ValueError(f"microbatch {backward.index} is not between forward and backward; allowed: one that is")
+        if backward.output_grads is None:
             raise ValueError(f"microbatch {backward.index} has neither output_grad nor loss_fn; allowed: one of them")
     stage = (forward or backward).stage  # type: ignore[union-attr]  # one of them is given
     if backward is not None and backward.stage is not stage:
         raise ValueError("the microbatches are of different stages; allowed: two of one stage")
-    player = Player(timedelta(seconds=timeout), background=stage.exchange.background)
-    microbatches = {i: m for i, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
+    if forward is not None and (forward.forwarded or forward.runs):
+        raise ValueError(f"microbatch {forward.index} has run forward before; allowed: a new one")
+    player = Player(timedelta(seconds=timeout), Failures(), background=stage.exchange.background)
+    microbatches = {(0, i): m for i, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
     with stage.installed(forward.loss_scale if forward else 1.0), torch.no_grad():
         player.play(_order(microbatches, overlap, costs), microbatches)
     return (forward.output if forward else None), (backward.input_grad if backward else None)
@@ -80,9 +84,9 @@ def combined_forward_backward_step(
 _BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
-def _order(microbatches: Mapping[int, Microbatch], overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
+def _order(microbatches: Mapping[Place, Microbatch], overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
     chains = Chains(SINGLE, next(iter(microbatches.values())).stage.shape)
-    actions = [Action(Kind.F if number == _FORWARD else Kind.B, 0, number) for number in microbatches]
+    actions = [Action(Kind.F if number == _FORWARD else Kind.B, 0, number) for _, number in microbatches]
     overlap = planning.parse_overlap(overlap)
     if overlap == "serial":
         return list(serial(actions, chains))

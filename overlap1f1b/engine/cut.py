@@ -13,6 +13,7 @@ With several calls of experts in a block, 1 and 2 repeat in reverse order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
-from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Exchange, Transfer
 from overlap1f1b.moe.experts import GroupedExperts
@@ -47,6 +48,34 @@ class SeamRun:
         self.y: Tensor | None = None
 
 
+class Root(NamedTuple):
+    """A tensor of which only the graph is left: where its gradient goes, and what that looks like."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Root | None:
+        """None where no gradient will come."""
+        if not tensor.requires_grad:
+            return None
+        return cls(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
+
+    def checked(self, grad: Tensor, name: str) -> Tensor:
+        """The gradient, broadcast from a scalar.
+
+        Raises:
+            ValueError: Another shape.
+        """
+        if grad.dim() and grad.shape != self.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(grad.shape)} for what {name} returns; allowed: {tuple(self.shape)}"
+            )
+        return grad.to(self.device, self.dtype).expand(self.shape)
+
+
 class BlockRun:
     """The nodes of one block for one microbatch, forward and backward, in the order of the plan's chains.
 
@@ -60,28 +89,30 @@ class BlockRun:
         self.stage, self.module, self.is_last = stage, stage.blocks[block], block == len(stage.blocks) - 1
         self.queue = WeightQueue()
         self.seams: list[SeamRun] = []
-        self.x: Tensor | None = None
-        self.out: Tensor | None = None
-        self.roots: list[Tensor] = []
+        self.x: list[Tensor] = []
+        self.outs: list[Root | None] = []  # their values have been handed on: only their graph is held
+        self.in_backward = False
+        self.roots: list[Tensor | GradientEdge] = []
         self.root_grads: list[Tensor] = []
         self.forward: Forward | None = Forward(self._run, stage.names[block], stage.device)
 
     # ---------------------------------------------------------------------------------------------- forward
 
     def attention_f(self, received: Tensor | None) -> None:
-        x, self.microbatch.activation = self.microbatch.activation, None
-        assert x is not None
-        if self.microbatch.grad and (x.is_floating_point() or x.is_complex()):
-            self.x = x = x.detach().requires_grad_(self.block > 0 or x.requires_grad)
+        x = self.microbatch.take_activations()
+        if self.microbatch.grad:
+            if self.block == 0:  # the user's own tensors; between blocks they are leaves already
+                x = tuple(_leaf(t) for t in x)
+            self.x = list(x)
         self._go(x)
 
     dense_f = attention_f
 
-    def counts_f(self) -> Post:
-        return self._post(Op.COUNTS, Kind.F)
+    def counts_f(self, node: Node) -> Post[Tensor]:
+        return self._post(node)
 
-    def dispatch_f(self) -> Post:
-        return self._post(Op.DISPATCH, Kind.F)
+    def dispatch_f(self, node: Node) -> Post[Tensor]:
+        return self._post(node)
 
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -94,8 +125,8 @@ class BlockRun:
         if result.requires_grad:
             seam.leaf, seam.result, seam.result_dtype = leaf, get_gradient_edge(result), result.dtype
 
-    def combine_f(self) -> Post:
-        return self._post(Op.COMBINE, Kind.F)
+    def combine_f(self, node: Node) -> Post[Tensor]:
+        return self._post(node)
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -105,44 +136,73 @@ class BlockRun:
             seam.y = y.requires_grad_(seam.state.grad)
         self._go(y)
 
-    def _go(self, value: Tensor) -> None:
+    def _go(self, value: Tensor | Tensors) -> None:
         """Runs the forward to its next call of experts, or to its end."""
         assert self.forward is not None
         with self.stage.splitting(self.queue), self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
-            step = self.forward.resume(value) if self.seams else self.forward.start(value)
+            step = self.forward.resume(value) if isinstance(value, Tensor) else self.forward.start(*value)
         if isinstance(step, SeamCall):
             self.seams.append(SeamRun(step, self.stage.exchange))
+            self._check_seams(ended=False)
             return
+        self._check_seams(ended=True)
         self.forward = None
-        self.out = step if self.microbatch.grad else None
+        microbatch, outs = self.microbatch, step
+        handed = tuple(out.detach() for out in outs)
+        if microbatch.grad:
+            self.outs = [Root.of(out) for out in outs]
         if self.is_last:
-            self.microbatch.output = step.detach()
+            microbatch.outputs, microbatch.forwarded = handed, True
+            microbatch.differentiable = tuple(out.requires_grad for out in outs)
         else:
-            self.microbatch.activation = step.detach()
-        if not self.microbatch.grad:
+            microbatch.activations = tuple(
+                t.requires_grad_(out.requires_grad) for t, out in zip(handed, outs, strict=True)
+            )
+        if not microbatch.grad:
             self._leave(ends=self.is_last)
 
-    def _run(self, x: Tensor) -> Tensor:
-        out = self.module(x)
-        if not isinstance(out, Tensor):
-            raise ValueError(f"{self.stage.names[self.block]} returns {type(out).__name__}; allowed: one tensor")
-        if self.is_last and self.microbatch.loss_fn is not None:
-            assert self.microbatch.target is not None
-            out = self.microbatch.loss_fn(out, self.microbatch.target)
-            if out.numel() != 1:
-                raise ValueError(f"loss_fn returns shape {tuple(out.shape)}; allowed: one number")
-        return out
+    def _run(self, *x: Tensor) -> Tensors:
+        name, microbatch = self.stage.names[self.block], self.microbatch
+        returned = self.module(*x)
+        outs = returned if isinstance(returned, tuple) else (returned,)
+        if not outs or not all(isinstance(out, Tensor) for out in outs):
+            what = ", ".join(type(out).__name__ for out in outs) or "nothing"
+            raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
+        if microbatch.grad and any(t.requires_grad for t in x) and not any(t.requires_grad for t in outs):
+            raise ValueError(
+                f"what {name} returns requires no gradient, its input does; allowed: one that depends on it"
+            )
+        if self.is_last and microbatch.loss_fn is not None:
+            if microbatch.keep_outputs:
+                microbatch.kept = tuple(t.detach() for t in outs)
+            loss = microbatch.loss_fn(*outs, *microbatch.target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
+            if microbatch.grad and not loss.requires_grad:
+                raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
+            outs = (loss,)
+        return outs
+
+    def _check_seams(self, *, ended: bool) -> None:
+        found, expected = len(self.seams), self.stage.shape[self.block].seams
+        if found > expected or (ended and found < expected):
+            times = str(found) if ended else f"more than {expected}"
+            raise ValueError(
+                f"{self.stage.names[self.block]} calls experts {times} times and holds {expected} GroupedExperts; "
+                "allowed: one call of each"
+            )
 
     # ---------------------------------------------------------------------------------------------- exchange
 
-    def _post(self, op: Op, kind: Kind) -> Post:
+    def _post(self, node: Node) -> Post[Tensor]:
         """What starts an exchange of the last seam, perhaps in another thread, and announces the chain's next one."""
-        seam, microbatch = self.seams[-1], self.microbatch
-        node = Node(op, kind, microbatch.index, self.block, len(self.seams) - 1)
+        seam, microbatch, op, kind = self.seams[-1], self.microbatch, node.op, node.kind
+        node = node._replace(microbatch=microbatch.index, stage=self.stage.number)  # tags outlive a step's plan
         counts = microbatch.flights.pop(kind) if op is Op.DISPATCH and kind is Kind.F else None
         rows, seam.rows = seam.rows, seam.rows if op is Op.COUNTS else None
 
-        def post() -> Transfer:
+        def post() -> Transfer[Tensor]:
             route, exchange = seam.route, seam.exchange
             if counts is not None:
                 route.arrive(counts.wait())
@@ -187,7 +247,7 @@ class BlockRun:
 
     def aggregate_b(self, received: Tensor | None) -> None:
         seam = self.seams[-1]
-        if self.roots:
+        if self.in_backward:
             assert received is not None
             self._take_back(received)
             seam = self.seams[-1]
@@ -198,15 +258,15 @@ class BlockRun:
         grad = None
         if seam.y.requires_grad and self.roots:
             self.queue.probing = True
-            (grad,) = torch.autograd.grad(self.roots, seam.y, self.root_grads, retain_graph=True, allow_unused=True)
+            (grad,) = _grad(self.roots, [seam.y], self.root_grads, retain_graph=True)
             self.queue.probing = False
         grad = _dense(grad, seam.y)
         rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
 
-    def combine_b(self) -> Post:
-        return self._post(Op.COMBINE, Kind.I)
+    def combine_b(self, node: Node) -> Post[Tensor]:
+        return self._post(node)
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -221,21 +281,22 @@ class BlockRun:
         seam.result = seam.leaf = None
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
 
-    def dispatch_b(self) -> Post:
-        return self._post(Op.DISPATCH, Kind.I)
+    def dispatch_b(self, node: Node) -> Post[Tensor]:
+        return self._post(node)
 
     def attention_b(self, received: Tensor) -> None:
         self._take_back(received)
         self._finish_backward()
 
     def _begin_backward(self) -> None:
-        out, grad = self.out, self.microbatch.output_grad
-        assert out is not None
-        assert grad is not None
-        self.roots, self.root_grads, self.out = [], [], None
-        self._add_root(out, grad.to(out).expand_as(out))
-        if self.is_last and not self.roots:
-            raise ValueError(f"what {self.stage.names[self.block]} returns requires no gradient; one parameter must")
+        self.in_backward = True
+        grads = self.microbatch.take_output_grads()
+        outs, self.outs = self.outs, []
+        assert len(outs) == len(grads)
+        for out, grad in zip(outs, grads, strict=True):
+            if out is not None and grad is not None:
+                self.roots.append(out.edge)
+                self.root_grads.append(out.checked(grad, self.stage.names[self.block]))
 
     def _add_root(self, root: Tensor, grad: Tensor) -> None:
         if root.requires_grad:
@@ -249,12 +310,16 @@ class BlockRun:
 
     def _finish_backward(self) -> None:
         parameters = self.stage.block_parameters[self.block]
-        leaves: list[Tensor] = [self.x] if self.x is not None and self.x.requires_grad else []
+        leaves = [t for t in self.x if t.requires_grad]
         grads = _gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.roots, self.root_grads = [], []
-        self.microbatch.output_grad = _dense(grads[0], leaves[0]) if leaves else None
-        if self.block == 0 and leaves:
-            self.microbatch.input_grad = self.microbatch.output_grad
+        by_leaf = iter(grads)
+        passed = tuple(_dense(next(by_leaf), t) if t.requires_grad else None for t in self.x)
+        self.x = []
+        if self.block == 0:
+            self.microbatch.input_grads = passed
+        else:
+            self.microbatch.output_grads = passed
         self.queue.keep(self.stage.whole(self.microbatch, _present(parameters, grads[len(leaves) :]), self.block))
         if self.stage.shape[self.block].split:
             op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
@@ -274,8 +339,20 @@ class BlockRun:
             self.forward.stop()
 
 
+def _grad(
+    roots: Sequence[Tensor | GradientEdge],
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    # Its type allows tensors or edges, the function itself both together.
+    mixed = cast("Sequence[Tensor]", roots)
+    return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
+
+
 def _gradients(
-    roots: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the leaves, whose own hooks wait: they see the whole gradient when it is accumulated."""
     hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
@@ -285,10 +362,16 @@ def _gradients(
             hook.clear()
         if not roots or not leaves:
             return (None,) * len(leaves)
-        return torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+        return _grad(roots, leaves, grads)
     finally:
         for hook, content in zip(hooks, held, strict=True):
             hook.update(content)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A leaf of the same values; integers have no gradient and stay what they are."""
+    differs = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(tensor.requires_grad) if differs else tensor
 
 
 def _present(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Gradients:

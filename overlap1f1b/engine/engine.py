@@ -2,80 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
+from overlap1f1b.engine.batch import Batch, split
+from overlap1f1b.engine.boundary import Boundary
+from overlap1f1b.engine.failures import Failures, headline
+from overlap1f1b.engine.gradients import clip
+from overlap1f1b.engine.lanes import Lane
 from overlap1f1b.engine.measure import BackToBack, agree, measured_costs
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch
-from overlap1f1b.engine.player import Pace, Player
+from overlap1f1b.engine.mesh import DIMENSIONS, Dimension, Mesh
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
+from overlap1f1b.engine.parts import Model, all_shapes, stages_of
+from overlap1f1b.engine.player import Pace, Place, Player
 from overlap1f1b.engine.reducer import Reducer
-from overlap1f1b.engine.stage import Stage
+from overlap1f1b.engine.result import StepResult, result_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
-from overlap1f1b.schedule import Kind, Program, forward_only
+from overlap1f1b.schedule import Program, forwards_of
 from overlap1f1b.simulation import Timeline
 
 DEFAULT_OVERLAP = 3
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Args:
-        loss: Mean over this rank's microbatches.
-        losses: Loss of each microbatch.
-        overlap: The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
-        peak_activations: Most microbatches that were alive at once.
-        peak_held: The same with those that waited for weight gradients alone.
-    """
-
-    loss: Tensor
-    losses: tuple[Tensor, ...]
-    overlap: Timeline
-    peak_activations: int
-    peak_held: int
-
-
 class Engine:
     """Plays a Program over a model.
 
-    >>> program = build_schedule("combined_1f1b", microbatches=8, extra_warmup=1)
+    >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    >>> program = build_schedule("combined_1f1b", ranks=2, microbatches=8)
     >>> engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn)
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
-    >>> optimizer.step(); optimizer.zero_grad()
+    >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
     The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
 
     Args:
-        model: An ``nn.Sequential``, or a list of blocks, each of which maps one tensor to one tensor. A block may hold
-            any number of :class:`GroupedExperts`.
-        program: What to play, on one pipeline rank.
-        mesh: Its dimension "ep" holds the ranks that share the experts; None for one rank.
-        loss_fn: ``(output, target) → scalar`` of one microbatch.
+        model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equally many;
+            or the stages of this rank by their number. A block maps one tensor or several to one tensor or a tuple; it
+            may hold any number of :class:`GroupedExperts`.
+        program: What to play, over the mesh's pipeline ranks.
+        mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
+        loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
+            *targets)``.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
-        reduce: Whether gradients outside the experts are summed over the ranks at the end of each step.
+        reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
+        count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
+            instead of microbatches, ``loss_fn`` being the mean over those of its own.
+        dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
         timeout: Limit in seconds of every wait for another rank.
         exchange: To share one between engines, or to measure with another; by default the engine makes its own groups,
             so that its lanes queue behind nothing else.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
-        ValueError: Program, overlap or mesh do not fit.
+        ValueError: Model, program, overlap, mesh or limit do not fit.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: Model,
         program: Program,
         *,
         mesh: DeviceMesh | None = None,
@@ -84,45 +79,83 @@ class Engine:
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
         reduce: bool = True,
+        count_tokens: Callable[..., int] | None = None,
+        dynamic_shapes: bool = False,
         timeout: float = 600.0,
         exchange: Exchange | None = None,
         pace: Pace | None = None,
     ) -> None:
         program.check()
-        if program.placement.stages > 1 or len(program.placement.pipes) > 1:
-            raise ValueError(
-                f"program {program.name!r} has {program.placement.stages} stages on {program.placement.ranks} ranks; "
-                "allowed in an engine: one stage on one pipeline rank"
-            )
         if program.forward_only:
             raise ValueError(
                 f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
             )
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
         self.overlap = planning.parse_overlap(overlap)
-        self.program, self.loss_fn = program, loss_fn
-        self.group = _ep_group(mesh)
-        lanes = lane_groups(self.group, 4) if exchange is None and self.group is not None else []
-        self.exchange = exchange or build_exchange(self.group, *lanes[:3])
-        self.stage = Stage(model, self.exchange, reduced=reduce and self.group is not None)
-        if not any(p.requires_grad for block in self.stage.blocks for p in block.parameters()):
+        self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh), program, loss_fn, count_tokens
+        placement = program.placement
+        if self.mesh.size("pp") != placement.ranks:
+            raise ValueError(
+                f"program {program.name!r} over {placement.ranks} pipeline ranks on a mesh with "
+                f"{self.mesh.size('pp')} along 'pp'; allowed: the same number"
+            )
+        self.rank = rank = self.mesh.rank("pp")
+        ep = self.mesh.group("ep")
+        self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
+        replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
+        own = self.mesh.new_group(pp=replicas, over=("dp", "ep")) if reduce else None
+        experts = self.mesh.new_group(pp=replicas, over=("dp",)) if reduce else None
+        self.stages = stages_of(
+            model, placement, rank, self.exchange, reduce_own=own is not None, reduce_experts=experts is not None
+        )
+        if not any(p.requires_grad for p in self.parameters()):
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        self.player = Player(timedelta(seconds=timeout), pace, background=self.exchange.background)
+        self.shapes = all_shapes(self.stages, placement, self.mesh)
+        limit = timedelta(seconds=timeout)
+        self.failures = Failures(self.mesh.combined(uuid.uuid4().hex, lambda _, names: names[0]))
+        groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
+        background = any(dist.get_backend(group) == "gloo" for group in groups)
+        device = next(iter(self.stages.values())).device
+        self.boundary = Boundary(
+            self.mesh,
+            placement,
+            device=device,
+            timeout=limit,
+            failures=self.failures,
+            background=background,
+            dynamic=dynamic_shapes,
+        )
         self.reducer: Reducer | None = None
-        if reduce and self.group is not None:
-            group = lanes[3] if lanes else self.group
-            self.reducer = Reducer(self.stage, group, self.player.lanes[planning.Op.REDUCE, Kind.W])
+        if own is not None or experts is not None:
+            lane = Lane("reduce", limit, self.failures, background=background)
+            self.reducer = Reducer(self.stages, own, experts, lane)
+        self._first_replica = replicas[0]
+        self.player = Player(
+            limit,
+            self.failures,
+            background=self.exchange.background,
+            boundary=self.boundary,
+            reducer=self.reducer,
+            pace=pace,
+        )
         self.costs = costs
+        if plan is not None and (plan.program != program or plan.shapes != self.shapes):
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {program.name!r} with {program.microbatches} for {self.shapes}"
+            )
         if plan is not None:
-            if plan.program != program or plan.shapes != (self.stage.shape,):
-                raise ValueError(
-                    f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
-                    f"allowed: one of {program.name!r} with {program.microbatches} for {self.stage.shape}"
-                )
             planning.check(plan)
-            agree(plan, self.group)
         self._plan = plan
         self._serial: Plan | None = None
-        self._warm = False
+        self._evaluation: tuple[NodeCosts | None, Plan] | None = None
+        self._agreed: set[str] = set()
+        self._warm = self._failed = False
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of this rank's stages."""
+        return (p for stage in self.stages.values() for block in stage.blocks for p in block.parameters())
 
     @property
     def plan(self) -> Plan:
@@ -135,89 +168,179 @@ class Engine:
             self._serial = self._compiled(self.program, NodeCosts(), "serial")
         return self._serial
 
-    def _meet(self) -> None:
-        """Lets the ranks meet before an exchange that is measured."""
-        if self.reducer is not None:
-            self.reducer.settle()
-        dist.barrier(self.group)
-
     def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
-        plan = planning.compile(program, self.stage.shape, costs, overlap, counts_block=not self.exchange.background)
+        plan = planning.compile(program, self.shapes, costs, overlap, counts_block=not self.exchange.background)
         planning.check(plan)
-        agree(plan, self.group)
         return plan
 
-    def step(self, inputs: Tensor, *, target: Tensor) -> StepResult:
+    def step(
+        self,
+        inputs: Batch | None = None,
+        *,
+        target: Batch | None = None,
+        loss_scale: float = 1.0,
+        return_outputs: bool = False,
+    ) -> StepResult:
         """Forward and backward of a batch; adds the gradients of the mean loss to ``.grad``.
 
-        The loss is the mean over microbatches and over the ranks of the mesh; a rank reports the mean of its own.
+        The loss is the mean over microbatches and over the ranks that hold data ("dp" × "ep"); a rank reports that of
+        its own.
 
         Args:
-            inputs: ``[B, …]``, this rank's batch, cut into equal microbatches along the first dimension.
-            target: ``[B, …]``.
+            inputs: ``[B, …]``, the batch of this rank's data, cut into equal microbatches along the first dimension; a
+                tuple of such tensors; or a list with an entry for each microbatch. Needed where the first stage is
+                held, ignored elsewhere.
+            target: The same for the loss, needed where the last stage is held.
+            loss_scale: Factor of all gradients, as of a gradient scaler.
+            return_outputs: Whether the result has what went into the losses.
 
         Raises:
-            ValueError: B is not divisible by the microbatches.
+            ValueError: A batch that is missing or cannot be cut.
+            RuntimeError: Another rank failed, or did not answer within the limit.
         """
         plan = self.plan
-        scale = 1.0 / (self.program.microbatches * self.exchange.ranks)
         measuring = self.costs is None and self._plan is None
-        if measuring and self.group is not None:
-            self.player.before_launch, self.stage.exchange = self._meet, BackToBack(self.exchange)
-        if self.reducer is not None:
-            self.reducer.begin()
-        microbatches = self._play(plan, inputs, target, scale, grad=True)
-        if self.reducer is not None:
-            self.reducer.finish()
-        spans = self.player.spans()
-        if measuring:
-            self.player.before_launch, self.stage.exchange = None, self.exchange
-            if self._warm:
-                self.costs = measured_costs(plan, spans, self.group)
+        with self._guarded(plan):
+            if measuring and self.mesh.group("ep") is not None:
+                self._measure(True)
+            if self.reducer is not None:
+                self.reducer.begin(plan.ranks[self._first_replica])
+            result = self._play(plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
+            if self.reducer is not None:
+                self.reducer.finish()
+            if measuring and self._warm:
+                self.costs = measured_costs(plan.ranks[self.rank], result.overlap.spans, self.mesh)
             self._warm = True
-        return self._result(microbatches, Timeline(spans))
+        return result
 
-    def evaluate(self, inputs: Tensor, *, target: Tensor) -> StepResult:
-        """The loss of a batch, without gradients; any batch size that divides into microbatches of equal size."""
-        program = forward_only(self.program.microbatches)
-        plan = planning.compile(program, self.stage.shape, self.costs or NodeCosts(), self.overlap)
-        microbatches = self._play(plan, inputs, target, 1.0, grad=False)
-        return self._result(microbatches, Timeline(self.player.spans()))
+    def evaluate(
+        self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
+    ) -> StepResult:
+        """The loss of a batch of any size that divides into the microbatches, without gradients."""
+        if self._evaluation is None or self._evaluation[0] is not self.costs:
+            program = forwards_of(self.program)
+            self._evaluation = (self.costs, self._compiled(program, self.costs or NodeCosts(), self.overlap))
+        plan = self._evaluation[1]
+        with self._guarded(plan):
+            return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
 
-    def _play(self, plan: Plan, inputs: Tensor, target: Tensor, scale: float, *, grad: bool) -> list[Microbatch]:
+    def mean_loss(self, result: StepResult) -> float:
+        """The loss of a step over all ranks. All of them must call this."""
+        mine = (sum(float(x) * w for x, w in zip(result.losses, result.weights, strict=True)), sum(result.weights))
+        total, weight = self.mesh.combined(mine, lambda _, every: (sum(t for t, _ in every), sum(w for _, w in every)))
+        return total / weight
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm.
+
+        All ranks must call this.
+        """
+        return clip(self.stages, self.program.placement, self.mesh, max_norm)
+
+    @contextlib.contextmanager
+    def _guarded(self, plan: Plan) -> Iterator[None]:
+        """A failure inside leaves the model as it was and is told to the other ranks."""
+        if self._failed:
+            raise ValueError("this engine failed in an earlier step; allowed: a new one, on all ranks")
+        try:
+            if plan.fingerprint not in self._agreed:
+                agree(plan, self.mesh)
+                self._agreed.add(plan.fingerprint)
+            yield
+        except BaseException as error:
+            where = ", ".join(f"{name} {self.mesh.rank(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1)
+            nodes, position = plan.ranks[self.rank], self.player.position
+            message = f"rank {where or 0} failed at {nodes[position]}, position {position} of its plan"
+            error.add_note(message)
+            self.failures.post(f"{message}: {headline(error)}")
+            self._failed = bool(where)
+            self.boundary.forget()
+            if self.reducer is not None:
+                self.reducer.restore()
+            raise
+        finally:
+            self._measure(False)
+
+    def _measure(self, on: bool) -> None:
+        """While nodes are measured, the ranks meet before every exchange and send each twice."""
+        self.player.before_launch = self._meet if on else None
+        for stage in self.stages.values():
+            stage.exchange = BackToBack(self.exchange) if on else self.exchange
+
+    def _meet(self) -> None:
+        if self.reducer is not None:
+            self.reducer.settle()
+        dist.barrier(self.mesh.group("ep"))
+
+    def _play(
+        self,
+        plan: Plan,
+        inputs: Batch | None,
+        target: Batch | None,
+        loss_scale: float,
+        *,
+        grad: bool,
+        keep: bool,
+    ) -> StepResult:
+        scale = loss_scale / (self.program.microbatches * self.mesh.size("dp") * self.mesh.size("ep"))
+        microbatches, weights = self._microbatches(inputs, target, loss_scale, grad=grad, keep=keep)
+        nodes = plan.ranks[self.rank]
+        self.player.position = 0
+        self.boundary.begin(nodes, remember=grad)
+        with contextlib.ExitStack() as installed, torch.no_grad():
+            for stage in self.stages.values():
+                installed.enter_context(stage.installed(scale))
+            self.player.play(nodes, microbatches)
+        ended = [m for (stage, _), m in microbatches.items() if stage == self.program.placement.stages - 1]
+        player = self.player
+        timeline = Timeline(player.spans())
+        return result_of(ended, [weights[m.index] for m in ended], timeline, player.peak_activations, player.peak_held)
+
+    def _microbatches(
+        self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool
+    ) -> tuple[dict[Place, Microbatch], dict[int, float]]:
+        """The microbatches of every stage of this rank, and what each counts for in the loss."""
+        placement, count = self.program.placement, self.program.microbatches
+        last = placement.stages - 1
+        first_here, last_here = 0 in self.stages, last in self.stages
+        parts = split(inputs, count, "inputs") if first_here else []
+        targets = split(target, count, "target") if last_here else []
+        weights = self._weights(targets)
+        seed = int(torch.randint(2**62, ())) if grad else 0
+        microbatches: dict[Place, Microbatch] = {}
+        for pipe, number in placement.places(self.rank):
+            for index in self.program.microbatches_of(pipe):
+                microbatches[number, index] = self.stages[number].microbatch(
+                    parts[index] if number == 0 else None,
+                    targets[index] if number == last else None,
+                    index=index,
+                    loss_fn=self.loss_fn if number == last else None,
+                    loss_scale=weights[index] * loss_scale if number == last else 1.0,
+                    seed=seed + index * placement.stages + number,
+                    grad=grad,
+                    keep_outputs=keep,
+                )
+        for (number, index), microbatch in microbatches.items():
+            microbatch.before = microbatches.get((number - 1, index))
+            microbatch.after = microbatches.get((number + 1, index))
+        return microbatches, weights
+
+    def _weights(self, targets: list[Tensors]) -> dict[int, float]:
+        """Part of each microbatch in the mean loss over all ranks."""
         count = self.program.microbatches
-        seed = int(torch.randint(2**62, ()))
-        parts = zip(_split(inputs, count, "inputs"), _split(target, count, "target"), strict=True)
-        microbatches = [
-            self.stage.microbatch(
-                x, y, index=index, loss_fn=self.loss_fn, loss_scale=scale, seed=seed + index, grad=grad
-            )
-            for index, (x, y) in enumerate(parts)
-        ]
-        with self.stage.installed(scale), torch.no_grad():
-            self.player.play(plan.nodes, dict(enumerate(microbatches)), self.reducer)
-        return microbatches
+        if self.count_tokens is None:
+            return dict.fromkeys(range(count), 1.0 / (count * self.mesh.size("dp") * self.mesh.size("ep")))
+        here = {i for pipe in self._last_pipes() for i in self.program.microbatches_of(pipe)}
+        tokens = {index: int(self.count_tokens(*targets[index])) for index in sorted(here)}
 
-    def _result(self, microbatches: list[Microbatch], timeline: Timeline) -> StepResult:
-        losses = tuple(m.output for m in microbatches if m.output is not None)
-        assert len(losses) == len(microbatches)
-        return StepResult(
-            torch.stack(losses).mean(), losses, timeline, self.player.peak_activations, self.player.peak_held
-        )
+        def summed(_: Dimension, every: list[int]) -> int:
+            return sum(every)
 
+        total = self.mesh.combined(sum(tokens.values()), summed)
+        if total <= 0:
+            raise ValueError(f"count_tokens gives {total} for the whole batch; allowed: 1 or more")
+        return {index: number / total for index, number in tokens.items()}
 
-def _split(batch: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
-    size = batch.shape[0] if batch.dim() else 0
-    if size == 0 or size % count:
-        raise ValueError(f"{name}: a batch of {size} cannot be cut into {count} microbatches; allowed: a multiple")
-    return batch.split(size // count)
-
-
-def _ep_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return None
-    names = mesh.mesh_dim_names or ()
-    if "ep" not in names or mesh.size() != mesh["ep"].size():
-        raise ValueError(f"mesh with dimensions {names} of sizes {tuple(mesh.shape)}; allowed: one dimension 'ep'")
-    group = mesh.get_group("ep")
-    return group if group.size() > 1 else None
+    def _last_pipes(self) -> list[int]:
+        placement = self.program.placement
+        return [pipe for pipe, stage in placement.places(self.rank) if stage == placement.stages - 1]

@@ -8,47 +8,72 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
+from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.moe.exchange import Transfer
-from overlap1f1b.plan import Node
+from overlap1f1b.plan import Node, Op
 
-Post = Callable[[], Transfer]
+T = TypeVar("T")
+
+Post = Callable[[], Transfer[T]]
 """Starts a transfer."""
 
+_LOOK_S = 1.0  # how often a rank that waits looks whether another has failed
 
-class Flight:
+
+class Flight(Generic[T]):
     """An exchange from its launch to its arrival; times in seconds of ``time.perf_counter``.
 
     ``departed`` is when the transfer was started, or when the one ahead of it had arrived; ``landed`` when its last row
     was here.
     """
 
-    def __init__(self, node: Node, timeout: timedelta) -> None:
-        self.node, self.timeout = node, timeout
+    def __init__(self, node: Node, lane: Lane) -> None:
+        self.node, self.lane = node, lane
         self.departed = self.landed = 0.0
-        self._transfer: Transfer | None = None
+        self._transfer: Transfer[T] | None = None
+        self._result: list[T] = []
         self._error: BaseException | None = None
         self._arrived: threading.Event | None = None
 
-    def wait(self) -> Tensor:
-        """The received tensor.
+    def wait(self) -> T:
+        """What was received, which this lets go of: once only.
 
         Raises:
-            RuntimeError: The exchange failed, or did not arrive within the limit.
+            RuntimeError: It failed here or on another rank, or did not arrive within the limit.
         """
-        seconds = self.timeout.total_seconds()
         if self._arrived is None:
             self.land()
-        elif not self._arrived.wait(2 * seconds):
-            self._error = TimeoutError("no answer")
+        elif not self._arrived.wait(_LOOK_S):
+            self._wait_long(self._arrived)
         if self._error is not None:
-            why = str(self._error).splitlines()[0] if str(self._error) else type(self._error).__name__
-            raise RuntimeError(f"{self.node} on the {self.node.lane.value} lane failed: {why} (limit {seconds:g} s)")
-        assert self._transfer is not None
-        result, self._transfer = self._transfer.result, None
-        return result
+            self._raise(self._error)
+        return self._result.pop()
+
+    def _wait_long(self, arrived: threading.Event) -> None:
+        # The transfers before it on the lane have as long, and this one from its own start.
+        deadline = time.monotonic() + 2 * self.lane.timeout.total_seconds()
+        while not arrived.wait(_LOOK_S):
+            if self.lane.failures.read() is not None:
+                self._error = ConnectionError("another rank failed")
+                return
+            if time.monotonic() > deadline:
+                self._error = TimeoutError("no answer")
+                return
+
+    def _raise(self, error: BaseException) -> None:
+        limit = self.lane.timeout.total_seconds()
+        cause = self.lane.failures.read(wait=True)
+        why = cause or f"{headline(error)} (limit {limit:g} s)"
+        raise RuntimeError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
+
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        if self._arrived is not None:
+            return self._arrived.is_set()
+        return self._transfer is None or self._transfer.done
 
     def drained(self, seconds: float) -> None:
         """Gives the exchange that long to end; its result can still be had."""
@@ -60,7 +85,7 @@ class Flight:
         self.drained(seconds)
         self._transfer = None
 
-    def depart(self, post: Post) -> None:
+    def depart(self, post: Post[T]) -> None:
         """Starts the transfer."""
         try:
             self._transfer = post()
@@ -69,21 +94,24 @@ class Flight:
             self._fail(error)
 
     def land(self) -> None:
-        """Waits for the transfer and notes when it ended."""
+        """Waits for the transfer, notes when it ended, and lets go of what was sent."""
         transfer = self._transfer
         if transfer is None:  # failed, or given up
             return
+        timeout = self.lane.timeout
         try:
             if transfer.ahead is not None:
-                transfer.ahead.receive(self.timeout)
+                transfer.ahead.receive(timeout)
                 self.departed = time.perf_counter()
-            transfer.receive(self.timeout)
+            self._result.append(transfer.receive(timeout))
+            if self.node.op is Op.SEND:  # nothing comes back: it has ended when it is sent
+                transfer.release(timeout)
             self.landed = time.perf_counter()
             if self._arrived is not None:
                 self._arrived.set()
-            if transfer.ahead is not None:
-                transfer.ahead.release(self.timeout)
-            transfer.release(self.timeout)
+            if self.node.op is not Op.SEND:
+                transfer.release(timeout)
+            self._transfer = None
         except Exception as error:
             self._fail(error)
 
@@ -103,35 +131,44 @@ class Lane:
     In the background, one thread starts them, since a send on gloo takes its thread a millisecond, and a dispatch must
     wait for its counts; another notes when each arrives, since gloo's works cannot be polled. Otherwise both happen in
     the calling thread: on CUDA, where a start and a wait are marks on a stream, and where nothing travels.
+
+    Args:
+        name: For messages.
+        timeout: Limit of every wait.
+        background: Whether threads of its own start and await.
+        failures: Where other ranks say that they failed.
     """
 
-    def __init__(self, name: str, timeout: timedelta, *, background: bool) -> None:
-        self.timeout, self.background = timeout, background
-        self._starting: SimpleQueue[tuple[Flight, Post] | None] = SimpleQueue()
-        self._name, self._started = name, False
-        weakref.finalize(self, self._starting.put, None)
+    def __init__(self, name: str, timeout: timedelta, failures: Failures, *, background: bool) -> None:
+        self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
+        self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
+        self._started = False
+        self.close = weakref.finalize(self, self._starting.put, None)
+        """Ends the threads."""
 
-    def launch(self, node: Node, post: Post) -> Flight:
+    def launch(self, node: Node, post: Post[T]) -> Flight[T]:
         """Has the transfer started, after those launched before."""
-        flight = Flight(node, self.timeout)
+        flight: Flight[T] = Flight(node, self)
         if not self.background:
             flight.depart(post)
             return flight
         flight.watch()
         if not self._started:
-            landing: SimpleQueue[Flight | None] = SimpleQueue()
+            landing: SimpleQueue[Flight[Any] | None] = SimpleQueue()
             for role, target, args in (
                 ("start", _start, (self._starting, landing)),
                 ("watch", _watch, (landing,)),
             ):
-                name = f"overlap1f1b-{self._name}-{role}"
+                name = f"overlap1f1b-{self.name}-{role}"
                 threading.Thread(target=target, args=args, name=name, daemon=True).start()
             self._started = True
         self._starting.put((flight, post))
         return flight
 
 
-def _start(starting: SimpleQueue[tuple[Flight, Post] | None], landing: SimpleQueue[Flight | None]) -> None:
+def _start(
+    starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], landing: SimpleQueue[Flight[Any] | None]
+) -> None:
     while (entry := starting.get()) is not None:
         flight, post = entry
         flight.depart(post)
@@ -140,7 +177,7 @@ def _start(starting: SimpleQueue[tuple[Flight, Post] | None], landing: SimpleQue
     landing.put(None)
 
 
-def _watch(landing: SimpleQueue[Flight | None]) -> None:
+def _watch(landing: SimpleQueue[Flight[Any] | None]) -> None:
     while (flight := landing.get()) is not None:
         flight.land()
         del flight

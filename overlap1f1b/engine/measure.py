@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.moe.exchange import Exchange, Expected, Transfer
-from overlap1f1b.plan import LANE_OF, CostKey, Lane, NodeCosts, Plan, Span
+from overlap1f1b.plan import LANE_OF, CostKey, Lane, Node, NodeCosts, Op, Plan, Span, cost_key
+
+_Links = dict[CostKey, tuple[float, ...]]
 
 
 class BackToBack:
@@ -32,41 +34,47 @@ class BackToBack:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         # Both carry the same rows, so it does not matter which of them fills the buffer that was announced.
         ahead = self.real.rows(source, send, receive, tag, expected)
         return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
 
 
-def measured_costs(plan: Plan, spans: Iterable[Span], group: dist.ProcessGroup | None) -> NodeCosts:
-    """Costs in seconds: the mean over microbatches of each node.
+def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh) -> NodeCosts:
+    """Costs in seconds, the same on all ranks: the mean over microbatches of each node.
 
-    Of a compute node that of the slowest rank; of an exchange one for every rank, the time until it had received all
-    its rows, since the ranks' links carry different numbers of them.
+    Of a compute node that of the slowest rank; of an exchange one for every rank that shares the experts, the time
+    until it had received all its rows, since the ranks' links carry different numbers of them; of a transfer between
+    stages the fastest, which did not wait for the other rank.
     """
     took = {span.node: span.end - span.start for span in spans}
-    mine: dict[CostKey, list[float]] = {}
-    for node in plan.nodes:
-        mine.setdefault((node.op, node.kind, node.block, node.seam), []).append(took.get(node, 0.0))
-    means = torch.tensor([fmean(values) for values in mine.values()], dtype=torch.float64)
-    every = [means]
-    if group is not None:
-        every = [torch.empty_like(means) for _ in range(group.size())]
-        dist.all_gather(every, means, group=group)
-    by_rank = torch.stack(every, dim=1).tolist()
-    return NodeCosts(
-        by_node={
-            key: max(times) if LANE_OF[key[0]] is Lane.COMPUTE else tuple(times)
-            for key, times in zip(mine, by_rank, strict=True)
-        }
-    )
+    by_key: dict[CostKey, list[float]] = {}
+    for node in nodes:
+        if node.op is not Op.RECEIVE:
+            by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
+    mine: _Links = {key: (min(times) if key[0] is Op.SEND else fmean(times),) for key, times in by_key.items()}
+    merged = mesh.combined(mine, _slowest)
+    return NodeCosts(by_node={key: links if len(links) > 1 else links[0] for key, links in merged.items()})
 
 
-def agree(plan: Plan, group: dist.ProcessGroup | None) -> None:
-    """Raises ``RuntimeError`` where the ranks of a group hold plans of different orders, which would deadlock."""
-    if group is None:
-        return
-    prints: list[str | None] = [None] * group.size()
-    dist.all_gather_object(prints, plan.fingerprint, group=group)
-    if len(set(prints)) > 1:
-        raise RuntimeError(f"the ranks compiled different plans of {plan.program.name!r}: {prints}")
+def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
+    """One table of those of all ranks along a dimension: the slowest rank counts, exchanges keep each rank's link."""
+    merged: _Links = {}
+    for key in dict.fromkeys(key for table in tables for key in table):
+        costs = [table[key] for table in tables if key in table]
+        if dimension == "ep" and LANE_OF[key[0]] in (Lane.EXCHANGE, Lane.CONTROL):
+            merged[key] = tuple(chain.from_iterable(costs))
+        else:
+            merged[key] = tuple(map(max, zip(*costs, strict=True)))
+    return merged
+
+
+def agree(plan: Plan, mesh: Mesh) -> None:
+    """Raises ``RuntimeError`` where ranks hold plans of different orders, which would deadlock."""
+
+    def same(dimension: Dimension, prints: list[str]) -> str:
+        if len(set(prints)) > 1:
+            raise RuntimeError(f"the ranks along {dimension!r} have different plans of {plan.program.name!r}: {prints}")
+        return prints[0]
+
+    mesh.combined(plan.fingerprint, same)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from overlap1f1b.engine.cut import BlockRun
     from overlap1f1b.engine.stage import Stage
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[..., Tensor]
+"""``(*outputs of the last block, *targets) → scalar``."""
+
+Tensors = tuple[Tensor, ...]
+OptionalTensors = tuple[Tensor | None, ...]
 
 
 class Microbatch:
@@ -27,53 +31,118 @@ class Microbatch:
     Args:
         stage: Where it runs.
         index: Its number, which orders its contributions to gradients.
-        inputs: The first block's input.
-        target: Second argument of ``loss_fn``.
-        loss_fn: ``(output of the last block, target) → scalar``; None returns the output instead.
+        inputs: The first block's input, or several; None if they come from the stage before.
+        target: Last argument of ``loss_fn``, or several.
+        loss_fn: ``(outputs of the last block, target) → scalar``; None returns the outputs instead.
         loss_scale: Gradient of the step's loss by this microbatch's.
         seed: Start of its stream of random numbers.
         grad: Whether a backward follows.
+        keep_outputs: Whether to keep what went into ``loss_fn``.
     """
 
     def __init__(
         self,
         stage: Stage,
         index: int,
-        inputs: Tensor,
+        inputs: Tensor | Sequence[Tensor] | None = None,
         *,
-        target: Tensor | None = None,
+        target: Tensor | Sequence[Tensor] | None = None,
         loss_fn: LossFunction | None = None,
         loss_scale: float = 1.0,
         seed: int = 0,
         grad: bool = True,
+        keep_outputs: bool = False,
     ) -> None:
-        self.stage, self.index, self.target, self.loss_fn, self.grad = stage, index, target, loss_fn, grad
-        self.loss_scale = loss_scale
-        self.activation: Tensor | None = inputs
-        self.input_grad: Tensor | None = None
-        self.output: Tensor | None = None
-        self.output_grad: Tensor | None = torch.tensor(loss_scale) if loss_fn is not None else None
+        self.stage, self.index, self.loss_fn, self.grad = stage, index, loss_fn, grad
+        self.target, self.loss_scale, self.keep_outputs = tensors(target), loss_scale, keep_outputs
+        self.forwarded = self.ended = False
+        self.activations: Tensors | None = None if inputs is None else tensors(inputs)
+        """Input of the next block to run: leaves, those with a gradient to come require it."""
+        self.outputs: Tensors | None = None
+        """What the last block returned (the loss, where there is a ``loss_fn``), until it is sent on."""
+        self.differentiable: tuple[bool, ...] = ()
+        """Which of the outputs have a gradient to come."""
+        self.kept: Tensors = ()
+        self.output_grads: OptionalTensors | None = (torch.tensor(loss_scale),) if loss_fn is not None else None
+        self.input_grads: OptionalTensors = ()
+        self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
+        self.after: Microbatch | None = None
         self.runs: dict[int, BlockRun] = {}
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
-        self.flights: dict[Kind, Flight] = {}
+        self.flights: dict[Kind, Flight[Tensor]] = {}
+        self.arriving: dict[Kind, Flight[Tensors]] = {}  # from another rank's stage
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.device)
         self.tied: Gradients = {}
-        self.ended = False
 
     @property
-    def forwarded(self) -> bool:
-        """Whether its forward has ended and its backward has not."""
-        return self.output is not None and self.grad and not self.ended
+    def output(self) -> Tensor | OptionalTensors | None:
+        """The loss, or what the last block returned, detached; None before its forward has ended."""
+        return one(self.outputs)
+
+    @property
+    def input_grad(self) -> Tensor | OptionalTensors | None:
+        """Gradient of the input, or of each; None where it requires none."""
+        return one(self.input_grads) if self.input_grads else None
+
+    def await_input(self, kind: Kind) -> Tensor | None:
+        """Waits for what the next compute node of a chain needs from other ranks; returns what an exchange brought."""
+        if kind in self.arriving:
+            arrived = self.arriving.pop(kind).wait()
+            if kind is Kind.F:
+                self.activations = arrived
+            else:
+                grads = iter(arrived)
+                self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
+        return self.flights.pop(kind).wait() if kind in self.flights else None
+
+    def take_passed(self, kind: Kind) -> tuple[Tensors, tuple[bool, ...]]:
+        """What another rank's stage is sent, which this lets go of, and which of it will have a gradient."""
+        if kind is Kind.F:
+            passed, self.outputs = self.outputs, None
+            assert passed is not None
+            return passed, self.differentiable
+        grads, self.input_grads = tuple(g for g in self.input_grads if g is not None), ()
+        return grads, (False,) * len(grads)
+
+    def take_activations(self) -> Tensors:
+        """The input of the next block, which this lets go of."""
+        if self.activations is None and self.before is not None:
+            passed, self.before.outputs = self.before.outputs, None
+            assert passed is not None
+            requires = self.before.differentiable
+            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, requires, strict=True))
+        taken, self.activations = self.activations, None
+        assert taken is not None, f"microbatch {self.index} has no input"
+        return taken
+
+    def take_output_grads(self) -> OptionalTensors:
+        """The gradients of what the next block of the backward returned, which this lets go of."""
+        if self.output_grads is None and self.after is not None:
+            self.output_grads, self.after.input_grads = self.after.input_grads, ()
+        taken, self.output_grads = self.output_grads, None
+        assert taken is not None, f"microbatch {self.index} has no gradient of its output"
+        return taken
 
     def stop(self) -> None:
         """Unwinds suspended forwards and lets go of everything."""
         for run in self.runs.values():
             run.stop()
-        self.runs.clear()
-        self.queues.clear()
-        self.flights.clear()
-        self.expected.clear()
+        for state in (self.runs, self.queues, self.flights, self.arriving, self.expected):
+            state.clear()
+        self.before = self.after = None
+
+
+def tensors(value: Tensor | Sequence[Tensor] | None) -> Tensors:
+    """One tensor, several, or none, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | None, ...] | None:
+    """A single value as it is, several as a tuple."""
+    return values[0] if values is not None and len(values) == 1 else values
 
 
 class RandomStream:

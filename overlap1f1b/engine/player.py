@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
+from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.cut import BlockRun
+from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.reducer import Reducer
@@ -16,6 +20,8 @@ from overlap1f1b.plan import Node, Op, Span
 from overlap1f1b.schedule import Kind
 
 Pace = Callable[[Node], float]
+Place = tuple[int, int]
+"""Stage and microbatch."""
 
 
 class Player:
@@ -23,69 +29,89 @@ class Player:
 
     Args:
         timeout: Limit of every wait for another rank.
+        failures: Where other ranks say that they failed.
         background: Whether exchanges are started and awaited by threads of the lanes.
+        boundary: Carries out the ``send`` and ``receive`` nodes.
+        reducer: Carries out the ``reduce`` nodes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
     of a transfer does not contain one rank's wait for another.
     """
 
-    def __init__(self, timeout: timedelta, pace: Pace | None = None, *, background: bool = False) -> None:
-        def lane(name: str) -> Lane:
-            return Lane(name, timeout, background=background)
+    def __init__(
+        self,
+        timeout: timedelta,
+        failures: Failures,
+        *,
+        background: bool = False,
+        boundary: Boundary | None = None,
+        reducer: Reducer | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        def lane(name: str, *, background: bool = background) -> Lane:
+            return Lane(name, timeout, failures, background=background)
 
-        back = lane("rows")
+        back = lane("combine")
         self.lanes = {
             # A few bytes: sending them takes less time than handing them to a thread. The dispatch waits for them.
-            (Op.COUNTS, Kind.F): Lane("counts", timeout, background=False),
+            (Op.COUNTS, Kind.F): lane("counts", background=False),
             # A dispatch that waits for its counts must not hold up the others; tags keep them apart on the wire.
             (Op.DISPATCH, Kind.F): lane("dispatch"),
             (Op.COMBINE, Kind.F): back,
             (Op.COMBINE, Kind.I): back,
             (Op.DISPATCH, Kind.I): back,
-            (Op.REDUCE, Kind.W): lane("reduce"),
         }
-        self.pace = pace
+        self.boundary, self.reducer, self.pace = boundary, reducer, pace
         self.before_launch: Callable[[], None] | None = None
+        self.position = 0
+        """Of the node that is played, in the list."""
         self.peak_activations = self.peak_held = 0
         self._spans: list[Span] = []
-        self._flights: list[Flight] = []
+        self._flights: list[Flight[Any]] = []
+        self._sends: deque[Flight[None]] = deque()
         self._begun = 0.0
+        self._live: set[Place] = set()
+        self._held: set[Place] = set()
 
-    def play(
-        self, nodes: Iterable[Node], microbatches: Mapping[int, Microbatch], reducer: Reducer | None = None
-    ) -> None:
-        """Plays the nodes; ``reducer`` carries out the ``reduce`` nodes.
+    def play(self, nodes: Sequence[Node], microbatches: Mapping[Place, Microbatch]) -> None:
+        """Plays the nodes.
 
         On an error every suspended forward is unwound and every exchange in flight is awaited, a second at most.
         """
-        self._spans, self._flights, self._begun = [], [], time.perf_counter()
+        self._spans, self._flights, self._sends, self._begun = [], [], deque(), time.perf_counter()
+        self._live, self._held = set(), set()
         self.peak_activations = self.peak_held = 0
-        live: set[int] = set()
-        held: set[int] = set()
         try:
-            for node in nodes:
+            for self.position, node in enumerate(nodes):
                 if node.op is Op.REDUCE:
-                    assert reducer is not None
-                    self._flights.append(reducer.launch(node))
-                    continue
-                microbatch = microbatches[node.microbatch]
-                if node.kind is Kind.F:
-                    live.add(node.microbatch)
-                    held.add(node.microbatch)
-                self.peak_activations = max(self.peak_activations, len(live))
-                self.peak_held = max(self.peak_held, len(held))
-                self._node(node, microbatch)
-                if microbatch.ended:
-                    live.discard(node.microbatch)
-                    if not microbatch.queues:
-                        held.discard(node.microbatch)
+                    assert self.reducer is not None
+                    self._flights += self.reducer.launch(node)
+                elif node.lane is LaneName.PEER:
+                    self._pass(node, microbatches[node.stage, node.microbatch])
+                else:
+                    self._node(node, microbatches[node.stage, node.microbatch])
+            while self._sends:
+                self._sends.popleft().wait()
         except BaseException:
             for microbatch in microbatches.values():
                 microbatch.stop()
             for flight in self._flights:
                 flight.drain(seconds=1.0)
             raise
+
+    def _pass(self, node: Node, microbatch: Microbatch) -> None:
+        """Sends to a neighbouring stage, or takes what it sends."""
+        assert self.boundary is not None
+        if node.op is Op.RECEIVE:
+            arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
+            self._flights.append(arriving)
+            return
+        while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
+            self._sends.popleft().wait()
+        send = self.boundary.send(node, *microbatch.take_passed(node.kind))
+        self._sends.append(send)
+        self._flights.append(send)
 
     def _node(self, node: Node, microbatch: Microbatch) -> None:
         run = microbatch.runs.get(node.block)
@@ -96,11 +122,17 @@ class Player:
             assert step is not None
             if self.before_launch is not None:
                 self.before_launch()
-            flight = self.lanes[node.op, node.kind].launch(node, step())
+            flight = self.lanes[node.op, node.kind].launch(node, step(node))
             microbatch.flights[node.kind] = flight
             self._flights.append(flight)
             return
-        received = microbatch.flights.pop(node.kind).wait() if node.kind in microbatch.flights else None
+        place = (node.stage, node.microbatch)
+        if node.kind is Kind.F:
+            self._live.add(place)
+            self._held.add(place)
+            self.peak_activations = max(self.peak_activations, len(self._live))
+            self.peak_held = max(self.peak_held, len(self._held))
+        received = microbatch.await_input(node.kind)
         start = time.perf_counter()
         if node.kind is Kind.W:
             accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
@@ -110,6 +142,10 @@ class Player:
         if self.pace is not None:
             time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))
+        if microbatch.ended:
+            self._live.discard(place)
+            if not microbatch.queues:
+                self._held.discard(place)
 
     def spans(self) -> tuple[Span, ...]:
         """What the last :meth:`play` did, in seconds from its start; on CUDA only what the thread saw."""

@@ -1,69 +1,120 @@
-"""Sums gradients outside the experts over the ranks that share the experts."""
+"""Sums gradients over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.stage import Stage
 from overlap1f1b.moe.exchange import Transfer
-from overlap1f1b.plan import Node
+from overlap1f1b.plan import Node, Op
+
+BlockPlace = tuple[int, int]
+"""Stage and block."""
 
 
 class Reducer:
     """One reduction a block, launched when the block's last contribution is in, so that it travels under the rest.
 
     Gradients that were there before the step are not reduced again: :meth:`begin` sets them aside.
+
+    Args:
+        stages: Those of this rank, by number.
+        dense: Ranks that hold the parameters outside the experts; None for this one alone.
+        experts: Ranks that hold the same experts.
+        lane: Where reductions travel.
     """
 
-    def __init__(self, stage: Stage, group: dist.ProcessGroup, lane: Lane) -> None:
-        self.stage, self.group, self.lane = stage, group, lane
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        dense: dist.ProcessGroup | None,
+        experts: dist.ProcessGroup | None,
+        lane: Lane,
+    ) -> None:
+        self.stages, self.dense, self.experts, self.lane = stages, dense, experts, lane
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._flights: list[tuple[list[nn.Parameter], list[Tensor], Flight]] = []
+        self._flights: list[tuple[list[nn.Parameter], Flight[Tensor]]] = []
+        self._order: list[BlockPlace] = []  # of the launches still to come, the last first
+        self._ready: dict[BlockPlace, Node] = {}
 
-    def begin(self) -> None:
-        """Sets aside the gradients of earlier steps."""
-        parameters = [p for block in range(len(self.stage.blocks)) for p in self.stage.reduced_parameters(block)]
-        self._before = {p: p.grad for p in parameters if p.grad is not None}
-        self._flights = []
+    def begin(self, order: Sequence[Node]) -> None:
+        """Sets aside the gradients of earlier steps.
+
+        Args:
+            order: Plan of one of the ranks that sum together: all of them launch the reductions in its order.
+        """
+        reduced = [node for node in order if node.op is Op.REDUCE]
+        self._order = [(node.stage, node.block) for node in reversed(reduced) if node.stage in self.stages]
+        self._ready, self._flights = {}, []
+        self._before = {
+            parameter: parameter.grad
+            for stage, block in self._order
+            for parameters, _ in self._parameters(stage, block)
+            for parameter in parameters
+            if parameter.grad is not None
+        }
         for parameter in self._before:
             parameter.grad = None
 
-    def launch(self, node: Node) -> Flight:
-        """Starts the reduction of a block."""
+    def _parameters(self, stage: int, block: int) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+        """What is summed with a block, and over which ranks."""
+        held = self.stages[stage]
+        both = ((held.own_parameters(block), self.dense), (held.expert_parameters_of(block), self.experts))
+        return [(parameters, group) for parameters, group in both if group is not None]
+
+    def launch(self, node: Node) -> list[Flight[Tensor]]:
+        """Starts the reduction of a block, and of those whose turn was after it."""
+        self._ready[node.stage, node.block] = node
+        launched = []
+        while self._order and self._order[-1] in self._ready:
+            stage, block = self._order.pop()
+            for parameters, group in self._parameters(stage, block):
+                launched += self._reduce(self._ready[stage, block], parameters, group)
+        return launched
+
+    def _reduce(self, node: Node, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[Flight[Tensor]]:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self.stage.reduced_parameters(node.block):
+        for parameter in parameters:
             if parameter.grad is None:  # no token of this rank came by; another rank's may have
                 parameter.grad = torch.zeros_like(parameter)
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
-            grads = [p.grad for p in parameters if p.grad is not None]
-            flight = self.lane.launch(node, partial(self._post, _flatten_dense_tensors(grads)))
-            self._flights.append((parameters, grads, flight))
-        return flight
-
-    def _post(self, flat: Tensor) -> Transfer:
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        return Transfer(flat, [work])
+        launched = []
+        for bucket in by_dtype.values():
+            flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+            flight = self.lane.launch(node, partial(_all_reduce, flat, group))
+            self._flights.append((bucket, flight))
+            launched.append(flight)
+        return launched
 
     def settle(self) -> None:
         """Waits until nothing is under way, so that the group can be used for something else."""
-        for _, _, flight in self._flights:
+        for _, flight in self._flights:
             flight.drained(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Waits for all reductions and adds what :meth:`begin` set aside."""
-        for parameters, grads, flight in self._flights:
-            reduced = _unflatten_dense_tensors(flight.wait(), grads)
-            for parameter, grad in zip(parameters, reduced, strict=True):
+        assert not self._order, f"no reduction of {self._order} in the plan"
+        for parameters, flight in self._flights:
+            parts = flight.wait().split([parameter.numel() for parameter in parameters])
+            for parameter, reduced in zip(parameters, parts, strict=True):
                 assert parameter.grad is not None
-                parameter.grad.copy_(grad)
+                parameter.grad.copy_(reduced.view_as(parameter))
+        self.restore()
+
+    def restore(self) -> None:
+        """Adds what :meth:`begin` set aside, also after a step that failed."""
         for parameter, grad in self._before.items():
             parameter.grad = grad if parameter.grad is None else grad + parameter.grad
         self._before, self._flights = {}, []
+
+
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Transfer[Tensor]:
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None, "a rank only reduces over groups that it is in"
+    return Transfer(flat, [work])

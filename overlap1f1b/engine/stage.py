@@ -19,33 +19,40 @@ from overlap1f1b.plan import BlockShape, StageShape
 
 
 class Stage:
-    """Blocks that pass one tensor on, each an ordinary module.
+    """Blocks that pass a tensor or several on, each an ordinary module.
 
     >>> stage = Stage(model, exchange)  # an nn.Sequential, or a list of modules
 
     Args:
         blocks: Modules in order.
         exchange: Between the ranks that share the experts.
-        reduced: Whether gradients outside the experts are summed over those ranks.
+        reduce_own: Whether gradients outside the experts are summed over ranks.
+        reduce_experts: Whether those of the experts are.
+        number: Of the stage in the model; tells exchanges of several stages apart that are in flight together.
+        first: Number of the first block in the model, for messages.
 
     Raises:
         ValueError: No block, or experts of another exchange size.
     """
 
     def __init__(
-        self, blocks: nn.Module | Sequence[nn.Module], exchange: Exchange | None = None, *, reduced: bool = False
+        self,
+        blocks: nn.Module | Sequence[nn.Module],
+        exchange: Exchange | None = None,
+        *,
+        reduce_own: bool = False,
+        reduce_experts: bool = False,
+        number: int = 0,
+        first: int = 0,
     ) -> None:
+        self.number = number
         self.exchange = exchange or LocalExchange()
-        if isinstance(blocks, nn.Module) and type(blocks).forward is not nn.Sequential.forward:
-            raise ValueError(f"a model of type {type(blocks).__name__}; allowed: an nn.Sequential or a list of blocks")
-        # Not named_children(), which leaves out a module's second place.
-        places = blocks._modules.items() if isinstance(blocks, nn.Module) else _numbered(blocks)
-        children = [(name, block) for name, block in places if block is not None]
-        if not children:
+        self.blocks = blocks_of(blocks)
+        if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
-        self.names, self.blocks = [name for name, _ in children], [block for _, block in children]
-        first = next((p for block in self.blocks for p in block.parameters()), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
+        parameter = next((p for block in self.blocks for p in block.parameters()), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
         self.expert_parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self.block_parameters: list[list[nn.Parameter]] = []
         self._find_parameters()
@@ -56,7 +63,9 @@ class Stage:
             BlockShape(
                 seams=sum(isinstance(m, GroupedExperts) for m in block.modules()),
                 split=bool(linears),
-                reduced=reduced and bool(self.reduced_parameters(index)),
+                reduced=bool(
+                    (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
+                ),
             )
             for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
         )
@@ -89,24 +98,38 @@ class Stage:
                 if seen.setdefault(parameter, index) != index:
                     self.tied[parameter] = seen[parameter]
 
-    def reduced_parameters(self, block: int) -> list[nn.Parameter]:
+    def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Parameters whose gradients are complete with this block's backward, the experts' apart."""
         return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
 
+    def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
+        """Parameters of the block's experts."""
+        held = [m for m in self.blocks[block].modules() if isinstance(m, GroupedExperts)]
+        return [parameter for experts in held for parameter in self.expert_parameters[experts]]
+
     def microbatch(
         self,
-        inputs: Tensor,
-        target: Tensor | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        target: Tensor | Sequence[Tensor] | None = None,
         *,
         index: int = 0,
         loss_fn: LossFunction | None = None,
         loss_scale: float = 1.0,
         seed: int = 0,
         grad: bool = True,
+        keep_outputs: bool = False,
     ) -> Microbatch:
         """A microbatch that is ready for its forward; see :class:`Microbatch`."""
         return Microbatch(
-            self, index, inputs, target=target, loss_fn=loss_fn, loss_scale=loss_scale, seed=seed, grad=grad
+            self,
+            index,
+            inputs,
+            target=target,
+            loss_fn=loss_fn,
+            loss_scale=loss_scale,
+            seed=seed,
+            grad=grad,
+            keep_outputs=keep_outputs,
         )
 
     def whole(self, microbatch: Microbatch, gradients: Gradients, block: int) -> Gradients:
@@ -191,6 +214,15 @@ def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _numbered(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for index, block in enumerate(blocks):
-        yield f"block {index} ({type(block).__name__})", block
+def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks of an ``nn.Sequential`` or a list, in order.
+
+    Raises:
+        ValueError: A model with a forward of its own.
+    """
+    if not isinstance(model, nn.Module):
+        return list(model)
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
+    # Not children(), which leaves out a module's second place.
+    return [block for block in model._modules.values() if block is not None]

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T_co = TypeVar("T_co", covariant=True)
+
 
 @dataclass(frozen=True)
-class Transfer:
-    """An exchange that has been launched.
+class Transfer(Generic[T_co]):
+    """Something that is under way between ranks.
 
     Args:
         result: What is received; valid after :meth:`receive`.
@@ -24,22 +26,29 @@ class Transfer:
         ahead: A transfer in front of this one on the same links, so that this one's time alone can be told.
     """
 
-    result: Tensor
+    result: T_co
     receives: Sequence[dist.Work] = ()
     sends: Sequence[dist.Work] = ()
-    source: Tensor | None = None
-    ahead: Transfer | None = None
+    source: Tensor | Sequence[Tensor] | None = None
+    ahead: Transfer[T_co] | None = None
 
-    def receive(self, timeout: timedelta | None = None) -> Tensor:
-        """Waits for the rows (on CUDA the current stream does) and returns them. Once only: gloo hangs on a second."""
+    def receive(self, timeout: timedelta | None = None) -> T_co:
+        """Waits for the result (on CUDA the current stream does) and returns it. Once only: gloo hangs on a second."""
         _wait(self.receives, timeout)
         return self.result
 
     def release(self, timeout: timedelta | None = None) -> None:
         """Waits until what was sent may be overwritten."""
+        if self.ahead is not None:
+            self.ahead.release(timeout)
         _wait(self.sends, timeout)
 
-    def finish(self, timeout: timedelta | None = None) -> Tensor:
+    @property
+    def done(self) -> bool:
+        """Whether everything has been received and sent."""
+        return all(work.is_completed() for work in (*self.receives, *self.sends))
+
+    def finish(self, timeout: timedelta | None = None) -> T_co:
         """Waits for both."""
         self.receive(timeout)
         self.release(timeout)
@@ -79,13 +88,13 @@ class Exchange(Protocol):
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         """Launches the exchange of ``source [sum(send), H]``, whose parts go to the ranks in order.
 
         The transfer's result is ``[sum(receive), H]``, the parts of the ranks in order.
         """
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
@@ -109,10 +118,10 @@ class LocalExchange:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         return Transfer(source)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         return Transfer(counts.view(1, -1))
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
@@ -149,11 +158,11 @@ class PeerExchange:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         expected = expected or self.expect_rows(source, receive, tag)
         return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
         return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self.control)
 
@@ -184,7 +193,7 @@ class PeerExchange:
         receive: Sequence[int],
         tag: int,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         (up, down), parts = groups, source.split(list(send))
         works = [
             _launched(dist.isend(parts[p], group=up if self.rank < p else down, group_dst=p, tag=tag))
@@ -211,13 +220,13 @@ class CollectiveExchange:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
         work = dist.all_to_all_single(result, source, list(receive), list(send), group=self.rows_group, async_op=True)
         return Transfer(result, [_launched(work)], source=source)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
         work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)

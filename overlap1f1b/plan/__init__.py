@@ -4,7 +4,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, makespan, play, play_ranks
 from overlap1f1b.plan.compiler import compile
-from overlap1f1b.plan.costs import CostKey, NodeCosts
+from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     LANE_OF,
     BlockShape,
@@ -34,6 +34,7 @@ __all__ = [
     "backward_chain",
     "check",
     "compile",
+    "cost_key",
     "forward_chain",
     "makespan",
     "parse_overlap",

@@ -84,8 +84,8 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 if key in previous:
                     needs[entry].append(previous[key])
                 previous[key] = entry
-                if node.op in (Op.ATTENTION, Op.DENSE) and chains.shapes[node.stage][node.block].reduced:
-                    reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1)
+                if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS) and chains.shapes[node.stage][node.block].reduced:
+                    reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1, seam=0)
                     reductions.setdefault(reduction, []).append(entry)
     for reduction, contributions in reductions.items():
         needs[reduction._replace(microbatch=contributions[-1].microbatch)] = contributions

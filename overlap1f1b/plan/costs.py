@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 from overlap1f1b.plan.node import Node, Op
 from overlap1f1b.schedule import Kind
 
-CostKey = tuple[Op, Kind, int, int]
-"""Sub-op, kind, block, seam."""
+CostKey = tuple[Op, Kind, int, int, int]
+"""Sub-op, kind, stage, block, seam."""
 
 Cost = float | tuple[float, ...]
 """A time, or of an exchange the time on each of the links that it uses side by side."""
+
+
+def cost_key(node: Node) -> CostKey:
+    """What the cost of a node is kept by: it is the same for every microbatch and pipe."""
+    return node.op, node.kind, node.stage, node.block, node.seam
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,12 @@ class NodeCosts:
 
     Args:
         by_op: Cost of a (sub-op, kind) in every block; absent ones cost nothing.
-        by_node: Costs of single (sub-op, kind, block, seam), which come first: a measured step fills these. An exchange
-            whose rows are spread unevenly loads the links unevenly; another may load them the other way round, so the
-            links are told apart.
+        by_node: Costs of single (sub-op, kind, stage, block, seam), which come first: a measured step fills these. An
+            exchange whose rows are spread unevenly loads the links unevenly; another may load them the other way round,
+            so the links are told apart.
 
     Raises:
-        ValueError: A negative or infinite cost, or exchanges over different numbers of links.
+        ValueError: A malformed key, a negative or infinite cost, or exchanges over different numbers of links.
     """
 
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
@@ -38,7 +43,8 @@ class NodeCosts:
 
     def __post_init__(self) -> None:
         links: set[int] = set()
-        for (op, kind, *_), cost in (*self.by_op.items(), *self.by_node.items()):
+        for key, cost in (*self.by_op.items(), *self.by_node.items()):
+            op, kind = _checked(key, 2 if key in self.by_op else 5)
             if isinstance(cost, tuple):
                 links.add(len(cost))
             for part in cost if isinstance(cost, tuple) else (cost,):
@@ -53,7 +59,7 @@ class NodeCosts:
 
     def links(self, node: Node) -> tuple[float, ...]:
         """Its cost on every link; one for a compute node."""
-        cost = self.by_node.get((node.op, node.kind, node.block, node.seam))
+        cost = self.by_node.get(cost_key(node))
         if cost is None:
             cost = self.by_op.get((node.op, node.kind), 0.0)
         return cost if isinstance(cost, tuple) else (cost,)
@@ -80,3 +86,11 @@ class NodeCosts:
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
         return cls(table)
+
+
+def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
+    op, kind = key[:2] if len(key) == length else (None, None)
+    if not isinstance(op, Op) or not isinstance(kind, Kind):
+        names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, seam)"
+        raise ValueError(f"a cost of {key}; allowed: a key {names}")
+    return op, kind

@@ -50,7 +50,7 @@ LANE_OF = {
 }
 
 
-_NUMBER_OF = {op: number for number, op in enumerate(Op)}
+_ROUND_TRIP = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
 
 class Node(NamedTuple):
@@ -82,9 +82,9 @@ class Node(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number that is the same on every rank, and another for every exchange that may be in flight with it."""
-        kind = 2 * _NUMBER_OF[self.op] + (self.kind is Kind.F)
-        return (((self.microbatch % 1024) * 4096 + self.block) * 16 + self.seam) * 32 + kind
+        """A number below 2³¹ that an exchange has on every rank, and no other exchange that is in flight with it."""
+        number = ((self.microbatch % 512) * 256 + self.stage % 256) * 256 + self.block % 256
+        return (number * 8 + self.seam % 8) * 8 + 2 * _ROUND_TRIP.index(self.op) + (self.kind is Kind.F)
 
     def __str__(self) -> str:
         place = f" s{self.stage}{chr(39) * self.pipe}" if self.stage or self.pipe else ""
@@ -97,7 +97,8 @@ class BlockShape(NamedTuple):
     Args:
         seams: Calls of experts in the block's forward; 0 for a dense block.
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
-        reduced: Whether the block holds gradients that are summed over ranks after the last microbatch.
+        reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
+            contribution.
     """
 
     seams: int

@@ -42,14 +42,14 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> Iterator[Node]:
     last = {
         (node.pipe, node.stage, node.block): index
         for index, node in enumerate(nodes)
-        if node.op in (Op.ATTENTION, Op.DENSE)
+        if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS)
         and node.kind is not Kind.F
         and chains.shapes[node.stage][node.block].reduced
     }
     for index, node in enumerate(nodes):
         yield node
         if last.get((node.pipe, node.stage, node.block)) == index:
-            yield node._replace(op=Op.REDUCE, kind=Kind.W)
+            yield node._replace(op=Op.REDUCE, kind=Kind.W, seam=0)
 
 
 def _with_weights(nodes: Iterable[Node], action: Action, chains: Chains) -> Iterator[Node]:

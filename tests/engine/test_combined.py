@@ -80,7 +80,7 @@ def test_bad_input_is_named() -> None:
         combined_forward_backward_step(None, None)
     with pytest.raises(ValueError, match="given twice"):
         combined_forward_backward_step(fresh, fresh)
-    with pytest.raises(ValueError, match="has not run forward"):
+    with pytest.raises(ValueError, match="not between forward and backward"):
         combined_forward_backward_step(None, fresh)
     done = Stage(models.build()).microbatch(x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(done, None)

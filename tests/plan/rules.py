@@ -133,7 +133,7 @@ def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         if in_turn != sorted(in_turn):
             yield f"{key} out of the program's order"
         place = key.pipe, key.stage, key.block
-        if key.op in (Op.ATTENTION, Op.DENSE) and reductions.get(place, len(at)) < max(positions):
+        if key.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS) and reductions.get(place, len(at)) < max(positions):
             yield f"block {place} is reduced too early"
 
 

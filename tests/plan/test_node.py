@@ -74,11 +74,11 @@ def test_tags_tell_exchanges_apart() -> None:
     nodes = [
         node
         for microbatch in range(5)
+        for stage in (0, 1, 16, 255)
         for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B))
-        for node in chain(Action(kind, 0, microbatch), shape)
-        if node.lane is not Lane.COMPUTE
+        for node in chain(Action(kind, stage, microbatch), shape)
+        if node.lane in (Lane.EXCHANGE, Lane.CONTROL)
     ]
-    nodes += [Node(Op.REDUCE, Kind.W, 4, block) for block in range(4)]
     assert len({node.tag for node in nodes}) == len(nodes)
     assert all(0 <= node.tag < 2**31 for node in nodes)
-    assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, seam=15).tag < 2**31
+    assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, seam=15, stage=999).tag < 2**31

@@ -34,7 +34,7 @@ class RecordingExchange:
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
         self.sizes: dict[int, Sizes] = {}
-        self._counts: dict[int, Transfer] = {}
+        self._counts: dict[int, Transfer[Tensor]] = {}
 
     @property
     def counts_received(self) -> dict[int, Tensor]:
@@ -52,11 +52,11 @@ class RecordingExchange:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         self.sizes[tag] = Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype)
         return self.real.rows(source, send, receive, tag, expected)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         self._counts[tag] = self.real.counts(counts, tag, expected)
         return self._counts[tag]
 
@@ -81,7 +81,7 @@ class AnsweringExchange:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
-    ) -> Transfer:
+    ) -> Transfer[Tensor]:
         return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
@@ -90,7 +90,7 @@ class AnsweringExchange:
     def expect_counts(self, like: Tensor, tag: int) -> None:
         return None
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
         return Transfer(self._counts[tag])
 
 
@@ -110,7 +110,7 @@ class Replay:
         return time.perf_counter() - start
 
     def _launches(self) -> Iterator[None]:
-        flying: deque[Transfer] = deque()
+        flying: deque[Transfer[Tensor]] = deque()
         for size in self.sizes:
             if len(flying) == self.depth:
                 flying.popleft().finish()

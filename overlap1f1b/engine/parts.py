@@ -1,0 +1,104 @@
+"""Which blocks a rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from overlap1f1b.engine.mesh import Dimension, Mesh
+from overlap1f1b.engine.stage import Stage, blocks_of
+from overlap1f1b.moe.exchange import Exchange
+from overlap1f1b.plan import StageShape
+from overlap1f1b.schedule import Placement
+
+Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.Module]]
+"""An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
+
+
+def split_blocks(blocks: Sequence[nn.Module], stages: int) -> list[list[nn.Module]]:
+    """Consecutive blocks for every stage, as equal in number as can be, the first stages one more.
+
+    >>> [len(part) for part in split_blocks([nn.Identity()] * 5, 3)]
+    [2, 2, 1]
+
+    Raises:
+        ValueError: Fewer blocks than stages.
+    """
+    if len(blocks) < stages:
+        raise ValueError(f"{len(blocks)} blocks for {stages} stages; allowed: at least one a stage")
+    size, more = divmod(len(blocks), stages)
+    starts = [stage * size + min(stage, more) for stage in range(stages + 1)]
+    return [list(blocks[a:b]) for a, b in pairwise(starts)]
+
+
+def stages_of(
+    model: Model,
+    placement: Placement,
+    rank: int,
+    exchange: Exchange,
+    *,
+    reduce_own: bool,
+    reduce_experts: bool,
+) -> dict[int, Stage]:
+    """The stages that a pipeline rank holds, by their number.
+
+    Raises:
+        ValueError: Too few blocks, other stages than the rank holds, or a parameter in two stages.
+    """
+    held = [stage for _, stage in placement.places(rank)]
+    if len(set(held)) < len(held):
+        raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
+    first = dict.fromkeys(held, 0)
+    if isinstance(model, Mapping):
+        if sorted(model) != sorted(held):
+            raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
+        parts = {stage: blocks_of(model[stage]) for stage in held}
+    else:
+        every = blocks_of(model)
+        if not every:
+            raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
+        split = split_blocks(every, placement.stages)
+        _refuse_shared(split)
+        parts = {stage: split[stage] for stage in held}
+        first = {stage: sum(map(len, split[:stage])) for stage in held}
+    _refuse_shared(list(parts.values()))
+    reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
+    return {
+        stage: Stage(blocks, exchange, number=stage, first=first[stage], **reduced) for stage, blocks in parts.items()
+    }
+
+
+def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:
+    seen: dict[nn.Parameter, int] = {}
+    for number, blocks in enumerate(parts):
+        for block in blocks:
+            for name, parameter in block.named_parameters():
+                if seen.setdefault(parameter, number) != number:
+                    raise ValueError(
+                        f"parameter {name} of a {type(block).__name__} belongs to two stages; "
+                        "allowed: shared inside one stage"
+                    )
+
+
+def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
+    """The shapes of every stage, from the ranks that hold them.
+
+    Raises:
+        ValueError: Ranks that hold the same stage with other blocks.
+    """
+
+    def merged(dimension: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
+        shapes: dict[int, StageShape] = {}
+        for table in tables:
+            for stage, shape in table.items():
+                if shapes.setdefault(stage, shape) != shape:
+                    raise ValueError(
+                        f"stage {stage} has other blocks on other ranks along {dimension!r}: {shape} and "
+                        f"{shapes[stage]}; allowed: the same"
+                    )
+        return shapes
+
+    shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
+    return tuple(shapes[stage] for stage in range(placement.stages))

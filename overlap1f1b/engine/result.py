@@ -1,0 +1,58 @@
+"""What a step did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors, one
+from overlap1f1b.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did on this rank.
+
+    Args:
+        losses: Loss of each microbatch that ended on this rank, in their order.
+        weights: Part of each in the mean over all ranks' microbatches.
+        outputs: What went into each of the losses, where it was asked for.
+        overlap: The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+        peak_activations: Most (stage, microbatch) that were alive at once.
+        peak_held: The same with those that waited for weight gradients alone.
+    """
+
+    losses: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    outputs: tuple[Tensor | OptionalTensors | None, ...]
+    overlap: Timeline
+    peak_activations: int
+    peak_held: int
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean over the microbatches that ended on this rank, by their weights.
+
+        Raises:
+            ValueError: None did: it does not hold the last stage. See :meth:`Engine.mean_loss`.
+        """
+        if not self.losses:
+            raise ValueError("no microbatch ends on this rank; allowed: result.loss where the last stage is held")
+        losses = torch.stack([loss.reshape(()) for loss in self.losses])
+        if len(set(self.weights)) == 1:
+            return losses.mean()
+        weights = losses.new_tensor(self.weights)
+        return (losses * weights).sum() / weights.sum()
+
+
+def result_of(
+    ended: Sequence[Microbatch], weights: Sequence[float], timeline: Timeline, peak_activations: int, peak_held: int
+) -> StepResult:
+    """The result of a step whose last stage ended these microbatches."""
+    losses = [outputs[0] for m in ended if (outputs := m.outputs) is not None]
+    assert len(losses) == len(ended)
+    kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
+    return StepResult(tuple(losses), tuple(weights), kept, timeline, peak_activations, peak_held)

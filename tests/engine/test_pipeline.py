@@ -1,0 +1,154 @@
+"""Every schedule over pipeline × expert × data ranks, against one process that holds the whole model."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine, split_blocks
+from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.simulation import simulate
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
+CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
+LAYERS = 6  # with embedding, dense block and head 9 blocks: no two stages alike
+
+# Not divisible by the ranks wherever the schedule allows it.
+ODD = {"dualpipe": {2: 6, 4: 10}, "dualpipev": {2: 5, 4: 9}}
+
+
+def programs(name: str, ranks: int) -> list[Program]:
+    microbatches = ODD.get(name, {2: 5, 4: 6})[ranks]
+    several = [1, CHUNKED[name]] if name in CHUNKED else [1]
+    return [build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks) for chunks in several]
+
+
+class Jitter(nn.Module):
+    """A block that takes a random time, so that ranks drift apart."""
+
+    def __init__(self, inner: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.inner, self.random = inner, random.Random(seed)
+
+    def forward(self, *x: Tensor) -> Any:
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 0.003)
+        return self.inner(*x)
+
+
+def build(group: Any = None, rank: int = 0) -> list[nn.Module]:
+    model = models.build(group, layers=LAYERS)
+    return [Jitter(block, 100 * rank + index) for index, block in enumerate(model)]
+
+
+def slice_of(full: Tensor, module: nn.Module, ep_rank: int) -> Tensor:
+    if not isinstance(module, GroupedExperts):
+        return full
+    return full[ep_rank * module.local_experts : (ep_rank + 1) * module.local_experts]
+
+
+def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int, double: bool) -> list[str]:
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    try:
+        return [problem for program in programs(name, pp) for problem in _compared(rank, program, pp, dp, ep, double)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compared(rank: int, program: Program, pp: int, dp: int, ep: int, double: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
+    at = mesh.get_coordinate()
+    assert at is not None
+    shards = [models.batch(program.microbatches, seed=seed, sequence=7) for seed in range(dp * ep)]
+    whole = nn.Sequential(*build())
+    losses = []
+    for inputs, target in shards:
+        mine, expected = models.plain_gradients(whole, inputs, target, program.microbatches, 1 / (dp * ep))
+        losses.append(mine)
+    inputs, target = shards[at[1] * ep + at[2]]
+    problems: list[str] = []
+    reference: dict[str, Tensor] = {}
+    for overlap in OVERLAPS:
+        blocks = build(mesh.get_group("ep"), rank)
+        engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, costs=COSTS, timeout=30)
+        where = f"{program.name} chunks {program.placement.stages // pp} {overlap}"
+        result = engine.step(inputs, target=target)
+        found: dict[str, Tensor] = {}
+        model = nn.Sequential(*blocks)
+        held = set(engine.parameters())
+        for path, module in model.named_modules():
+            for label, parameter in module.named_parameters(prefix=path, recurse=False):
+                if parameter not in held:
+                    if parameter.grad is not None:
+                        problems.append(f"{where}: {label} has a gradient on a rank without its stage")
+                    continue
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                found[label] = grad
+                full = slice_of(expected[label], module, at[2])
+                error = float((grad - full).norm() / full.norm().clamp_min(1e-30))
+                if error > (1e-12 if double else 1e-5) and float(full.norm()) > 0:
+                    problems.append(f"{where}: {label} differs by {error:.1e} from one process")
+        reference = reference or found
+        problems += [f"{where}: {label} differs from serial" for label in models.equal(found, reference)]
+        every = losses[at[1] * ep + at[2]]
+        ended = [
+            index
+            for pipe, stage in program.placement.places(at[0])
+            if stage == program.placement.stages - 1
+            for index in program.microbatches_of(pipe)
+        ]
+        for index, loss in zip(ended, result.losses, strict=True):
+            torch.testing.assert_close(loss, every[index], rtol=1e-12 if double else 1e-5, atol=0.0)
+        plan = engine.plan
+        timeline = simulate(plan, COSTS)
+        share = program.placement.share
+        if result.peak_activations * share != timeline.peak_activations(at[0]):
+            problems.append(f"{where}: {result.peak_activations} alive, simulated {timeline.peak_activations(at[0])}")
+        if result.peak_held != plan.held(at[0]):
+            problems.append(f"{where}: {result.peak_held} held, planned {plan.held(at[0])}")
+        if overlap == 3:
+            again = engine.evaluate(inputs, target=target)
+            problems += [
+                f"{where}: evaluate gives another loss"
+                for a, b in zip(again.losses, result.losses, strict=True)
+                if a != b
+            ]
+            mean = float(torch.stack([loss for shard in losses for loss in shard]).mean())
+            if abs(engine.mean_loss(result) - mean) > 1e-5:
+                problems.append(f"{where}: mean loss {engine.mean_loss(result)}, expected {mean}")
+    return problems
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_stages(ranks2: Ranks, name: str, double: bool) -> None:
+    assert ranks2.run(_compare, name, 2, 1, 1, double, timeout=120) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_compare, name, 2, 1, 2, False, timeout=120) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_four_stages(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_compare, name, 4, 1, 1, False, timeout=120) == [[]] * 4
+
+
+def test_blocks_are_split_evenly() -> None:
+    blocks = [nn.Identity() for _ in range(7)]
+    assert [len(part) for part in split_blocks(blocks, 3)] == [3, 2, 2]
+    with pytest.raises(ValueError, match="7 blocks for 8 stages"):
+        split_blocks(blocks, 8)
