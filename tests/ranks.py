@@ -46,9 +46,9 @@ class RankError(RuntimeError):
 class Ranks:
     """`size` worker processes with a gloo group. They start at the first call, and again after a call that failed."""
 
-    def __init__(self, size: int, timeout: float = 60) -> None:
+    def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S) -> None:
         self.size = size
-        self.timeout = timeout
+        self.timeout, self.grace = timeout, grace
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
@@ -121,7 +121,7 @@ class Ranks:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         if failures:
             raise RankError(failures)
         return [results[rank] for rank in range(self.size)]
@@ -141,9 +141,9 @@ class Ranks:
         return texts
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, grace: float = GRACE_S) -> list[Any]:
     """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks.run`."""
-    workers = Ranks(ranks, timeout)
+    workers = Ranks(ranks, timeout, grace)
     try:
         return workers.run(function, *args)
     finally:

@@ -93,7 +93,8 @@ class Engine:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
         self.overlap = planning.parse_overlap(overlap)
-        self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh), program, loss_fn, count_tokens
+        limit = timedelta(seconds=timeout)
+        self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
         placement = program.placement
         if self.mesh.size("pp") != placement.ranks:
             raise ValueError(
@@ -112,7 +113,6 @@ class Engine:
         if not any(p.requires_grad for p in self.parameters()):
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.shapes = all_shapes(self.stages, placement, self.mesh)
-        limit = timedelta(seconds=timeout)
         self.failures = Failures(self.mesh.combined(uuid.uuid4().hex, lambda _, names: names[0]))
         groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
         background = any(dist.get_backend(group) == "gloo" for group in groups)
@@ -252,6 +252,9 @@ class Engine:
             nodes, position = plan.ranks[self.rank], self.player.position
             message = f"rank {where or 0} failed at {nodes[position]}, position {position} of its plan"
             error.add_note(message)
+            first = self.failures.read(wait=isinstance(error, RuntimeError))
+            if first is not None and first not in str(error):
+                error.add_note(f"the first to fail: {first}")
             self.failures.post(f"{message}: {headline(error)}")
             self._failed = bool(where)
             self.boundary.forget()
@@ -270,7 +273,7 @@ class Engine:
     def _meet(self) -> None:
         if self.reducer is not None:
             self.reducer.settle()
-        dist.barrier(self.mesh.group("ep"))
+        self.mesh.meet("ep")
 
     def _play(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 
@@ -45,6 +46,7 @@ class Failures:
 
 
 def headline(error: BaseException) -> str:
-    """The type of an error and the first line of what it says."""
+    """The type of an error and the first line of what it says, without the place in gloo's source and its advice."""
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = re.sub(r"^\[[^]]*\] ", "", lines[0]).partition(" This is typically")[0] if lines else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

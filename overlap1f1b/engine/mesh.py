@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.engine.failures import headline
 
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep"]
@@ -23,12 +27,13 @@ class Mesh:
 
     Args:
         mesh: With any of the dimensions "pp", "dp" and "ep"; None for one rank.
+        timeout: Limit of every wait for another rank.
 
     Raises:
         ValueError: Other dimensions.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None = None) -> None:
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
         if mesh is not None and (not names or not set(names) <= set(DIMENSIONS)):
             raise ValueError(
@@ -36,14 +41,22 @@ class Mesh:
                 f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._control: dict[
+            str, dist.ProcessGroup
+        ] = {}  # for agreements: on the CPU, whatever the device, with the limit
         self._ranks: Tensor | None = None
         if mesh is not None:
             self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
+            for name, group in self._groups.items():
+                ranks = dist.get_process_group_ranks(group)
+                self._control[name] = dist.new_group(
+                    ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+                )
             order = [names.index(name) for name in DIMENSIONS if name in names]
-            ranks = mesh.mesh.permute(order)
+            self._ranks = mesh.mesh.permute(order)
             for position, name in enumerate(DIMENSIONS):
-                ranks = ranks if name in names else ranks.unsqueeze(position)
-            self._ranks = ranks
+                if name not in names:
+                    self._ranks = self._ranks.unsqueeze(position)
 
     def group(self, dimension: Dimension) -> dist.ProcessGroup | None:
         """The ranks along a dimension; None for one rank."""
@@ -71,16 +84,38 @@ class Mesh:
         return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
-        """The values of all ranks along a dimension."""
-        group = self.group(dimension)
+        """The values of all ranks along a dimension.
+
+        Raises:
+            RuntimeError: One of them failed, or did not answer within the limit.
+        """
+        group = self._control.get(dimension)
         if group is None:
             return [value]
         values: list[Any] = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
+        with _naming(dimension):
+            dist.all_gather_object(values, value, group=group)
         return values
+
+    def meet(self, dimension: Dimension) -> None:
+        """Waits for all ranks along a dimension.
+
+        Raises:
+            RuntimeError: As :meth:`gathered`.
+        """
+        with _naming(dimension):
+            dist.barrier(self._control[dimension])
 
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
         """A value made of those of all ranks: along "ep", then "dp", then "pp"; the same everywhere."""
         for dimension in reversed(DIMENSIONS):
             value = combine(dimension, self.gathered(dimension, value))
         return value
+
+
+@contextmanager
+def _naming(dimension: Dimension) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"the ranks along {dimension!r} did not meet: {headline(error)}") from error

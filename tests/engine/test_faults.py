@@ -1,0 +1,136 @@
+"""A rank that dies or fails takes the others with it, within the limit, and each says why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.ranks import RankError, run
+
+LIMIT = 6.0
+M = 6
+
+
+class Saboteur(nn.Module):
+    """A block that does something bad in the forward, or the backward, of one microbatch."""
+
+    def __init__(self, inner: nn.Module, what: str, microbatch: int, when: str, folder: str) -> None:
+        super().__init__()
+        self.inner, self.what, self.microbatch, self.when, self.folder = inner, what, microbatch, when, folder
+        self.forwards = self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.when == "forward" and self.forwards == self.microbatch:
+            x = self._strike(x)
+        if self.when == "backward":
+            x.register_hook(self._backward)
+        self.forwards += 1
+        return x
+
+    def _backward(self, grad: Tensor) -> None:
+        if self.backwards == self.microbatch:
+            self._strike(grad)
+        self.backwards += 1
+
+    def _strike(self, x: Tensor) -> Tensor:
+        if self.what == "kill":
+            die(self.folder)
+        if self.what == "raise":
+            Path(self.folder, "struck").write_text(str(time.time()))
+            raise ArithmeticError("the stage broke")
+        if self.what == "detach":
+            return x.detach()
+        assert self.what == "shape"
+        return x[:, :5]
+
+
+def die(folder: str) -> None:
+    Path(folder, "struck").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _step(rank: int, size: int, folder: str, culprit: int, what: str, microbatch: int, when: str) -> None:
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    blocks: list[nn.Module] = list(models.build(mesh.get_group("ep"), layers=4))
+    if rank == culprit and when != "reduce":
+        place = 1 if rank < size // 2 else 5
+        blocks[place] = Saboteur(blocks[place], what, microbatch, when, folder)
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=M)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=3, timeout=LIMIT)
+    if rank == culprit and when == "reduce":
+        assert engine.reducer is not None
+        engine.reducer.launch = lambda node: die(folder)  # type: ignore[assignment,return-value]
+    inputs, target = models.batch(M, seed=rank)
+    try:
+        engine.step(inputs, target=target)
+    except Exception as error:
+        note = " ".join(getattr(error, "__notes__", ()))
+        Path(folder, f"rank{rank}").write_text(f"{time.time():.1f} {type(error).__name__}: {error} [{note}]")
+        with pytest.raises(ValueError, match="this engine failed in an earlier step"):
+            engine.step(inputs, target=target)
+    else:
+        Path(folder, f"rank{rank}").write_text("0 no error")
+
+
+def _messages(tmp_path: Path, ranks: int, *args: Any) -> dict[int, str]:
+    with contextlib.suppress(RankError):  # the culprit was killed
+        run(_step, ranks, str(tmp_path), *args, timeout=60, grace=3 * LIMIT)
+    return {r: (tmp_path / f"rank{r}").read_text() for r in range(ranks) if (tmp_path / f"rank{r}").exists()}
+
+
+def struck(folder: Path) -> float:
+    return float((folder / "struck").read_text())
+
+
+PHASES = {"warm-up": (0, "forward"), "steady": (3, "forward"), "cool-down": (M - 1, "backward"), "sum": (0, "reduce")}
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_rank_ends_all_others(tmp_path: Path, phase: str, culprit: int) -> None:
+    messages = _messages(tmp_path, 4, culprit, "kill", *PHASES[phase])
+    assert culprit not in messages
+    assert len(messages) == 3, messages
+    for rank, message in messages.items():
+        seconds, text = message.split(" ", 1)
+        if text == "no error":  # it needed the dead rank no more: only the last stage may be done that early
+            assert (rank // 2, culprit // 2) == (1, 0), messages
+            assert phase in ("cool-down", "sum"), messages
+            continue
+        assert float(seconds) - struck(tmp_path) < 2 * LIMIT, message
+        assert text.startswith("RuntimeError"), message
+        assert " m" in text, message  # the node, with its microbatch
+        assert "lane" in text or "did not meet" in text or "rank pp" in text, message
+        assert f"pp {rank // 2}" in text, message
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("raise", "ArithmeticError: the stage broke"),
+        ("shape", "ValueError: "),
+        ("detach", r"requires no gradient, its input does"),
+    ],
+)
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_rank_that_fails_says_why_on_every_rank(tmp_path: Path, what: str, cause: str, culprit: int) -> None:
+    messages = _messages(tmp_path, 4, culprit, what, 2, "forward")
+    assert len(messages) == 4, messages
+    for message in messages.values():
+        if what == "raise":
+            assert float(message.split(" ", 1)[0]) - struck(tmp_path) < 2 * LIMIT, message
+        assert "failed at" in message, message
+    if what != "shape":
+        assert all(cause in message for message in messages.values()), messages

@@ -1,0 +1,147 @@
+"""The norm over the whole model, the weights of microbatches, and factors of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.plan import NodeCosts
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.ranks import Ranks, run
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
+IGNORED = -100
+
+
+def token_mean(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def tokens(target: Tensor) -> int:
+    return int((target != IGNORED).sum())
+
+
+def ragged(microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A batch whose microbatches count for different numbers of tokens."""
+    inputs, target = models.batch(microbatches, seed=seed)
+    for row in range(len(target)):
+        target[row, : (row * 5 + seed) % 7] = IGNORED
+    return inputs, target
+
+
+def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
+    at = mesh.get_coordinate()
+    assert at is not None
+    program = build_schedule(name, ranks=shape[0], microbatches=4)
+    data = [ragged(4, seed) for seed in range(shape[1] * shape[2])]
+    total = sum(tokens(target) for _, target in data)
+    whole = models.build(layers=4)
+    for inputs, target in data:
+        for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+            (3.0 * token_mean(whole(x), y) * tokens(y) / total).backward()
+    blocks = list(models.build(mesh.get_group("ep"), layers=4))
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=token_mean, count_tokens=tokens, costs=COSTS, timeout=30)
+    inputs, target = data[at[1] * shape[2] + at[2]]
+    result = engine.step(inputs, target=target, loss_scale=3.0, return_outputs=True)
+    problems = differences(engine, blocks, whole, at[2])
+    if result.losses and [tuple(o.shape) for o in result.outputs] != [(2, 7, models.V)] * len(result.losses):
+        problems.append("outputs are not the logits")
+    mean = engine.mean_loss(result)
+    with torch.no_grad():
+        expected = sum(
+            float(token_mean(whole(x), y)) * tokens(y) / total
+            for inputs, target in data
+            for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True)
+        )
+    if abs(mean - expected) > 1e-5:
+        problems.append(f"mean loss {mean}, expected {expected}")
+    norm = engine.clip_gradients(0.1)
+    reference = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    if abs(float(norm) / float(reference) - 1) > 1e-5:
+        problems.append(f"norm {norm}, expected {reference}")
+    return problems + differences(engine, blocks, whole, at[2])
+
+
+def differences(engine: Engine, blocks: list[nn.Module], whole: nn.Module, ep_rank: int) -> list[str]:
+    expected, held = models.gradients(whole), set(engine.parameters())
+    problems = []
+    for label, parameter in nn.Sequential(*blocks).named_parameters():
+        if parameter in held:
+            full = expected[label]
+            if "experts" in label:
+                full = full[ep_rank * parameter.shape[0] : (ep_rank + 1) * parameter.shape[0]]
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if float((grad - full).norm()) > 1e-5 * float(full.norm()):
+                problems.append(f"{label} differs by {float((grad - full).norm() / full.norm()):.1e}")
+    return problems
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 1), (2, 1, 1)])
+@pytest.mark.parametrize("name", ["combined_1f1b", "zb_h1"])
+def test_tokens_norm_and_scale_on_two_ranks(ranks2: Ranks, shape: tuple[int, int, int], name: str) -> None:
+    assert ranks2.run(_whole_mesh, shape, name) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"), [((2, 1, 2), "dualpipe"), ((2, 2, 1), "dualpipev"), ((2, 2, 1), "dualpipe"), ((1, 2, 2), "1f1b")]
+)
+def test_tokens_norm_and_scale_on_four_ranks(ranks4: Ranks, shape: tuple[int, int, int], name: str) -> None:
+    assert ranks4.run(_whole_mesh, shape, name) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_tokens_norm_and_scale_on_eight_ranks() -> None:
+    for name in ("interleaved_1f1b", "dualpipe"):
+        assert run(_whole_mesh, 8, (2, 2, 2), name, timeout=120) == [[]] * 8
+
+
+class Autocast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(*x)
+
+
+def _autocast(rank: int, size: int) -> list[str]:
+    """bf16 autocast inside blocks: the same numbers as in one process, whatever passes between ranks is bf16."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    inputs, target = models.batch(4)
+    whole = nn.Sequential(*map(Autocast, models.build(layers=2)))
+    models.plain_gradients(whole, inputs, target, 4)
+    blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
+    engine = Engine(
+        blocks, build_schedule("1f1b", ranks=size, microbatches=4), mesh=mesh, loss_fn=models.loss_fn, costs=COSTS
+    )
+    engine.step(inputs, target=target)
+    held, expected = set(engine.parameters()), models.gradients(whole)
+    return [
+        label
+        for label, parameter in nn.Sequential(*blocks).named_parameters()
+        if parameter in held and not torch.equal(parameter.grad, expected[label])  # type: ignore[arg-type]
+    ]
+
+
+def test_autocast_over_stages(ranks2: Ranks) -> None:
+    assert ranks2.run(_autocast) == [[], []]
+
+
+def test_no_token_at_all_is_refused() -> None:
+    model, (inputs, target) = models.build(), models.batch(2)
+    engine = Engine(
+        model, build_schedule("sequential", microbatches=2), loss_fn=token_mean, count_tokens=tokens, costs=COSTS
+    )
+    with pytest.raises(ValueError, match="count_tokens gives 0 for the whole batch; allowed: 1 or more"):
+        engine.step(inputs, target=torch.full_like(target, IGNORED))
+    with pytest.raises(ValueError, match=r"max_norm=-1.0; allowed: 0 or more"):
+        engine.clip_gradients(-1.0)
