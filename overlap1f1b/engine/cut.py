@@ -94,7 +94,7 @@ class BlockRun:
         self.in_backward = False
         self.roots: list[Tensor | GradientEdge] = []
         self.root_grads: list[Tensor] = []
-        self.forward: Forward | None = Forward(self._run, stage.names[block], stage.device)
+        self.forward: Forward | None = None
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -138,9 +138,16 @@ class BlockRun:
 
     def _go(self, value: Tensor | Tensors) -> None:
         """Runs the forward to its next call of experts, or to its end."""
-        assert self.forward is not None
-        with self.stage.splitting(self.queue), self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
-            step = self.forward.resume(value) if isinstance(value, Tensor) else self.forward.start(*value)
+        stage = self.stage
+        with stage.splitting(self.queue), self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
+            if isinstance(value, Tensor):
+                assert self.forward is not None
+                step = self.forward.resume(value)
+            elif stage.shape[self.block].seams:
+                self.forward = Forward(self._run, stage.names[self.block], stage.device)
+                step = self.forward.start(*value)
+            else:  # nothing will suspend it
+                step = self._run(*value)
         if isinstance(step, SeamCall):
             self.seams.append(SeamRun(step, self.stage.exchange))
             self._check_seams(ended=False)
