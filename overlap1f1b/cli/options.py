@@ -120,8 +120,6 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
     """
 
-    batch: int = 16
-    """Sequences of a step on each rank, divided evenly into microbatches."""
     wire: str | None = None
     """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
     rate. Needs root and iproute2. Without it the loopback is used."""
