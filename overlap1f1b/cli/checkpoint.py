@@ -3,10 +3,8 @@
     save(Path("runs/x"), 100, model, optimizer, config={"hidden": 128}, mesh=mesh, sharded=names)
     step = load(latest(Path("runs/x")), model, optimizer, config={"hidden": 128}, mesh=mesh, sharded=names)
 
-A checkpoint is a folder `step-00000100` that torch.distributed.checkpoint (DCP) wrote, with a `config.json` that holds
-the step, the configuration, and the size and CRC-32 of every other file. It is written into a hidden sibling and
-renamed when every rank is done and the bytes are on the disk, so a kill at any moment leaves the previous one; what a
-kill leaves behind is hidden, is ignored, and is removed by the next `save`.
+A checkpoint is what torch.distributed.checkpoint (DCP) writes, in a folder that checkpoint_folder.py publishes when
+every rank is done.
 
 A parameter named in `sharded` is an equal slice of dimension 0 on each rank of `mesh` (1-D), rank 0 first: it goes to
 DCP as a DTensor of the full shape, with its optimizer state of the same shape. Everything else is equal on all ranks
@@ -15,12 +13,7 @@ and stored once. DCP keeps its index as a pickle: load only checkpoints of peopl
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,10 +29,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-T = TypeVar("T")
+from overlap1f1b.cli.checkpoint_folder import begin, damaged, name_of, other, publish, verify
 
-CONFIG = "config.json"
-NAME = re.compile(r"(\.replaced-)?step-(\d{8,})")
+T = TypeVar("T")
 
 
 def save(
@@ -64,51 +56,14 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint just written; use keep=1 or more")
-    final = directory / f"step-{step:08d}"
-    unfinished = directory / f".{final.name}.unfinished"
-
-    def prepare() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(".step-*.unfinished"):
-            shutil.rmtree(leftover)
-        for replaced in directory.glob(".replaced-step-*"):
-            if (directory / replaced.name.removeprefix(".replaced-")).exists():
-                _discard(replaced)
-        unfinished.mkdir()
-
-    def publish() -> None:
-        files = {path.name: _fingerprint(path) for path in sorted(unfinished.iterdir())}
-        with (unfinished / CONFIG).open("w") as file:
-            json.dump({"step": step, "config": dict(config), "files": files}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(unfinished)
-        replaced = directory / f".replaced-{final.name}"
-        if final.exists():  # the same step once more
-            final.rename(replaced)
-        unfinished.rename(final)
-        _sync(directory)
-        if replaced.exists():
-            _discard(replaced)
-        others = [path for path in _checkpoints(directory) if path != final]
-        for path in others[: max(len(others) - keep + 1, 0)]:
-            _discard(path)
-
     tensors = _model_tensors(model, mesh, sharded) | _optimizer_tensors(model, optimizer, mesh, sharded)
-    _on_first_rank(mesh, prepare)
+    unfinished = _on_first_rank(mesh, lambda: begin(directory, step))
     try:
         with _quiet():
             state_dict_saver.save(tensors, storage_writer=FileSystemWriter(unfinished), **_group(mesh))
     except CheckpointException as error:
-        raise OSError(f"checkpoint {final} cannot be written: {_cause(error)}") from None
-    _on_first_rank(mesh, publish)
-    return final
-
-
-def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None where there is none."""
-    found = _checkpoints(directory)
-    return found[-1] if found else None
+        raise OSError(f"checkpoint {directory / name_of(step)} cannot be written: {_cause(error)}") from None
+    return _on_first_rank(mesh, lambda: publish(unfinished, step, config=config, keep=keep))
 
 
 def load(
@@ -127,9 +82,8 @@ def load(
     Raises ValueError, on every rank: where the checkpoint has another configuration than this run, or a tensor of
     another name, shape or dtype (the first difference, with both values); where a file of it is missing or damaged.
     """
-    step = _on_first_rank(mesh, lambda: _verify(checkpoint, config))
-    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    stored = {key: meta for key, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}
+    step = _on_first_rank(mesh, lambda: verify(checkpoint, config))
+    stored = _index(checkpoint)
     parameters = _optimized(model, optimizer)
     state: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     tensors = _model_tensors(model, mesh, sharded)
@@ -149,15 +103,25 @@ def load(
         here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
         there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
         if here != there:
-            raise _other(checkpoint, key, there, here)
+            raise other(checkpoint, key, there, here)
     try:
         with _quiet():
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(checkpoint), **_group(mesh))
     except CheckpointException as error:
-        raise _damaged(checkpoint, _cause(error)) from None
+        raise damaged(checkpoint, _cause(error)) from None
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": dict(enumerate(state.values())), "param_groups": groups})
     return step
+
+
+def _index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Shapes and dtypes of the stored tensors. The index is a pickle of torch's own classes, which change."""
+    try:
+        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:  # unpickling raises whatever the classes do
+        why = f"torch {torch.__version__} cannot read its index ({type(error).__name__})"
+        raise damaged(checkpoint, why) from None
+    return {key: meta for key, meta in metadata.items() if isinstance(meta, TensorStorageMetadata)}
 
 
 # What is stored: "model.<name>" and "optimizer.<parameter>.<entry>", tensors of their full shapes.
@@ -196,81 +160,7 @@ def _whole(tensor: Tensor, name: str, mesh: DeviceMesh | None, sharded: Collecti
     return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
 
 
-# Where it is stored.
-
-
-def _checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, lowest step first. One that is being replaced comes before its replacement."""
-    found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), pair[0][1] is None))]
-
-
-def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, at no moment leaving half of one under its name."""
-    name = checkpoint.name.removeprefix(".replaced-")
-    shutil.rmtree(checkpoint.rename(checkpoint.parent / f".{name}.unfinished"))
-
-
-def _verify(checkpoint: Path, config: Mapping[str, Any]) -> int:
-    """The step of a checkpoint that is whole and of this `config`; otherwise ValueError."""
-    if not checkpoint.is_dir():
-        raise ValueError(f"checkpoint {checkpoint} does not exist")
-    try:
-        written = json.loads((checkpoint / CONFIG).read_text())
-        step, there, files = int(written["step"]), dict(written["config"]), dict(written["files"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
-    here = json.loads(json.dumps(dict(config)))
-    for key in here | there:
-        if key not in here or key not in there or here[key] != there[key]:
-            raise _other(checkpoint, key, *(str(one[key]) if key in one else "none" for one in (there, here)))
-    for name, expected in files.items():
-        try:
-            actual = _fingerprint(checkpoint / name)
-        except OSError as error:
-            raise _damaged(checkpoint, f"{name} cannot be read ({error.strerror})") from None
-        if actual != expected:
-            what = (
-                "has other bytes than were"
-                if actual["bytes"] == expected["bytes"]
-                else (f"has {actual['bytes']} bytes, not the {expected['bytes']}")
-            )
-            raise _damaged(checkpoint, f"{name} {what} written")
-    return step
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return {"bytes": size, "crc32": crc}
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# How it is said and shared.
-
-
-def _other(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
-    return ValueError(
-        f"checkpoint {checkpoint} has {key}={there}, this run has {key}={here}; "
-        "use the same settings or another --checkpoint folder"
-    )
-
-
-def _damaged(checkpoint: Path, why: str) -> ValueError:
-    return ValueError(
-        f"checkpoint {checkpoint} is damaged: {why}; remove it to resume from an earlier one, "
-        "or use another --checkpoint folder"
-    )
+# What the ranks do together.
 
 
 def _cause(error: CheckpointException) -> str:

@@ -26,11 +26,25 @@ TERM_S = 5.0  # from SIGTERM to SIGKILL
 KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel does not let go
 
 PR_SET_PDEATHSIG = 1
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun (or anything that sets the same variables) started this process as one rank of several."""
-    return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+    """Whether torchrun (or anything that sets the same variables) started this process as one rank of several.
+
+    A process without a RANK of its own is none, whatever else a shell or a cluster's job has left in its environment.
+
+    Raises ValueError: it has one of several, but not all that it needs to find the others. Started by mistake on its
+    own, every such process would train a whole model.
+    """
+    missing = [name for name in TORCHRUN if not environ.get(name)]
+    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
+    if missing and rank and size and size != "1":
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={size} in the environment without {', '.join(missing)}; "
+            f"allowed: all of {', '.join(TORCHRUN)}, as torchrun sets them, or no RANK"
+        )
+    return not missing
 
 
 def run_ranks(

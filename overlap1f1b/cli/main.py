@@ -15,7 +15,7 @@ import tyro
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.cli.wire import Wire, parse_rate
+from overlap1f1b.cli.wire import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan(options)
             return 0
         check_run(options)
-        if STORE in os.environ or under_torchrun():
+        if STORE in os.environ:
+            _end_rank(options)
+        if under_torchrun():
+            if isinstance(options, BenchOptions) and options.wire is not None:
+                raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
             _end_rank(options)
         return _run_here(options, argv)
     except ValueError as error:
@@ -56,18 +60,8 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     wire = options.wire if isinstance(options, BenchOptions) else None
     if wire is None:
         return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)
-    if not wire.startswith("balanced"):
-        parse_rate(wire)
-    elif wire.partition("*")[2] and not _positive(wire.partition("*")[2]):
-        raise ValueError(f"--wire {wire}; allowed: a rate such as 500mbit, balanced, or balanced*FACTOR")
     with Wire(options.ranks) as link:
         return run_ranks(argv, options.ranks, wire=link)
-
-
-def _positive(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return 0 < float(text) < float("inf")
-    return False
 
 
 def _end_rank(options: RunOptions) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from overlap1f1b.cli.rate import parse_wire
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
 
@@ -120,8 +121,6 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
     """
 
-    batch: int = 16
-    """Sequences of a step on each rank, divided evenly into microbatches."""
     wire: str | None = None
     """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
     rate. Needs root and iproute2. Without it the loopback is used."""
@@ -149,6 +148,8 @@ def check_run(options: RunOptions) -> None:
             f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
         )
     parse_overlap(options.overlap)
+    if isinstance(options, BenchOptions) and options.wire is not None:
+        parse_wire(options.wire)
     if isinstance(options, TrainOptions):
         schedule = options.schedule or DEFAULT_PROGRAM
         if schedule not in PLAYED:

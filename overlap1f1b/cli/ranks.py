@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.cli.launch import STORE
+from overlap1f1b.cli.launch import STORE, under_torchrun
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def joined(timeout: float) -> Iterator[Rank]:
     """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either."""
     _keep_heap()
     store = os.environ.get(STORE)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = int(os.environ["WORLD_SIZE"]) if store or under_torchrun() else 1
     if size == 1:
         yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
         return

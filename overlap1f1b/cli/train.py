@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from overlap1f1b.cli.checkpoint import latest
+from overlap1f1b.cli.checkpoint_folder import latest
 from overlap1f1b.cli.history import History
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.output import console, write_json

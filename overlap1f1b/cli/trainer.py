@@ -53,7 +53,8 @@ class Trainer:
     """Trains one model by one program.
 
     >>> trainer = Trainer(options, rank, corpus, program, overlap=3)
-    >>> for index in range(trainer.resume(), options.steps):
+    >>> start = trainer.load(folder / "step-00000100")  # or 0, to begin
+    >>> for index in range(start, options.steps):
     ...     print(trainer.step(index).loss)
 
     A step is a function of the weights, the optimizer's state and (seed, index, rank), so a run that resumes from a

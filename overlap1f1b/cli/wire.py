@@ -26,6 +26,8 @@ import sys
 import time
 from types import TracebackType
 
+from overlap1f1b.cli.rate import MIN_RATE
+
 INTERFACE = "OVERLAP1F1B_WIRE_INTERFACE"  # in a rank's environment: the interface to shape ...
 HUB = "OVERLAP1F1B_WIRE_HUB"  # ... and with more than two ranks the hub's namespace ...
 PORT = "OVERLAP1F1B_WIRE_PORT"  # ... and the rank's port there
@@ -33,7 +35,6 @@ PORT = "OVERLAP1F1B_WIRE_PORT"  # ... and the rank's port there
 PREFIX = "o1f1b-"
 SUBNET = "10.77.0"
 MAX_RANKS = 254  # addresses in SUBNET.0/24
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 PACKET = 16384  # bytes that the kernel handles at once on a wire
 SETTINGS = (
     # Not BBR, which some systems default to: every ten seconds it all but stops for 200 ms to probe the delay.
@@ -45,24 +46,8 @@ SETTINGS = (
     "tcp_wmem=4096 8388608 8388608",
     "tcp_rmem=4096 8388608 33554432",
 )
-MIN_RATE = 1e4  # well below it, at 1 kbit/s, the time of a burst overflows tc's 32 bits
 COMMAND_S = 20.0
 KILL_S = 5.0
-
-
-def parse_rate(text: str) -> float:
-    """Bits per second.
-
-    >>> parse_rate("2.5gbit")
-    2500000000.0
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text, re.IGNORECASE | re.ASCII)
-    rate = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
-    if rate < MIN_RATE:
-        raise ValueError(
-            f"rate {text!r} is not a number and a unit, such as 100kbit, 500mbit or 2.5gbit (10kbit or more)"
-        )
-    return rate
 
 
 def require() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class Exchange(Protocol):
 
     ranks: int
     rank: int
-    background: bool
+    background: bool = False
     """Whether a transfer is best started and awaited by a thread of its own."""
 
     def rows(
@@ -88,50 +88,41 @@ class Exchange(Protocol):
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
+        /,
     ) -> Transfer[Tensor]:
         """Launches the exchange of ``source [sum(send), H]``, whose parts go to the ranks in order.
 
         The transfer's result is ``[sum(receive), H]``, the parts of the ranks in order.
         """
+        ...
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, /) -> Transfer[Tensor]:
         """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
+        ...
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
         """Announces the receive of the ``rows`` of this tag, of the width and dtype of ``like``; None where no use."""
+        return None
 
-    def expect_counts(self, like: Tensor, tag: int) -> Expected | None:
-        """Announces the receive of the ``counts`` of this tag, which are as many as ``like``."""
+    def expect_counts(self, like: Tensor, tag: int, /) -> Expected | None:
+        """Announces the receive of the ``counts`` of this tag, which are as many as ``like``; None where no use."""
+        return None
 
 
-class LocalExchange:
+class LocalExchange(Exchange):
     """One rank: everything stays where it is."""
 
     ranks = 1
     rank = 0
-    background = False
 
-    def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Expected | None = None,
-    ) -> Transfer[Tensor]:
+    def rows(self, source: Tensor, *_: Any) -> Transfer[Tensor]:
         return Transfer(source)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
         return Transfer(counts.view(1, -1))
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
-        return None
 
-    def expect_counts(self, like: Tensor, tag: int) -> None:
-        return None
-
-
-class PeerExchange:
+class PeerExchange(Exchange):
     """A posted receive and a send for every peer: full duplex on gloo, whose ``all_to_all_single`` is nearly half.
 
     gloo sends a payload once the receiver has announced its receive, and the announcement queues behind whatever the
@@ -204,39 +195,24 @@ class PeerExchange:
         return Transfer(expected.result, expected.receives, works, source)
 
 
-class CollectiveExchange:
+class CollectiveExchange(Exchange):
     """torch's ``all_to_all_single``: on NCCL it runs on the group's own stream, and waiting is an event."""
-
-    background = False
 
     def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup) -> None:
         self.rows_group, self.counts_group = rows_group, counts_group
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
-    def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Expected | None = None,
-    ) -> Transfer[Tensor]:
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
         work = dist.all_to_all_single(result, source, list(receive), list(send), group=self.rows_group, async_op=True)
         return Transfer(result, [_launched(work)], source=source)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
         work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)
         return Transfer(result, [_launched(work)], source=source)
-
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
-        return None
-
-    def expect_counts(self, like: Tensor, tag: int) -> None:
-        return None
 
 
 def _launched(work: dist.Work | None) -> dist.Work:

@@ -34,7 +34,8 @@ class GroupedExperts(nn.Module):
         group: Ranks that share the experts, rank ``r`` holding experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
 
     Raises:
-        ValueError: E is not divisible by the ranks.
+        ValueError: E is not divisible by the ranks. When called: shapes or dtypes other than these, an expert that is
+            none.
     """
 
     def __init__(
@@ -75,6 +76,20 @@ class GroupedExperts(nn.Module):
         gate, up = self.product(rows, self.gate_up, counts).chunk(2, dim=-1)
         return self.product(F.silu(gate) * up, self.down, counts)
 
+    def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        # Not in forward, for which the engine puts in its own. Shapes and dtypes are known on the host; values are not:
+        # to look at them here would make every call wait for a GPU (Route finds experts that are none, for nothing).
+        hidden = self.gate_up.shape[2]
+        if indices.dim() != 2 or indices.dtype != torch.int64:
+            raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
+        if tokens.shape != (indices.shape[0], hidden):
+            raise ValueError(
+                f"tokens {_described(tokens)} with indices {list(indices.shape)}; allowed: {[indices.shape[0], hidden]}"
+            )
+        if weights.shape != indices.shape or not weights.is_floating_point():
+            raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
+        return super().__call__(tokens, indices, weights)
+
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         route = Route(indices, self.experts, self.exchange.ranks)
         route.arrive(self.exchange.counts(route.counts).finish())
@@ -86,6 +101,10 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 class _Rows(torch.autograd.Function):

@@ -27,11 +27,23 @@ class Route:
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
+
+    Raises:
+        ValueError: ``indices`` name an expert that is none.
     """
 
     def __init__(self, indices: Tensor, experts: int, ranks: int) -> None:
         self.top_k = indices.shape[1]
-        self.order, self.counts = sort_slots(indices, experts)
+        # Counting has to look at all indices anyway: its result is longer than E, or it refuses negative ones. So what
+        # is wrong is seen without a look at the values of its own, for which a GPU would have to be waited for.
+        try:
+            self.order, self.counts = sort_slots(indices, experts)
+        except RuntimeError:
+            if (lowest := int(indices.amin())) >= 0:
+                raise
+            raise ValueError(f"indices name expert {lowest}; allowed: 0 to {experts - 1}") from None
+        if len(self.counts) > experts:
+            raise ValueError(f"indices name expert {len(self.counts) - 1}; allowed: 0 to {experts - 1}")
         self.send = self.counts.view(ranks, -1).sum(1).tolist()
         self.receive: list[int] = []
         self._received: list[list[int]] = []  # rows by source and local expert

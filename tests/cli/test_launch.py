@@ -122,7 +122,7 @@ assert sys.stdin.read() == "" and os.getsid(0) == os.getpid()
         assert environ["KEPT"] == "yes"
         assert environ["argv"] == ["first", "second"]
         assert environ[STORE] == environs[0][STORE]
-        assert not under_torchrun(environ)
+        assert not {"MASTER_ADDR", "MASTER_PORT"} & environ.keys()
     assert list((tmp_path / "tmp").iterdir()) == []  # the store's folder was there, and is removed
 
 
@@ -131,12 +131,31 @@ def test_users_environment_wins(tmp_path: Path) -> None:
     assert Parent(tmp_path, script, 1, OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="eth9").wait() == (0, "7 eth9\n", "")
 
 
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"])
-def test_under_torchrun(missing: str) -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    assert under_torchrun(environ)
-    del environ[missing]
-    assert not under_torchrun(environ)
+WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (WHOLE, True),
+        (WHOLE | {"WORLD_SIZE": "1"}, True),
+        ({}, False),
+        ({"WORLD_SIZE": "4"}, False),  # left over: a process that has no rank is none
+        ({"MASTER_ADDR": "login1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, False),
+        (WHOLE | {"RANK": ""}, False),
+        ({"RANK": "0"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_under_torchrun(environ: dict[str, str], expected: bool) -> None:
+    assert under_torchrun(environ) is expected
+
+
+@pytest.mark.parametrize("missing", [("LOCAL_RANK",), ("MASTER_ADDR", "MASTER_PORT")])
+def test_a_rank_that_cannot_find_the_others(missing: tuple[str, ...]) -> None:
+    expected = f"RANK=0 and WORLD_SIZE=2 in the environment without {', '.join(missing)}; allowed: all of RANK, WORLD_S"
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        under_torchrun({name: value for name, value in WHOLE.items() if name not in missing})
 
 
 def test_no_ranks() -> None:

@@ -1,11 +1,9 @@
-"""`overlap1f1b train` as a user runs it: results, resumption after kills, bad input. Every run is a process."""
+"""`overlap1f1b train` as a user runs it: results, resumption after kills, bad input."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,48 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TRAIN = (sys.executable, "-m", "overlap1f1b", "train")
-SIZES = ["--layers", "2", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32"]
+from tests.cli.run import Run, refused
+
 STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
-
-
-class Run:
-    """`overlap1f1b train` with tiny sizes and the text of a test."""
-
-    def __init__(self, *args: object, command: tuple[str, ...] = TRAIN) -> None:
-        self.process = subprocess.Popen(
-            [*command, *SIZES, *map(str, args)],
-            cwd=ROOT,
-            env=dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait(self, timeout: float = 60) -> tuple[int, str, str]:
-        """Its status and what it wrote; it is killed, and its ranks with it, if it takes longer."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        finally:
-            self.process.kill()
-        return self.process.returncode, out, err
-
-    def succeeds(self) -> str:
-        status, out, err = self.wait()
-        assert (status, err) == (0, "")
-        return out
-
-    def ranks(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
-
-    def until(self, condition: Any) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(str(self.wait(0.1)))
-            time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoints and the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    Run("--text", text, *STEPS, "--checkpoint", folder / "run", "--json", folder / "json").succeeds()
+    Run("train", "--text", text, *STEPS, "--checkpoint", folder / "run", "--json", folder / "json").succeeds()
     return folder / "run", json.loads((folder / "json").read_text())
 
 
@@ -99,7 +58,7 @@ def test_killed_and_resumed_as_if_never_killed(
     def steps() -> list[int]:
         return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
-    one = Run(*args)
+    one = Run("train", *args)
     one.until(lambda: 4 in steps())
     ranks, killed = one.ranks(), time.monotonic()
     ranks[1].kill()
@@ -112,7 +71,7 @@ def test_killed_and_resumed_as_if_never_killed(
     assert not psutil.wait_procs(ranks, 30 - (time.monotonic() - killed))[1]
 
     first = steps()[-1]
-    two = Run(*args)
+    two = Run("train", *args)
     two.until(lambda: steps()[-1] > first)
     ranks = two.ranks()
     two.process.kill()
@@ -121,7 +80,7 @@ def test_killed_and_resumed_as_if_never_killed(
 
     second = steps()[-1]
     assert first < second < 30
-    out = Run(*args, "--json", tmp_path / "json").succeeds()
+    out = Run("train", *args, "--json", tmp_path / "json").succeeds()
     assert f"resumed: {folder}/step-{second:08d} has {second} steps, going on to 30" in out
     result, expected = json.loads((tmp_path / "json").read_text()), unbroken[1]
     assert result["resumed_from"] == second
@@ -133,7 +92,7 @@ def test_killed_and_resumed_as_if_never_killed(
 def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, expected = unbroken
     args = ("--text", text, *STEPS, "--checkpoint", folder, "--ranks", 1, "--json", tmp_path / "json", "--compare")
-    assert f"{folder}/step-00000030 has 30 steps, nothing left to train" in Run(*args).succeeds()
+    assert f"{folder}/step-00000030 has 30 steps, nothing left to train" in Run("train", *args).succeeds()
     result = json.loads((tmp_path / "json").read_text())
     assert result["held_out"]["loss"] == pytest.approx(expected["held_out"]["loss"], rel=1e-5)
     assert result["losses"] == expected["losses"]
@@ -143,7 +102,7 @@ def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any
 @pytest.mark.slow
 def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
     args = ("--steps", 6, "--router", "sigmoid", "--shared-intermediate", 16, "--dropout", 0.1)
-    status, out, err = Run("--text", text, *args, "--compare", "--json", "-").wait()
+    status, out, err = Run("train", "--text", text, *args, "--compare", "--json", "-").wait()
     assert status == 0
     result = json.loads(out)
     compare = result["compare"]
@@ -157,7 +116,7 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
 @pytest.mark.slow
 def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = Run("--text", text, *STEPS, "--json", tmp_path / "json", command=(*torchrun, "-m", "overlap1f1b", "train"))
+    run = Run("train", "--text", text, *STEPS, "--json", tmp_path / "json", command=(*torchrun, "-m", "overlap1f1b"))
     status, _, err = run.wait()
     assert status == 0, err
     result = json.loads((tmp_path / "json").read_text())
@@ -167,7 +126,7 @@ def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
-    run = Run("--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    run = Run("train", "--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
     run.until(lambda: list(tmp_path.glob("run/step-*")))
     ranks = run.ranks()
     run.process.send_signal(signal.SIGINT)
@@ -177,15 +136,6 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
 
 
 # Bad input: one line on standard error, with the value and what is allowed.
-
-
-def refused(*args: object) -> str:
-    status, out, err = Run(*args).wait()
-    assert status == 2
-    assert "Traceback" not in out
-    assert err.startswith("overlap1f1b: error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("overlap1f1b: error: ").rstrip()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +157,7 @@ def refused(*args: object) -> str:
     ],
 )
 def test_options_that_no_run_can_have(args: str, error: str) -> None:
-    assert refused(*args.split()) == error
+    assert refused("train", *args.split()) == error
 
 
 @pytest.mark.parametrize(
@@ -218,33 +168,33 @@ def test_options_that_no_run_can_have(args: str, error: str) -> None:
     ],
 )
 def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> None:
-    assert refused("--text", text, *args.split()) == error
+    assert refused("train", "--text", text, *args.split()) == error
 
 
 def test_text_that_cannot_be_read(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     expected = f"text file {empty} is empty; give text files, or folders of them"
-    assert refused("--text", empty, "--ranks", 1) == expected
+    assert refused("train", "--text", empty, "--ranks", 1) == expected
     expected = f"text {tmp_path}/none does not exist; give text files, or folders of them"
-    assert refused("--text", tmp_path / "none") == expected
+    assert refused("train", "--text", tmp_path / "none") == expected
 
 
 @pytest.mark.slow
 def test_checkpoint_of_another_model_or_text(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, _ = unbroken
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert refused("--text", text, *STEPS, "--checkpoint", folder, "--hidden", 64) == (
+    assert refused("train", "--text", text, *STEPS, "--checkpoint", folder, "--hidden", 64) == (
         f"checkpoint {folder}/step-00000030 has hidden=32, this run has hidden=64; "
         "use the same settings or another --checkpoint folder"
     )
     other = tmp_path / "other.txt"
     other.write_text("another text. " * 100)
-    error = refused("--text", other, *STEPS, "--checkpoint", folder, "--ranks", 1)
+    error = refused("train", "--text", other, *STEPS, "--checkpoint", folder, "--ranks", 1)
     assert f"checkpoint {folder}/step-00000030 has text=" in error
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_diverging(text: Path) -> None:
-    error = refused("--text", text, "--steps", 9, "--lr", "1e9", "--ranks", 1)
+    error = refused("train", "--text", text, "--steps", 9, "--lr", "1e9", "--ranks", 1)
     assert "with --lr 1000000000.0; allowed: finite ones (use a smaller --lr or --clip)" in error

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.cli.launch import run_ranks
-from overlap1f1b.cli.wire import Wire, parse_rate, require
+from overlap1f1b.cli.wire import Wire, require
 
 ROOT = Path(__file__).parents[2]
 WIRE = pytest.mark.usefixtures("wire_or_skip")
@@ -29,25 +29,6 @@ def wire_or_skip() -> None:
             pass
     except ValueError as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("500mbit", 500e6), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100kbit", 1e5), ("0.5Mbit", 5e5), ("10kbit", 1e4)],
-)
-def test_parse_rate(text: str, rate: float) -> None:
-    assert parse_rate(text) == rate
-
-
-NOT_RATES = ["", "fast", "balanced", "500", "mbit", "500 mbit", "500mbit\n", "500mbps", "500mb", "٥mbit", "1.gbit"]
-
-
-@pytest.mark.parametrize("text", [*NOT_RATES, "1e3mbit", "nanmbit", "-1gbit", "0gbit", "9kbit"])
-def test_parse_rate_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match=r"100kbit, 500mbit or 2\.5gbit") as error:
-        parse_rate(text)
-    assert repr(text) in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_not_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from overlap1f1b.cli.bench.doubts import doubts
 from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.output import console, write_json
@@ -29,6 +30,7 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         "rounds": options.rounds,
     }
     result = {"environment": environment(rank), "workload": workload} | result
+    result["doubts"] = doubts(result)
     show(result, screen)
     write_json(options.json, result)
 
@@ -71,7 +73,20 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{row['hidden_fraction']:.1%}",
             f"{row['predicted_ms']:.0f}",
             f"{row['peak_activation_bytes'] / 2**20:.0f}",
-            "equal" if row["grads_equal"] else f"differ by {row['max_grad_diff']:.1e}",
+            _gradients(row),
             style="bold" if row["default"] else None,
         )
     screen.print(table)
+    for doubt in result["doubts"]:
+        screen.print(
+            f"error of measurement: {doubt}; measure again on a quieter machine or with more --rounds",
+            style="bold red",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _gradients(row: dict[str, Any]) -> str:
+    if row["grads_equal"]:
+        return "equal"
+    return "not finite" if row["max_grad_diff"] is None else f"differ by {row['max_grad_diff']:.1e}"

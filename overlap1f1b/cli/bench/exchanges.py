@@ -6,12 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe.exchange import Exchange, Expected, Transfer
+from overlap1f1b.moe.exchange import Exchange, Transfer
 
 
 class Sizes(NamedTuple):
@@ -33,8 +33,8 @@ class RecordingExchange:
 
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
-        self.sizes: dict[int, Sizes] = {}
-        self._counts: dict[int, Transfer[Tensor]] = {}
+        self.expect_rows, self.expect_counts = real.expect_rows, real.expect_counts
+        self.clear()
 
     @property
     def counts_received(self) -> dict[int, Tensor]:
@@ -43,54 +43,30 @@ class RecordingExchange:
 
     def clear(self) -> None:
         """Forgets a step."""
-        self.sizes, self._counts = {}, {}
+        self.sizes: dict[int, Sizes] = {}
+        self._counts: dict[int, Transfer[Tensor]] = {}
 
     def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Expected | None = None,
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, *rest: Any
     ) -> Transfer[Tensor]:
         self.sizes[tag] = Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype)
-        return self.real.rows(source, send, receive, tag, expected)
+        return self.real.rows(source, send, receive, tag, *rest)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
-        self._counts[tag] = self.real.counts(counts, tag, expected)
+    def counts(self, counts: Tensor, tag: int = 0, *rest: Any) -> Transfer[Tensor]:
+        self._counts[tag] = self.real.counts(counts, tag, *rest)
         return self._counts[tag]
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected | None:
-        return self.real.expect_rows(like, receive, tag)
 
-    def expect_counts(self, like: Tensor, tag: int) -> Expected | None:
-        return self.real.expect_counts(like, tag)
-
-
-class AnsweringExchange:
+class AnsweringExchange(Exchange):
     """Answers at once, with rows of zeros in the numbers that a recorded step received: compute without exchange."""
 
     def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
-        self.ranks, self.rank, self.background = ranks, rank, False
-        self._counts = counts
+        self.ranks, self.rank, self._counts = ranks, rank, counts
 
-    def rows(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        tag: int = 0,
-        expected: Expected | None = None,
-    ) -> Transfer[Tensor]:
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
         return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> None:
-        return None
-
-    def expect_counts(self, like: Tensor, tag: int) -> None:
-        return None
-
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, tag: int = 0, *_: Any) -> Transfer[Tensor]:
         return Transfer(self._counts[tag])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
+from overlap1f1b.cli.bench.gradients import compare
 from overlap1f1b.cli.bench.hollow import hollow
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.cli.bench.rows import Row, Samples, ablation
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.wire import INTERFACE, parse_rate, shape
+from overlap1f1b.cli.rate import Balanced, parse_wire
+from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.moe import set_auxiliary_scale
@@ -120,19 +123,17 @@ class Bench:
 
     def _shape_wire(self, rows: list[Row], costs: NodeCosts | None) -> float | None:
         """Shapes this rank's end of the wire and returns the rate in bits per second."""
-        wire = self.options.wire
-        if wire is None:
+        if self.options.wire is None:
             return None
-        if wire.startswith("balanced"):
+        rate = parse_wire(self.options.wire)
+        if isinstance(rate, Balanced):
             self.report("finding the rate at which exchange equals compute")
             default = self._engine(next(row for row in rows if row.default), costs)
             self._step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
             sent = _slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
-            rate = 8 * sent / seconds / FRAMES * float(wire.partition("*")[2] or 1)
-        else:
-            rate = parse_rate(wire)
+            rate = 8 * sent / seconds / FRAMES * rate.factor
         _barrier(self.rank)
         shape(os.environ[INTERFACE], rate)
         _barrier(self.rank)
@@ -213,10 +214,11 @@ class Bench:
             memory = peak_bytes(self.rank.device, lambda engine=engine: self._step(engine))  # type: ignore[misc]
             grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
             reference = reference or grads
-            difference = max(float((a - b).abs().max()) for a, b in zip(grads, reference, strict=True))
+            equal, difference = compare(grads, reference)
+            difference = _slowest(difference, self.rank)
             found[row.key] = {
-                "grads_equal": _slowest(difference, self.rank) == 0.0,
-                "max_grad_diff": _slowest(difference, self.rank),
+                "grads_equal": not _slowest(float(not equal), self.rank),
+                "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
                 "peak_activation_bytes": int(_slowest(float(memory), self.rank)),
             }
         return found

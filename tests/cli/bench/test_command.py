@@ -1,0 +1,118 @@
+"""`overlap1f1b bench` as a user runs it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from overlap1f1b.cli.bench.command import show
+from overlap1f1b.cli.bench.doubts import doubts
+from tests.cli.run import Run, refused
+
+SMALL = ("--microbatches", 2, "--batch", 2, "--rounds", 1)
+KEYS = {
+    "program",
+    "overlap",
+    "default",
+    "step_ms",
+    "tokens_per_s",
+    "exposed_ms",
+    "hidden_fraction",
+    "over_bound",
+    "predicted_ms",
+    "speedup",
+    "grads_equal",
+    "max_grad_diff",
+    "peak_activation_bytes",
+}
+"""Of a row (design, 12)."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(100)))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "compute"), [(1, "real"), (2, "real"), (2, "timed")])
+def test_every_row_is_measured_and_only_json_on_standard_output(text: Path, ranks: int, compute: str) -> None:
+    status, out, err = Run(
+        "bench", "--text", text, *SMALL, "--ranks", ranks, "--compute", compute, "--json", "-", WORLD_SIZE="4"
+    ).wait()
+    assert status == 0, err
+    result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert result["environment"]["ranks"] == ranks  # whatever WORLD_SIZE a shell has left
+    rows = result["rows"]
+    assert all(row.keys() >= KEYS for row in rows)
+    assert [row["program"] for row in rows if row["default"]] == ["sequential" if ranks == 1 else "combined_1f1b+1"]
+    assert len({(row["program"], row["overlap"]) for row in rows}) == len(rows) >= 6
+    assert all(row["grads_equal"] and row["max_grad_diff"] == 0 for row in rows)
+    assert result["bound_ms"] == max(result["compute_only_ms"], result["exchange_only_ms"]) > 0
+    sent = result["wire"]["bytes_sent"]
+    assert (result["wire"]["kind"], result["wire"]["rate_gbps"]) == ("loopback", None)
+    assert sent == 0 if ranks == 1 else sent > 0
+    for row in rows:
+        assert row["over_bound"] == pytest.approx(row["step_ms"]["median"] / result["bound_ms"])
+        assert row["step_ms"]["min"] <= row["step_ms"]["median"] <= row["step_ms"]["max"]
+        assert f"{row['step_ms']['median']:.0f}" in err
+    assert result["doubts"] == doubts(result)
+
+
+def shown(*found: str, **changes: Any) -> list[str]:
+    """The lines of a result with one row, with these changes, and these doubts."""
+    row = dict.fromkeys(KEYS | {"over_contended"}, 1.0) | {"program": "sequential", "overlap": "1", "order": "1"}
+    row |= {"step_ms": {"min": 1.0, "median": 2.0, "max": 3.0}, "grads_equal": True, "max_grad_diff": 0.0}
+    result: dict[str, Any] = {
+        "environment": {"ranks": 2},
+        "wire": {"rate_gbps": None, "bytes_sent": 0},
+        "compute": "real",
+        "rows": [row | changes],
+        "doubts": list(found),
+    } | dict.fromkeys(("plain_ms", "compute_only_ms", "exchange_only_ms", "bound_ms", "contended_ms"), 1.0)
+    screen = Console(width=200, file=io.StringIO(), record=True)
+    show(result, screen)
+    return [line.rstrip() for line in screen.export_text().splitlines()]
+
+
+def test_what_is_said_of_gradients() -> None:
+    assert shown()[-1].endswith("  equal")
+    assert shown(grads_equal=False, max_grad_diff=0.25)[-1].endswith("  differ by 2.5e-01")
+    assert shown(grads_equal=False, max_grad_diff=None)[-1].endswith("  not finite")
+
+
+def test_a_doubt_is_an_error_of_measurement() -> None:
+    advice = "measure again on a quieter machine or with more --rounds"
+    assert shown("this", "that")[-2:] == [f"error of measurement: {doubt}; {advice}" for doubt in ("this", "that")]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ("--rounds 0", "--rounds 0; allowed: 1 or more"),
+        ("--batch 6", "--batch 6 cannot be cut into --microbatches 8; allowed: a multiple"),
+        (
+            "--wire balancedfoo",
+            "--wire 'balancedfoo'; allowed: a rate such as 100kbit, 500mbit or 2.5gbit (10kbit or more), balanced, "
+            "or balanced*FACTOR with a factor above 0",
+        ),
+    ],
+)
+def test_options_that_no_run_can_have(args: str, error: str) -> None:
+    assert refused("bench", *args.split()) == error
+
+
+def test_a_wire_under_torchrun() -> None:
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    expected = "--wire 1gbit under torchrun; allowed: on ranks that bench starts itself"
+    assert refused("bench", "--wire", "1gbit", **whole) == expected
+
+
+def test_half_of_torchruns_environment() -> None:
+    assert refused("bench", RANK="1", WORLD_SIZE="2").startswith("RANK=1 and WORLD_SIZE=2 in the environment without ")

@@ -1,0 +1,61 @@
+"""Experts: what they cannot be called with. For their values see test_layer.py and tests/engine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap1f1b.moe import GroupedExperts
+
+T, K, E, H = 5, 2, 4, 8
+TOKENS, WEIGHTS = torch.ones(T, H), torch.ones(T, K)
+INDICES = torch.arange(T * K).view(T, K) % E
+
+
+@pytest.fixture
+def experts() -> GroupedExperts:
+    return GroupedExperts(E, H, 3)
+
+
+WRONG = [
+    (TOKENS[:4], INDICES, WEIGHTS, "tokens torch.float32 [4, 8] with indices [5, 2]; allowed: [5, 8]"),
+    (TOKENS[:, :7], INDICES, WEIGHTS, "tokens torch.float32 [5, 7] with indices [5, 2]; allowed: [5, 8]"),
+    (TOKENS[None], INDICES, WEIGHTS, "tokens torch.float32 [1, 5, 8] with indices [5, 2]; allowed: [5, 8]"),
+    (TOKENS, INDICES[:, 0], WEIGHTS, "indices torch.int64 [5]; allowed: torch.int64 [T, K]"),
+    (TOKENS, INDICES.float(), WEIGHTS, "indices torch.float32 [5, 2]; allowed: torch.int64 [T, K]"),
+    (TOKENS, INDICES, WEIGHTS[:, :1], "weights torch.float32 [5, 1]; allowed: floating, of the indices' [5, 2]"),
+    (TOKENS, INDICES, WEIGHTS.long(), "weights torch.int64 [5, 2]; allowed: floating, of the indices' [5, 2]"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "indices", "weights", "error"), WRONG)
+def test_shapes_and_dtypes(
+    experts: GroupedExperts, tokens: Tensor, indices: Tensor, weights: Tensor, error: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+        experts(tokens, indices, weights)
+
+
+def test_shapes_are_seen_before_whatever_stands_in_for_the_forward(experts: GroupedExperts) -> None:
+    """The engine puts a callable of its own there while a step lasts."""
+    experts.__dict__["forward"] = lambda *_: pytest.fail("called")
+    with pytest.raises(ValueError, match=r"^tokens torch\.float32 \[4, 8\]"):
+        experts(TOKENS[:4], INDICES, WEIGHTS)
+
+
+@pytest.mark.parametrize(("shift", "expert"), [(1, 4), (9, 12), (-1, -1), (-7, -7)])
+def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int) -> None:
+    with pytest.raises(ValueError, match=f"^indices name expert {expert}; allowed: 0 to 3$"):
+        experts(TOKENS, INDICES + shift, WEIGHTS)
+
+
+def test_experts_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Three:
+        ranks, rank = 3, 0
+
+    monkeypatch.setattr("overlap1f1b.moe.experts.build_exchange", lambda group: Three())
+    with pytest.raises(ValueError, match=r"^4 experts cannot be divided over 3 ranks; allowed: 1, 2, 4$"):
+        GroupedExperts(4, H, 3)

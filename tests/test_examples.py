@@ -1,0 +1,56 @@
+"""The examples run, and the README shows what they are and what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def output(*command: str | Path) -> str:
+    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))  # also in a checkout without an install
+    for name in ("RANK", "WORLD_SIZE"):
+        environ.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
+    """Of lines that begin with their number."""
+    found = re.findall(r"^step (\d+): loss (\d+\.\d+), \d+% of the exchange hidden$", text, re.MULTILINE)
+    assert [int(step) for step, _ in found] == list(range(len(found))) == list(range(text.count("\n")))
+    return [float(loss) for _, loss in found]
+
+
+@pytest.mark.slow
+def test_train_on_one_and_on_two_ranks() -> None:
+    alone = losses(output(EXAMPLES / "train.py"))
+    shared = losses(output(*TORCHRUN, EXAMPLES / "train.py"))
+    assert alone[0] == shared[0]  # the same model and, on the first rank, the same data
+    for curve in (alone, shared):
+        assert len(curve) == 20
+        assert curve[-1] < curve[0] / 4
+
+
+def test_the_readme_shows_the_whole_of_train() -> None:
+    _, code = (EXAMPLES / "train.py").read_text().split('"""\n\n', 1)
+    assert f"```python\n{code}```\n" in README
+
+
+def test_the_readme_shows_what_timeline_draws() -> None:
+    """After a change of plans: `python examples/timeline.py`, indented by four."""
+    drawn = output(EXAMPLES / "timeline.py")
+    assert drawn.count("\ncompute ") == drawn.count("\nexchange ") == 3
+    assert "".join(f"    {line}\n" for line in drawn.splitlines()) in README
