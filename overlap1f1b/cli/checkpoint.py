@@ -6,9 +6,10 @@
 A checkpoint is what torch.distributed.checkpoint (DCP) writes, in a folder that checkpoint_folder.py publishes when
 every rank is done.
 
-A parameter named in `sharded` is an equal slice of dimension 0 on each rank of `mesh` (1-D), rank 0 first: it goes to
-DCP as a DTensor of the full shape, with its optimizer state of the same shape. Everything else is equal on all ranks
-and stored once. DCP keeps its index as a pickle: load only checkpoints of people you trust.
+A parameter named in `sharded` is an equal slice of dimension 0 on each rank along "ep" of `mesh`, rank 0 first: it goes
+to DCP as a DTensor of the full shape, with its optimizer state of the same shape. Everything else is equal on all ranks
+that hold it and stored once. Pipeline ranks store the blocks that they train, under the names of the whole model. DCP
+keeps its index as a pickle: load only checkpoints of people you trust.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ def save(
     config: Mapping[str, Any],
     mesh: DeviceMesh | None,
     sharded: Collection[str] = (),
+    blocks: Collection[str] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write `directory`/step-00000100 and remove all but the newest `keep` checkpoints. Collective over `mesh`.
+    """Write `directory`/step-00000100 and remove all but the newest `keep` checkpoints. Collective over all ranks.
 
     config: JSON values; what a run must have in common with this one to resume from it (sizes, text), and no more.
-    mesh: the 1-D mesh of the ranks that train together, which see one file system; None: this process alone.
+    mesh: of all ranks, which see one file system; None: this process alone.
+    blocks: names of the model's children that this rank stores; None: all.
     Stored are the model's state dict and the tensors of the optimizer's state, not its hyperparameters.
 
     Raises ValueError where `keep` is below 1 or `sharded` names no parameter of the model; OSError, on every rank,
@@ -56,7 +59,7 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint just written; use keep=1 or more")
-    tensors = _model_tensors(model, mesh, sharded) | _optimizer_tensors(model, optimizer, mesh, sharded)
+    tensors = _model_tensors(model, mesh, sharded, blocks) | _optimizer_tensors(model, optimizer, mesh, sharded)
     unfinished = _on_first_rank(mesh, lambda: begin(directory, step))
     try:
         with _quiet():
@@ -74,8 +77,9 @@ def load(
     config: Mapping[str, Any],
     mesh: DeviceMesh | None,
     sharded: Collection[str] = (),
+    blocks: Collection[str] | None = None,
 ) -> int:
-    """Fill `model` and `optimizer` in place and return the step. Collective over `mesh`, of any size.
+    """Fill `model` and `optimizer` in place and return the step. Collective over all ranks, of any number.
 
     The optimizer may be fresh: its state is made from what the checkpoint holds. Its hyperparameters stay as they are.
 
@@ -86,7 +90,8 @@ def load(
     stored = _index(checkpoint)
     parameters = _optimized(model, optimizer)
     state: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    tensors = _model_tensors(model, mesh, sharded)
+    tensors = _model_tensors(model, mesh, sharded, blocks)
+    elsewhere = {name for name, _ in model.named_children() if blocks is not None and name not in blocks}
     for key, meta in stored.items():
         kind, _, path = key.partition(".")
         name, _, entry = path.rpartition(".")
@@ -100,6 +105,8 @@ def load(
             )
             tensors[key] = _whole(state[name][entry], name, mesh, sharded) if like_parameter else state[name][entry]
     for key in tensors | stored:
+        if key.split(".")[1] in elsewhere:
+            continue
         here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
         there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
         if here != there:
@@ -127,12 +134,15 @@ def _index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 # What is stored: "model.<name>" and "optimizer.<parameter>.<entry>", tensors of their full shapes.
 
 
-def _model_tensors(model: nn.Module, mesh: DeviceMesh | None, sharded: Collection[str]) -> dict[str, Tensor]:
+def _model_tensors(
+    model: nn.Module, mesh: DeviceMesh | None, sharded: Collection[str], blocks: Collection[str] | None
+) -> dict[str, Tensor]:
     state = model.state_dict()
     for name in sharded:
         if name not in state:
             raise ValueError(f"sharded names {name}, which the model has no parameter of; it has {', '.join(state)}")
-    return {f"model.{name}": _whole(tensor, name, mesh, sharded) for name, tensor in state.items()}
+    held = {name: t for name, t in state.items() if blocks is None or name.split(".")[0] in blocks}
+    return {f"model.{name}": _whole(tensor, name, mesh, sharded) for name, tensor in held.items()}
 
 
 def _optimizer_tensors(
@@ -157,7 +167,8 @@ def _whole(tensor: Tensor, name: str, mesh: DeviceMesh | None, sharded: Collecti
     """`tensor`, or the tensor that it is this rank's slice of. Both share its memory."""
     if mesh is None or name not in sharded:
         return tensor.detach()
-    return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
+    ep = mesh["ep"] if "ep" in (mesh.mesh_dim_names or ()) else mesh
+    return DTensor.from_local(tensor.detach(), ep, [Shard(0)], run_check=False)
 
 
 # What the ranks do together.
@@ -170,23 +181,23 @@ def _cause(error: CheckpointException) -> str:
 
 
 def _on_first_rank(mesh: DeviceMesh | None, work: Callable[[], T]) -> T:
-    """What `work` gives on the first rank of `mesh`, or raises there, on all of them."""
+    """What `work` gives on the first rank, or raises there, on all of them."""
     if mesh is None:
         return work()
     outcome: list[Any] = [None, None]
-    if mesh.get_local_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             outcome[0] = work()
         except (OSError, ValueError) as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, group=mesh.get_group(), group_src=0)
+    dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
 
 
 def _group(mesh: DeviceMesh | None) -> dict[str, Any]:
-    return {"no_dist": True} if mesh is None else {"process_group": mesh.get_group()}
+    return {"no_dist": True} if mesh is None else {}
 
 
 @contextmanager

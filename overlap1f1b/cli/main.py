@@ -93,7 +93,7 @@ def _run_rank(options: RunOptions) -> int:
         from overlap1f1b.cli.train import train as verb
     else:
         from overlap1f1b.cli.bench.command import bench as verb
-    with joined(options.timeout) as rank:
+    with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
         try:
             verb(options, rank)
         except ValueError as error:

@@ -1,12 +1,11 @@
-"""AdamW, its learning rate as a function of the step, and the clipping of gradients."""
+"""AdamW, and its learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 WARMUP = 0.1  # of the steps
 FLOOR = 0.1  # of the peak, at the last step
@@ -49,14 +48,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def squared_norm(grads: Sequence[Tensor]) -> float:
-    """Sum of the squares of all elements."""
-    return float(nn.utils.get_total_norm(grads)) ** 2
-
-
-def clip(grads: Sequence[Tensor], norm: float, largest: float) -> None:
-    """Scales gradients, which are part of one whose norm is ``norm``, so that this is at most ``largest``."""
-    if norm > largest:
-        torch._foreach_mul_(list(grads), largest / norm)

@@ -10,10 +10,7 @@ import tyro
 
 from overlap1f1b.cli.rate import parse_wire
 from overlap1f1b.plan import parse_overlap
-from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
-
-PLAYED = ("sequential", "combined_1f1b")
-"""Programs that ``train`` plays, on one pipeline rank."""
+from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,19 @@ class RunOptions:
     """What train and bench share."""
 
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
-    ranks: int = 2
-    """Local expert-parallel ranks to start; under torchrun its ranks are used instead."""
+    ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"])] = 2
+    """Expert-parallel ranks. All pp × dp × ep ranks are started here; under torchrun its ranks are used instead."""
+    pp: int = 1
+    """Pipeline ranks."""
+    dp: int = 1
+    """Data-parallel ranks, which do not share their experts."""
+    schedule: str | None = None
+    """Program to play; by default combined_1f1b, on a single rank sequential."""
+    chunks: int = 1
+    """Stages of a pipeline rank."""
+    extra_warmup: int | None = None
+    """Forwards beyond the first before the first backward, where the program knows it; by default 1 for combined_1f1b
+    on one pipeline rank."""
     microbatches: int = 8
     """Microbatches of a step."""
     batch: int = 16
@@ -66,6 +74,19 @@ class RunOptions:
     json: str | None = None
     """File for the results as JSON, or - for standard output."""
 
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.pp * self.dp * self.ep
+
+    def program(self) -> Program:
+        """What to play: as asked for, or the fastest."""
+        one = self.ranks == 1 and self.schedule is None and self.extra_warmup is None
+        name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
+        return build_schedule(
+            name, ranks=self.pp, microbatches=self.microbatches, chunks=self.chunks, extra_warmup=self.extra_warmup
+        )
+
 
 @dataclass(frozen=True)
 class TrainOptions(RunOptions):
@@ -79,7 +100,9 @@ class TrainOptions(RunOptions):
 
       overlap1f1b train --compare                          # the same steps with sequential beside it
 
-      torchrun --nproc-per-node 4 -m overlap1f1b train --experts 16
+      overlap1f1b train --pp 2 --ep 2 --schedule dualpipev --microbatches 8
+
+      torchrun --nproc-per-node 4 -m overlap1f1b train --ep 4 --experts 16
     """
 
     microbatches: int = 4
@@ -88,10 +111,6 @@ class TrainOptions(RunOptions):
     """Sequences of a step on each rank, divided evenly into microbatches."""
     steps: int = 150
     """Optimizer steps."""
-    schedule: str | None = None
-    """Program to play; by default combined_1f1b, on one rank sequential."""
-    extra_warmup: int | None = None
-    """Forwards beyond the first before the first backward, for combined_1f1b; by default 1."""
     lr: float = 2e-3
     """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
     weight_decay: float = 0.1
@@ -119,6 +138,8 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --wire balanced --compute timed    # a real link as slow as compute (root)
 
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
+
+      overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --peers    # beside torch's own schedules
     """
 
     wire: str | None = None
@@ -130,12 +151,14 @@ class BenchOptions(RunOptions):
     """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not contain it."""
     rounds: int = 5
     """Times that every row is measured."""
+    peers: bool = False
+    """Also measure torch.distributed.pipelining's schedules on the same layers; with --pp from 2."""
 
 
 def check_run(options: RunOptions) -> None:
     """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
     train = isinstance(options, TrainOptions)
-    counts = ["ranks", "microbatches", "batch", "sequence"]
+    counts = ["pp", "dp", "ep", "chunks", "microbatches", "batch", "sequence"]
     counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
     for name in counts:
         if (value := getattr(options, name)) < 1:
@@ -148,18 +171,26 @@ def check_run(options: RunOptions) -> None:
             f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
         )
     parse_overlap(options.overlap)
-    if isinstance(options, BenchOptions) and options.wire is not None:
-        parse_wire(options.wire)
+    stages, blocks = options.program().placement.stages, options.model.layers + 2
+    if stages > blocks:
+        raise ValueError(f"--layers {options.model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
+    if isinstance(options, BenchOptions):
+        _check_bench(options)
     if isinstance(options, TrainOptions):
-        schedule = options.schedule or DEFAULT_PROGRAM
-        if schedule not in PLAYED:
-            raise ValueError(f"unknown program {schedule!r}; allowed: {', '.join(PLAYED)}")
-        build_schedule(schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
-        if not 0 <= options.weight_decay < float("inf"):
-            raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
-        if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():
-            raise ValueError(f"--checkpoint {options.checkpoint} is a file; allowed: a folder, which may be new")
-    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
-        raise ValueError(
-            f"--json {options.json}: its folder does not exist; allowed: a file in a folder that does, or -"
-        )
+        _check_train(options)
+    if options.json is not None:
+        check_json(options.json)
+
+
+def _check_bench(options: BenchOptions) -> None:
+    if options.wire is not None:
+        parse_wire(options.wire)
+    if options.peers and options.pp < 2:
+        raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks")
+
+
+def _check_train(options: TrainOptions) -> None:
+    if not 0 <= options.weight_decay < float("inf"):
+        raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
+    if options.checkpoint is not None:
+        check_folder(options.checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,13 @@ from overlap1f1b.cli.launch import STORE, under_torchrun
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the expert-parallel ranks.
+    """This process among all ranks.
 
     Args:
         rank: Its number.
         size: How many there are.
         device: Where it computes.
-        mesh: One dimension "ep"; None for a single rank.
+        mesh: Dimensions "pp", "dp" and "ep"; None for a single rank.
     """
 
     rank: int
@@ -35,16 +36,37 @@ class Rank:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the experts."""
-        return None if self.mesh is None else self.mesh.get_group("ep")
+        """The ranks that share the experts; None for this one alone."""
+        return None if self.mesh is None or self.mesh["ep"].size() == 1 else self.mesh.get_group("ep")
+
+    @property
+    def data_rank(self) -> int:
+        """Its number among the ranks that read different data."""
+        return self.rank % self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different data: all but those of one pipeline."""
+        return 1 if self.mesh is None else self.mesh["dp"].size() * self.mesh["ep"].size()
 
 
 @contextmanager
-def joined(timeout: float) -> Iterator[Rank]:
-    """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either."""
+def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
+    """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either.
+
+    Args:
+        shape: Ranks along "pp", "dp" and "ep".
+        timeout: Limit of every wait, in seconds.
+
+    Raises:
+        ValueError: Another number of ranks than the shape has.
+    """
     _keep_heap()
     store = os.environ.get(STORE)
     size = int(os.environ["WORLD_SIZE"]) if store or under_torchrun() else 1
+    if size != math.prod(shape):
+        pp, dp, ep = shape
+        raise ValueError(f"{size} ranks for --pp {pp} --dp {dp} --ep {ep}; allowed: {math.prod(shape)} ranks")
     if size == 1:
         yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
         return
@@ -62,7 +84,7 @@ def joined(timeout: float) -> Iterator[Rank]:
     else:
         dist.init_process_group(backend, timeout=limit)
     try:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ep",))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
         yield Rank(rank, size, device, mesh)
     finally:
         dist.destroy_process_group()

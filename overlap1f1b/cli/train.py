@@ -16,9 +16,9 @@ from overlap1f1b.cli.progress import shown
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.summary import Speed, compared, show
 from overlap1f1b.cli.trainer import Step, Trainer
-from overlap1f1b.cli.workload import default_program, environment, load_corpus
+from overlap1f1b.cli.workload import environment, load_corpus
 from overlap1f1b.plan import parse_overlap
-from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.schedule import build_schedule
 
 
 def train(options: TrainOptions, rank: Rank) -> None:
@@ -36,13 +36,6 @@ def train(options: TrainOptions, rank: Rank) -> None:
         write_json(options.json, result)
 
 
-def _program(options: TrainOptions, ranks: int) -> Program:
-    if options.schedule is None and options.extra_warmup is None:
-        return default_program(options.microbatches, ranks)
-    name = options.schedule or DEFAULT_PROGRAM
-    return build_schedule(name, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
-
-
 @dataclass
 class _Run:
     """A run of the command, from the first line that it prints to the figures of its summary."""
@@ -56,11 +49,11 @@ class _Run:
     def __post_init__(self) -> None:
         options = self.options
         self.corpus = load_corpus(options)
-        program = _program(options, self.rank.size)
-        self.trainer = Trainer(options, self.rank, self.corpus, program, overlap=parse_overlap(options.overlap))
+        overlap = parse_overlap(options.overlap)
+        self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
         self.reference: Trainer | None = None
         if options.compare:
-            sequential = build_schedule("sequential", microbatches=options.microbatches)
+            sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
         self._introduce()
         self.checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
@@ -69,15 +62,16 @@ class _Run:
             self._resume(self.checkpoint)
 
     def _introduce(self) -> None:
-        model, trainer, ranks = self.options.model, self.trainer, self.rank.size
+        options, trainer, ranks = self.options, self.trainer, self.rank.size
+        model, shape = options.model, f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
         self._say(f"text: {self.corpus}")
         self._say(
             f"model: {trainer.parameters / 1e6:.1f} M parameters, {model.layers} layers, "
             f"{model.experts} experts, {model.top_k} for a byte"
         )
         self._say(
-            f"program: {trainer.engine.program.name} of {self.options.microbatches} microbatches, "
-            f"overlap {self.options.overlap}, on {ranks} expert-parallel rank{'s' * (ranks > 1)} ({self.rank.device})"
+            f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
+            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}"
         )
 
     def _say(self, line: str) -> None:
@@ -94,7 +88,7 @@ class _Run:
     @property
     def tokens(self) -> int:
         """Of a step, over all ranks."""
-        return self.options.batch * self.options.sequence * self.rank.size
+        return self.options.batch * self.options.sequence * self.rank.data_ranks
 
     def train(self) -> None:
         """Every step that is left."""

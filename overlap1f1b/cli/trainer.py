@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from overlap1f1b.cli import checkpoint
-from overlap1f1b.cli.optimizer import build_optimizer, clip, learning_rate, set_learning_rate, squared_norm
+from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
@@ -69,19 +68,22 @@ class Trainer:
         self.engine = Engine(
             self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=overlap, timeout=options.timeout
         )
-        self.optimizer = build_optimizer(self.model, lr=options.lr, weight_decay=options.weight_decay)
+        held = {block for stage in self.engine.stages.values() for block in stage.blocks}
+        self.blocks = {name: block for name, block in self.model.named_children() if block in held}
+        """What this rank trains, by its name in the model; the rest of the model stays as it was built."""
+        trained = nn.ModuleDict(self.blocks)
+        self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
         experts = [(name, module) for name, module in self.model.named_modules() if isinstance(module, GroupedExperts)]
         self._sharded = [f"{name}.{own}" for name, module in experts for own, _ in module.named_parameters()]
-        self._experts = [parameter for _, module in experts for parameter in module.parameters()]
-        apart = set(self._experts)
-        self._dense = [parameter for parameter in self.model.parameters() if parameter not in apart]
-        balanced = options.model.router == "sigmoid"
-        self._routers = [m for m in self.model.modules() if isinstance(m, Router)] if balanced else []
+        mine = [m for m in trained.modules() if isinstance(m, Router)]
+        self._routers = mine if options.model.router == "sigmoid" else []
+        self._data_group = self.engine.mesh.new_group(pp=(self.engine.rank,), over=("dp", "ep"))
 
     @property
     def parameters(self) -> int:
         """Of the whole model, on all ranks."""
-        return sum(p.numel() for p in self._dense) + self.rank.size * sum(p.numel() for p in self._experts)
+        sharded, local = set(self._sharded), dict(self.model.named_parameters())
+        return sum(p.numel() * (self.options.ep if name in sharded else 1) for name, p in local.items())
 
     def step(self, index: int) -> Step:
         """The step with this index.
@@ -92,35 +94,37 @@ class Trainer:
         options, rank, start = self.options, self.rank, time.perf_counter()
         measuring = self.engine.costs is None
         inputs, target = self.corpus.batch(
-            index, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         torch.manual_seed(_stream(options.seed, index, rank.rank))
         result = self.engine.step(inputs.to(rank.device), target=target.to(rank.device))
-        dense, experts, overlap = _grads(self._dense), _grads(self._experts), result.overlap
-        exchange = overlap.exchange if rank.size > 1 else 0.0  # a single rank's lanes only hand rows to itself
-        # One small exchange brings all that is reported, and the norm: the same on all ranks, to the last bit.
-        by_rank = self._gathered(
-            [float(result.loss), squared_norm(dense), squared_norm(experts), overlap.exposed, exchange]
-        )
-        loss = math.fsum(row[0] for row in by_rank) / rank.size
-        norm = math.sqrt(by_rank[0][1] + math.fsum(row[2] for row in by_rank))
+        # An expert that no token met has a gradient of zeros, so that its optimizer state exists everywhere.
+        for parameter in self.engine.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        loss = self.engine.mean_loss(result)
+        norm = float(self.engine.clip_gradients(options.clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
                 f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr}; "
                 "allowed: finite ones (use a smaller --lr or --clip)"
             )
-        clip([*dense, *experts], norm, options.clip)
         set_learning_rate(self.optimizer, learning_rate(index, options.steps, options.lr))
         self.optimizer.step()
         self.optimizer.zero_grad()
         for router in self._routers:
-            router.update_correction_bias(BIAS_RATE, rank.group)
-        shares = [1 - exposed / exchange for *_, exposed, exchange in by_rank if exchange]
+            router.update_correction_bias(BIAS_RATE, self._data_group)
+        overlap = result.overlap
+        exchange = overlap.exchange if rank.group is not None else 0.0  # a single rank only hands rows to itself
+        seen = self.engine.mesh.combined(
+            [(overlap.exposed, exchange)], lambda _, every: list(chain.from_iterable(every))
+        )
+        shares = [1 - exposed / exchange for exposed, exchange in seen if exchange]
         return Step(
             loss=loss,
             grad_norm=norm,
             seconds=time.perf_counter() - start,
-            exposed=max(row[3] for row in by_rank),
+            exposed=max(exposed for exposed, _ in seen),
             hidden=min(shares, default=None),
             measuring=measuring,
         )
@@ -128,17 +132,18 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss on held-out text, the same windows each time."""
         options, rank = self.options, self.rank
-        batches = self.corpus.held_out_batches(rank.rank, rank.size, options.batch, options.sequence, EVAL_WINDOWS)
+        batches = self.corpus.held_out_batches(
+            rank.data_rank, rank.data_ranks, options.batch, options.sequence, EVAL_WINDOWS
+        )
         self.model.eval()
         try:
             losses = [
-                float(self.engine.evaluate(inputs.to(rank.device), target=target.to(rank.device)).loss)
+                self.engine.mean_loss(self.engine.evaluate(inputs.to(rank.device), target=target.to(rank.device)))
                 for inputs, target in batches
             ]
         finally:
             self.model.train()
-        by_rank = self._gathered([math.fsum(losses) / len(losses)])
-        return math.fsum(row[0] for row in by_rank) / rank.size
+        return math.fsum(losses) / len(losses)
 
     def save(self, folder: Path, step: int) -> Path:
         """Writes a checkpoint.
@@ -155,6 +160,7 @@ class Trainer:
                 config=self._identity(),
                 mesh=self.rank.mesh,
                 sharded=self._sharded,
+                blocks=self.blocks,
             )
         except OSError as error:
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
@@ -172,6 +178,7 @@ class Trainer:
             config=self._identity(),
             mesh=self.rank.mesh,
             sharded=self._sharded,
+            blocks=self.blocks,
         )
 
     def _identity(self) -> dict[str, object]:
@@ -179,23 +186,6 @@ class Trainer:
         options = self.options
         sizes = asdict(options.model)
         return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
-
-    def _gathered(self, values: Sequence[float]) -> list[list[float]]:
-        """These values of every rank, first rank first."""
-        if self.rank.group is None:
-            return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.rank.device)
-        every = [torch.empty_like(mine) for _ in range(self.rank.size)]
-        dist.all_gather(every, mine, group=self.rank.group)
-        return [one.tolist() for one in every]
-
-
-def _grads(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Their gradients. An expert that no token met has one of zeros, so that its optimizer state exists everywhere."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _stream(seed: int, step: int, rank: int) -> int:

@@ -10,7 +10,6 @@ from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.moe import MoEConfig, MoETransformer
-from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
 
 def model_config(options: RunOptions) -> MoEConfig:
@@ -38,11 +37,6 @@ def model_config(options: RunOptions) -> MoEConfig:
 def build_model(options: RunOptions, rank: Rank) -> MoETransformer:
     """The model of this rank, a function of the options alone."""
     return MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
-
-
-def default_program(microbatches: int, ranks: int) -> Program:
-    """The fastest: combined_1f1b; on one rank, where nothing is exchanged, sequential."""
-    return build_schedule("sequential" if ranks == 1 else DEFAULT_PROGRAM, microbatches=microbatches)
 
 
 def load_corpus(options: RunOptions) -> Corpus:

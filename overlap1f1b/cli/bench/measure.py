@@ -63,7 +63,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
-        rows = ablation(self.options.microbatches, self.overlap, self.rank.size)
+        rows = ablation(self.options.microbatches, self.overlap, self.options.program())
         self.report("measuring nodes")
         serial = self._engine(rows[0])
         for _ in range(3):

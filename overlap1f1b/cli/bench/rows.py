@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, NamedTuple
 
-from overlap1f1b.cli.workload import default_program
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
 
@@ -23,8 +22,11 @@ class Row(NamedTuple):
         return f"{self.program.name} · {self.overlap}"
 
 
-def ablation(microbatches: int, overlap: Overlap, ranks: int) -> list[Row]:
-    """From the serial baseline through Megatron's pattern to three open actions, one change a row."""
+def ablation(microbatches: int, overlap: Overlap, chosen: Program) -> list[Row]:
+    """From the serial baseline through Megatron's pattern to three open actions, one change a row.
+
+    ``chosen`` under ``overlap`` is marked as the default.
+    """
     sequential = build_schedule("sequential", microbatches=microbatches)
     merged = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=0)
     warmed = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=DEFAULT_EXTRA_WARMUP)
@@ -36,7 +38,7 @@ def ablation(microbatches: int, overlap: Overlap, ranks: int) -> list[Row]:
         Row(warmed, 2),
         Row(warmed, overlap),
     ]
-    default = Row(default_program(microbatches, ranks), overlap)
+    default = Row(chosen, overlap)
     table = {row.key: row for row in (*rows, default)}
     table[default.key] = default._replace(default=True)
     return list(table.values())
