@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from overlap1f1b.cli.output import check_folder, check_json
 from overlap1f1b.cli.rate import parse_wire
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
