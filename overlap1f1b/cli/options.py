@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from overlap1f1b.cli.output import check_folder, check_json
 from overlap1f1b.cli.rate import parse_wire
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, build_schedule
@@ -157,9 +158,7 @@ def check_run(options: RunOptions) -> None:
         build_schedule(schedule, microbatches=options.microbatches, extra_warmup=options.extra_warmup)
         if not 0 <= options.weight_decay < float("inf"):
             raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
-        if options.checkpoint is not None and options.checkpoint.exists() and not options.checkpoint.is_dir():
-            raise ValueError(f"--checkpoint {options.checkpoint} is a file; allowed: a folder, which may be new")
-    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
-        raise ValueError(
-            f"--json {options.json}: its folder does not exist; allowed: a file in a folder that does, or -"
-        )
+        if options.checkpoint is not None:
+            check_folder(options.checkpoint)
+    if options.json is not None:
+        check_json(options.json)
