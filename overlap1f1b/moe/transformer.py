@@ -72,6 +72,7 @@ class MoEConfig:
     z_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
+        _ = self.router  # checks its part
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
@@ -90,7 +91,6 @@ class MoEConfig:
         for name in ("rope_theta", "rms_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: more than 0")
-        _ = self.router  # checks its part
 
     @property
     def router(self) -> RouterConfig:

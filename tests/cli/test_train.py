@@ -149,10 +149,13 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
         ("--lr nan", "--lr nan; allowed: more than 0"),
         ("--weight-decay -1", "--weight-decay -1.0; allowed: 0 or more"),
         ("--extra-warmup -1", "extra_warmup=-1; allowed: 0 or more"),
-        (f"--checkpoint {__file__}", f"--checkpoint {__file__} is a file; allowed: a folder, which may be new"),
+        (
+            f"--checkpoint {__file__}/run",
+            f"--checkpoint {__file__}/run: {__file__} is a file; allowed: a folder, which may be new",
+        ),
         (
             "--json /nowhere/file",
-            "--json /nowhere/file: its folder does not exist; allowed: a file in a folder that does, or -",
+            "--json /nowhere/file: its folder does not exist; allowed: a file in a folder that can be written, or -",
         ),
     ],
 )
