@@ -5,7 +5,7 @@ from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.parts import split_blocks
 from overlap1f1b.engine.result import StepResult
-from overlap1f1b.engine.stage import Stage
+from overlap1f1b.engine.stage import Stage, blocks_of
 
 __all__ = [
     "DEFAULT_OVERLAP",
@@ -14,6 +14,7 @@ __all__ = [
     "Microbatch",
     "Stage",
     "StepResult",
+    "blocks_of",
     "combined_forward_backward_step",
     "split_blocks",
 ]

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from overlap1f1b.cli.bench.doubts import doubts
 from overlap1f1b.cli.bench.measure import Bench
+from overlap1f1b.cli.bench.pipelines import PipelineBench
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
@@ -20,10 +21,14 @@ def bench(options: BenchOptions, rank: Rank) -> None:
     """Measures every row; the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with screen.status("starting") as status:
-        result = Bench(options, rank, status.update).run()
+        kind = PipelineBench if options.pp > 1 else Bench
+        result = kind(options, rank, status.update).run()
     if rank.rank:
         return
     workload = asdict(options.model) | {
+        "pp": options.pp,
+        "dp": options.dp,
+        "ep": options.ep,
         "microbatches": options.microbatches,
         "batch": options.batch,
         "sequence": options.sequence,
@@ -48,8 +53,11 @@ def show(result: dict[str, Any], screen: Console) -> None:
     floor = "" if rate is None else f" (bytes over rate {wire['bytes_over_rate_ms']:.0f})"
     screen.print(
         f"ms: compute only {result['compute_only_ms']:.0f}, exchange only {result['exchange_only_ms']:.0f}{floor}, "
-        f"bound {result['bound_ms']:.0f}, contended {result['contended_ms']:.0f}"
+        f"bound {result['bound_ms']:.0f}"
+        + ("" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}")
     )
+    if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
+        screen.print("ranks outnumber processors: compute waits for its measured time instead of taking it")
     table = Table(box=None, pad_edge=False)
     for name in ("program", "overlap", "order"):
         table.add_column(name)
@@ -68,15 +76,17 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{row['tokens_per_s']:.0f}",
             f"{row['speedup']:.2f}×",
             f"{row['over_bound']:.3f}",
-            f"{row['over_contended']:.3f}",
-            f"{row['exposed_ms']:.0f}",
-            f"{row['hidden_fraction']:.1%}",
-            f"{row['predicted_ms']:.0f}",
+            _number(row.get("over_contended"), ".3f"),
+            _number(row["exposed_ms"], ".0f"),
+            _number(row["hidden_fraction"], ".1%"),
+            _number(row["predicted_ms"], ".0f"),
             f"{row['peak_activation_bytes'] / 2**20:.0f}",
             _gradients(row),
             style="bold" if row["default"] else None,
         )
     screen.print(table)
+    if result.get("best_over_peers"):
+        screen.print(f"our best is {result['best_over_peers']:.2f}× as fast as the best of torch's")
     for doubt in result["doubts"]:
         screen.print(
             f"error of measurement: {doubt}; measure again on a quieter machine or with more --rounds",
@@ -84,6 +94,10 @@ def show(result: dict[str, Any], screen: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _gradients(row: dict[str, Any]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
+from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
 
@@ -17,9 +19,14 @@ class Row(NamedTuple):
     default: bool = False
 
     @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return len(self.program.placement.places(0))
+
+    @property
     def key(self) -> str:
         """Its name in tables."""
-        return f"{self.program.name} · {self.overlap}"
+        return f"{self.program.name} · {self.overlap}" + f" · {self.chunks} chunks" * (self.chunks > 1)
 
 
 def ablation(microbatches: int, overlap: Overlap, chosen: Program) -> list[Row]:
@@ -44,6 +51,29 @@ def ablation(microbatches: int, overlap: Overlap, chosen: Program) -> list[Row]:
     return list(table.values())
 
 
+def pipeline_rows(options: BenchOptions, overlap: Overlap) -> list[Row]:
+    """Schedules over several pipeline ranks, each with Megatron's pattern and with ``overlap``.
+
+    With ``--schedule`` that one alone, serial too; else those that hide most.
+    """
+    chosen = options.program()
+    programs = {"serial": chosen}
+    if options.schedule is None:
+        sizes = {"ranks": options.pp, "microbatches": options.microbatches}
+        wanted = (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 1), ("dualpipev", 1))
+        programs = {}
+        for name, chunks in wanted:
+            with suppress(ValueError):  # too few microbatches for it
+                programs[f"{name} {chunks}"] = build_schedule(name, chunks=chunks, **sizes)  # type: ignore[arg-type]
+    rows = [Row(program, kind) for program in programs.values() for kind in ("pairs", overlap)]
+    if options.schedule is not None:
+        rows.insert(0, Row(chosen, "serial"))
+    table = {row.key: row for row in (*rows, Row(chosen, overlap))}
+    key = Row(chosen, overlap).key
+    table[key] = table[key]._replace(default=True)
+    return list(table.values())
+
+
 class Samples:
     """Times of one row over the rounds, in seconds, and what was seen beside them."""
 
@@ -60,6 +90,6 @@ class Samples:
                 "median": 1e3 * median(self.seconds),
                 "max": 1e3 * max(self.seconds),
             },
-            "exposed_ms": 1e3 * median(self.exposed),
-            "hidden_fraction": median(self.hidden),
+            "exposed_ms": 1e3 * median(self.exposed) if self.exposed else None,
+            "hidden_fraction": median(self.hidden) if self.hidden else None,
         }

@@ -1,0 +1,247 @@
+"""Measures schedules over several pipeline ranks, torch's own beside them, rows interleaved in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlap1f1b.cli.bench.exchanges import RecordingExchange, Replay
+from overlap1f1b.cli.bench.gradients import compare
+from overlap1f1b.cli.bench.hollow import hollow
+from overlap1f1b.cli.bench.measure import FRAMES, Report
+from overlap1f1b.cli.bench.memory import peak_bytes
+from overlap1f1b.cli.bench.peers import PEERS, Peer
+from overlap1f1b.cli.bench.rows import Row, Samples, pipeline_rows
+from overlap1f1b.cli.bench.timed import TimedCompute, products_per_second
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.rate import Balanced, parse_wire
+from overlap1f1b.cli.wire import INTERFACE, shape
+from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
+from overlap1f1b.engine import Engine, blocks_of
+from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe.exchange import build_exchange, lane_groups
+from overlap1f1b.plan import Lane, Node, Op, parse_overlap
+from overlap1f1b.simulation import simulate
+
+
+@dataclass
+class PipelineBench:
+    """One rank's part of the benchmark.
+
+    Args:
+        options: From the command line.
+        rank: This process.
+        report: Told what is being done.
+    """
+
+    options: BenchOptions
+    rank: Rank
+    report: Report
+
+    def __post_init__(self) -> None:
+        options, rank = self.options, self.rank
+        self.rows = pipeline_rows(options, parse_overlap(options.overlap))
+        self.model = build_model(options, rank)
+        self.blocks = blocks_of(self.model)
+        self.inputs, self.target = load_corpus(options).batch(
+            0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        )
+        self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
+        self.recording = RecordingExchange(self.real)
+        # Of all ranks the slowest speed: they take turns on fewer processors.
+        self.compute = TimedCompute(-_largest(-products_per_second()))
+
+    def run(self) -> dict[str, Any]:
+        """Everything, as the JSON of design and documentation; times are the slowest rank's."""
+        options = self.options
+        engines = {row.key: self._engine(row) for row in self.rows}
+        peers = {name: Peer(name, self.blocks, self.rank, options.microbatches) for name in PEERS if options.peers}
+        self.report("comparing gradients")
+        checked = self._check(engines, peers)
+        timed: AbstractContextManager[None] = (
+            hollow(self.model, self.compute) if options.compute == "timed" else nullcontext()
+        )
+        with timed:
+            default = next(engines[row.key] for row in self.rows if row.default)
+            rate, seconds = self._shape_wire(default)
+            for row in self.rows:
+                self.report(f"measuring nodes of {row.key}")
+                while engines[row.key].costs is None:
+                    self._step(engines[row.key])
+            measured = self._rounds(engines, peers)
+            exchange_only = median(self._exchange_only(default) for _ in range(3))
+        return self._summary(engines, measured, checked, rate, seconds, exchange_only)
+
+    def _engine(self, row: Row) -> Engine:
+        return Engine(
+            self.blocks,
+            row.program,
+            mesh=self.rank.mesh,
+            loss_fn=loss_fn,
+            overlap=row.overlap,
+            reduce=self.options.reduce,
+            timeout=self.options.timeout,
+            exchange=self.recording,
+        )
+
+    def _step(self, engine: Engine | Peer) -> tuple[float, Any]:
+        """One step from a common start; seconds until the slowest rank is done."""
+        for parameter in engine.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.recording.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        if isinstance(engine, Engine):
+            result: Any = engine.step(self.inputs, target=self.target)
+        else:
+            result = engine.step(self.inputs, self.target)
+        return _largest(time.perf_counter() - start), result
+
+    def _shape_wire(self, default: Engine) -> tuple[float | None, float]:
+        """Shapes this rank's end of the wire; returns the rate in bits a second and the busiest rank's compute."""
+        for _ in range(2):
+            self._step(default)
+        self.compute.total = 0.0
+        _, result = self._step(default)
+        if self.options.compute == "timed":
+            seconds = _largest(self.compute.total)
+        else:
+            seconds = _largest(sum(s.end - s.start for s in result.overlap.spans if s.node.lane is Lane.COMPUTE))
+        self._sizes = [self.recording.sizes[node.tag] for node in self._exchanges(default)]
+        if self.options.wire is None:
+            return None, seconds
+        rate = parse_wire(self.options.wire)
+        if isinstance(rate, Balanced):
+            rate = 8 * self._sent() / seconds / FRAMES * rate.factor
+        dist.barrier()
+        shape(os.environ[INTERFACE], rate)
+        dist.barrier()
+        return rate, seconds
+
+    def _exchanges(self, engine: Engine) -> list[Node]:
+        """The exchanges of rows of this rank's step."""
+        return [node for node in engine.plan.ranks[engine.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
+
+    def _sent(self) -> float:
+        return _largest(float(sum(size.sent_bytes(self.real.rank) for size in self._sizes)))
+
+    def _exchange_only(self, default: Engine) -> float:
+        dist.barrier()
+        return _largest(Replay(self.real, self._sizes).run()) if self.real.ranks > 1 else 0.0
+
+    def _check(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, dict[str, Any]]:
+        """Gradients of every row against a plain loop over the whole model, with real compute, and the memory taken."""
+        count, size = self.options.microbatches, self.rank.data_ranks
+        set_auxiliary_scale(self.model, 1 / count)
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            (loss_fn(self.model(x), y) / count).backward()
+        expected = {p: _taken(p) for p in self.model.parameters()}
+        found = {}
+        rows: dict[str, tuple[Engine | Peer, float]] = {key: (engine, size) for key, engine in engines.items()}
+        rows |= {name: (peer, 1.0) for name, peer in peers.items()}
+        for key, (engine, factor) in rows.items():
+            self._step(engine)
+            memory = peak_bytes(self.rank.device, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+            grads = {p: _taken(p) * factor for p in engine.parameters()}
+            equal, difference = compare(list(grads.values()), [expected[p] for p in grads])
+            difference = _largest(difference)
+            found[key] = {
+                "grads_equal": not _largest(float(not equal)),
+                "max_grad_diff": difference if math.isfinite(difference) else None,
+                "peak_activation_bytes": int(_largest(float(memory))),
+            }
+        return found
+
+    def _rounds(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, Samples]:
+        every: dict[str, Engine | Peer] = {**engines, **peers}
+        samples = {key: Samples() for key in every}
+        for turn in range(self.options.rounds + 1):  # the first is for warming up
+            self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
+            for key, engine in every.items():
+                seconds, result = self._step(engine)
+                if not turn:
+                    continue
+                samples[key].seconds.append(seconds)
+                if isinstance(engine, Engine):
+                    samples[key].exposed.append(_largest(result.overlap.exposed))
+                    samples[key].hidden.append(-_largest(-result.overlap.hidden_fraction))
+        return samples
+
+    def _summary(
+        self,
+        engines: dict[str, Engine],
+        measured: dict[str, Samples],
+        checked: dict[str, dict[str, Any]],
+        rate: float | None,
+        seconds: float,
+        exchange_only: float,
+    ) -> dict[str, Any]:
+        bound = max(seconds, exchange_only)
+        tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
+        baseline = median(measured[self.rows[0].key].seconds)
+        of_row = {row.key: row for row in self.rows}
+        table = []
+        for key, samples in measured.items():
+            step, row = median(samples.seconds), of_row.get(key)
+            entry: dict[str, Any] = {"program": f"torch {key}", "overlap": "", "default": False, "order": ""}
+            predicted = None
+            if row is not None:
+                engine = engines[key]
+                assert engine.costs is not None
+                predicted = 1e3 * simulate(engine.plan, engine.costs).makespan
+                name = f"{row.program.name}" + f", {row.chunks} chunks" * (row.chunks > 1)
+                entry = {"program": name, "overlap": str(row.overlap), "default": row.default}
+                entry |= {"order": engine.plan.order}
+            table.append(
+                entry
+                | samples.summary()
+                | {
+                    "tokens_per_s": tokens / step,
+                    "over_bound": step / bound,
+                    "predicted_ms": predicted,
+                    "speedup": baseline / step,
+                }
+                | checked[key]
+            )
+        sent = self._sent()
+        torchs = [row["step_ms"]["median"] for row in table if row["program"].startswith("torch ")]
+        ours = [row["step_ms"]["median"] for row in table if not row["program"].startswith("torch ")]
+        return {
+            "wire": {
+                "kind": "loopback" if rate is None else "shaped",
+                "rate_gbps": None if rate is None else rate / 1e9,
+                "bytes_sent": int(sent),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / FRAMES,
+            },
+            "compute": self.options.compute,
+            "compute_only_ms": 1e3 * seconds,
+            "exchange_only_ms": 1e3 * exchange_only,
+            "bound_ms": 1e3 * bound,
+            "contended_ms": None,
+            "plain_ms": None,
+            "best_over_peers": min(torchs) / min(ours) if torchs else None,
+            "rows": table,
+        }
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, which it loses."""
+    grad, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter) if grad is None else grad
+
+
+def _largest(value: float) -> float:
+    """The largest of all ranks' values."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
