@@ -47,9 +47,11 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
 
     Raises:
-        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, or a stage
-            without blocks.
+        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, a stage
+            without blocks, or costs of the wrong kind.
     """
+    if not isinstance(costs, NodeCosts):
+        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.actions import ProgramTimeline
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.nodes import PlanTimeline
@@ -125,7 +126,8 @@ class NodeModel:
             ValueError: Layers that cannot be divided over the chunks.
         """
         chunks = program.placement.stages // program.placement.ranks
-        if self.layers < 1 or self.layers % chunks:
+        check_size("layers", self.layers)
+        if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
         overlap = self.default if overlap is None else overlap
         return simulate(program, self.costs, overlap=overlap, layers=self.layers // chunks)
