@@ -37,6 +37,7 @@ class Chains:
         self.shapes = _each(shape, placement.stages)
         # One compilation asks for the same chains for every candidate.
         self.of, self.local_needs = cache(self._of), cache(self._local_needs)
+        self.weight, self.receive = cache(self._weight), cache(self._receive)
 
     def _of(self, action: Action) -> tuple[Node, ...]:
         """The nodes of an action in order; weight gradients are apart, of a B too: see :meth:`weight`."""
@@ -53,7 +54,7 @@ class Chains:
             chain.append(chain[-1]._replace(op=Op.SEND, seam=0))
         return tuple(chain)
 
-    def weight(self, node: Node) -> Node | None:
+    def _weight(self, node: Node) -> Node | None:
         """The weight gradient that a node of a backward makes possible, if there is one."""
         return weight_node(node, self.shapes[node.stage])
 
@@ -73,7 +74,7 @@ class Chains:
         towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
-    def receive(self, node: Node) -> Node:
+    def _receive(self, node: Node) -> Node:
         """The node that receives what this one sends."""
         forward = node.kind is Kind.F
         stage = node.stage + (1 if forward else -1)
