@@ -2,7 +2,7 @@
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
-from overlap1f1b.plan.clock import Span, makespan, play, play_ranks
+from overlap1f1b.plan.clock import Span, play_ranks
 from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
@@ -36,9 +36,7 @@ __all__ = [
     "compile",
     "cost_key",
     "forward_chain",
-    "makespan",
     "parse_overlap",
-    "play",
     "play_ranks",
     "weight_node",
 ]

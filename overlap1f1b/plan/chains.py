@@ -8,6 +8,7 @@ from typing import cast
 
 from overlap1f1b.plan.node import BlockShape, Node, Op, StageShape, backward_chain, forward_chain, weight_node
 from overlap1f1b.schedule import Action, Kind, Placement
+from overlap1f1b.schedule.sizes import check_size
 
 Shapes = StageShape | Sequence[StageShape]
 """The blocks of every stage alike, or those of each."""
@@ -27,7 +28,8 @@ class Chains:
         shape: Blocks of every stage, or a sequence of those of each stage.
 
     Raises:
-        ValueError: Shapes for another number of stages, or a stage without blocks.
+        ValueError: Shapes for another number of stages, a stage without blocks, a block alone where its stage is meant,
+            or fewer than 0 seams.
     """
 
     def __init__(self, placement: Placement, shape: Shapes) -> None:
@@ -35,6 +37,7 @@ class Chains:
         self.shapes = _each(shape, placement.stages)
         # One compilation asks for the same chains for every candidate.
         self.of, self.local_needs = cache(self._of), cache(self._local_needs)
+        self.weight, self.receive = cache(self._weight), cache(self._receive)
 
     def _of(self, action: Action) -> tuple[Node, ...]:
         """The nodes of an action in order; weight gradients are apart, of a B too: see :meth:`weight`."""
@@ -51,7 +54,7 @@ class Chains:
             chain.append(chain[-1]._replace(op=Op.SEND, seam=0))
         return tuple(chain)
 
-    def weight(self, node: Node) -> Node | None:
+    def _weight(self, node: Node) -> Node | None:
         """The weight gradient that a node of a backward makes possible, if there is one."""
         return weight_node(node, self.shapes[node.stage])
 
@@ -71,7 +74,7 @@ class Chains:
         towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
-    def receive(self, node: Node) -> Node:
+    def _receive(self, node: Node) -> Node:
         """The node that receives what this one sends."""
         forward = node.kind is Kind.F
         stage = node.stage + (1 if forward else -1)
@@ -84,12 +87,25 @@ class Chains:
 
 
 def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
+    if isinstance(shape, BlockShape) or not isinstance(shape, Sequence):
+        raise ValueError(f"shape={shape!r}; allowed: a sequence of blocks, such as (BlockShape(seams=1),)")
     if not shape or isinstance(shape[0], BlockShape):
         shapes = (cast("StageShape", tuple(shape)),) * stages
     else:
         shapes = tuple(cast("Sequence[StageShape]", shape))
+    _check_blocks(shapes)
     if len(shapes) != stages:
         raise ValueError(f"shapes of {len(shapes)} stages for a program of {stages}; allowed: one, or one for each")
     if not all(shapes):
         raise ValueError("a stage of 0 blocks; allowed: at least 1")
     return shapes
+
+
+def _check_blocks(shapes: Sequence[object]) -> None:
+    for stage, shape in enumerate(shapes):
+        if isinstance(shape, BlockShape) or not isinstance(shape, Sequence):
+            raise ValueError(f"stage {stage}: shape={shape!r}; allowed: a sequence of blocks for each stage")
+        for block in shape:
+            if not isinstance(block, BlockShape):
+                raise ValueError(f"stage {stage}: {block!r} is no block; allowed: BlockShape(seams=1) and the like")
+            check_size(f"stage {stage}: seams", block.seams, 0)

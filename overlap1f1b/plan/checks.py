@@ -48,14 +48,15 @@ def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) 
     needs = _needs(plan, rank, chains)
     done: set[Node] = set()
     for position, node in enumerate(nodes):
-        where = f"{_name(plan, rank)}, position {position}"
-        if node in done:
-            raise ValueError(f"{where}: {node} stands a second time")
-        if node not in needs:
-            raise ValueError(f"{where}: {node} belongs to no action of the program on this rank")
-        for needed in needs[node]:
+        before = needs.get(node)
+        if node in done or before is None:
+            fault = "stands a second time" if node in done else "belongs to no action of the program on this rank"
+            raise ValueError(f"{_name(plan, rank)}, position {position}: {node} {fault}")
+        for needed in before:
             if needed not in done:
-                raise ValueError(f"{where}: {node} stands before {needed}, which it needs")
+                raise ValueError(
+                    f"{_name(plan, rank)}, position {position}: {node} stands before {needed}, which it needs"
+                )
         done.add(node)
     missing = next((node for node in needs if node not in done), None)
     if missing is not None:
@@ -79,8 +80,9 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
             if node.kind is Kind.F or node.op is Op.SEND:
                 continue
             for entry in _summing(node, action.kind, chains):
-                needs.setdefault(entry, [node if entry is not node else node._replace(kind=Kind.I)])
-                key = entry._replace(microbatch=0)
+                if entry not in needs:  # a weight gradient
+                    needs[entry] = [node if action.kind is Kind.B else node._replace(kind=Kind.I)]
+                key = entry[:2] + entry[3:]  # without its microbatch
                 if key in previous:
                     needs[entry].append(previous[key])
                 previous[key] = entry

@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Lane, Node, Op
+from overlap1f1b.plan.node import LANE_OF, Lane, Node, Op
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
 Key = tuple[int, int, int, Kind]
 """Pipe, stage, microbatch and direction of a chain of nodes."""
+
+_FOREVER = float("inf")
+# Members of an Enum are looked up through Python in the innermost loop, where these are not.
+_F, _I, _W = Kind.F, Kind.I, Kind.W
+_SEND, _RECEIVE, _REDUCE = Op.SEND, Op.RECEIVE, Op.REDUCE
+_COMPUTE, _PEER = Lane.COMPUTE, Lane.PEER
+
+
+def destination(node: Node) -> Key:
+    """The chain that receives what a node sends."""
+    _, kind, microbatch, _, _, stage, pipe = node
+    return pipe, stage + (1 if kind is _F else -1), microbatch, kind
 
 
 class Span(NamedTuple):
@@ -52,73 +64,85 @@ class Clock:
         self.sent: dict[int, float] = {}  # end of the last send to each rank
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
-        self.end: dict[Node, float] = {}
+        self.inputs: dict[tuple[object, ...], float] = {}  # end of input gradients, by node without its kind
+        self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
         """Time at which everything that the node needs is there; infinite while nobody has sent it."""
-        if node.op in (Op.REDUCE, Op.RECEIVE):  # launched where they stand
+        op, kind, microbatch, _, _, stage, pipe = node
+        if op is _REDUCE or op is _RECEIVE:  # launched where they stand
             return 0.0
-        if node.kind is Kind.W:
-            return self.end[node._replace(kind=Kind.I)]
-        pipe, stage, microbatch, kind = key = (node.pipe, node.stage, node.microbatch, node.kind)
-        if key in self.ready:
-            return self.ready[key]
+        if kind is _W:
+            return self.inputs[op, *node[2:]]
+        key = (pipe, stage, microbatch, kind)
+        ready = self.ready.get(key)
+        if ready is not None:
+            return ready
         if key in self.awaited:
-            return self.arrivals.get(key, float("inf"))
-        if kind is Kind.F:  # the first node of a chain needs the chain before it
+            return self.arrivals.get(key, _FOREVER)
+        if kind is _F:  # the first node of a chain needs the chain before it
             return self.ready.get((pipe, stage - 1, microbatch, kind), 0.0)
-        forward = self.ready.get((pipe, stage, microbatch, Kind.F), 0.0)
+        forward = self.ready.get((pipe, stage, microbatch, _F), 0.0)
         return max(forward, self.ready.get((pipe, stage + 1, microbatch, kind), 0.0))
 
     def start(self, node: Node) -> float:
         """Earliest start of a node if it were issued now."""
-        return max(self.now, self.needed(node))
+        needed = self.needed(node)
+        return needed if needed > self.now else self.now
 
-    def play(self, node: Node) -> Span:
-        """Issues the node."""
-        key = (node.pipe, node.stage, node.microbatch, node.kind)
-        if node.op is Op.RECEIVE:
-            self.awaited.add(key)
+    def play(self, node: Node, needed: float | None = None) -> Span:
+        """Issues the node; ``needed`` is what :meth:`needed` has said of it, if that is known."""
+        op, kind, microbatch, _, _, stage, pipe = node
+        if op is _RECEIVE:
+            self.awaited.add((pipe, stage, microbatch, kind))
             return Span(node, self.now, self.now)
-        start = self.start(node)
-        if node.lane is Lane.COMPUTE:
-            end = self.now = start + self.costs(node)
-        elif node.op is Op.SEND:
+        start = self.start(node) if needed is None else max(self.now, needed)
+        lane = LANE_OF[op]
+        if lane is _COMPUTE:
+            end = self.now = start + self._cost(node)[0]
+            if kind is _I:
+                self.inputs[op, *node[2:]] = end
+        elif lane is _PEER:
             start, end = self._send(node, start)
+            return Span(node, start, end)
         else:
-            if self.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F:
+            if self.counts_block and op is Op.DISPATCH and kind is _F:
                 self.now = start
-            start, end = self._travel(node, start)
-        if node.op is not Op.SEND:
-            self.end[node] = end
-            if node.kind is not Kind.W:
-                self.ready[key] = end
+            start, end = self._travel(node, start, self.free[lane])
+        if kind is not _W:
+            self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
 
     def _send(self, node: Node, launched: float) -> tuple[float, float]:
         """Start and end of a transfer to the rank of the next stage, or of the one before."""
-        onward = node.stage + (1 if node.kind is Kind.F else -1)
-        to = self.placement.rank(node.pipe, onward)
+        key = pipe, stage, _, _ = destination(node)
+        to = self.placement.rank(pipe, stage)
         start = max(launched, self.sent.get(to, 0.0))
-        end = self.sent[to] = start + self.costs(node)
-        self.arrivals[node.pipe, onward, node.microbatch, node.kind] = end
+        end = self.sent[to] = self.arrivals[key] = start + self._cost(node)[0]
         return start, end
 
-    def _travel(self, node: Node, launched: float) -> tuple[float, float]:
+    def _cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
+        """Its time, and that on every link: the same for every microbatch."""
+        place = node[:2] + node[3:]
+        known = self.known.get(place)
+        if known is None:
+            links = self.costs.links(node)
+            known = self.known[place] = max(links), links
+        return known
+
+    def _travel(self, node: Node, launched: float, free: list[float]) -> tuple[float, float]:
         """First start and last end over the links, each of which is first in, first out."""
-        costs, free = self.costs.links(node), self.free[node.lane]
+        costs = self._cost(node)[1]
+        if len(costs) == len(free) == 1:
+            start = max(launched, free[0])
+            free[0] = start + costs[0]
+            return start, free[0]
         free.extend([max(free, default=0.0)] * (len(costs) - len(free)))
         if len(costs) == 1:  # a single time holds for every link
             costs = costs * len(free)
         starts = [max(launched, at) for at in free]
         free[:] = [start + cost for start, cost in zip(starts, costs, strict=True)]
         return min(starts), max(free)
-
-
-def play(nodes: Sequence[Node], costs: NodeCosts, *, counts_block: bool = False) -> list[Span]:
-    """The spans of the nodes of a single rank."""
-    clock = Clock(costs, counts_block=counts_block)
-    return [clock.play(node) for node in nodes]
 
 
 def play_ranks(
@@ -132,13 +156,20 @@ def play_ranks(
     arrivals: dict[Key, float] = {}
     clocks = [Clock(costs, counts_block=counts_block, placement=placement, arrivals=arrivals) for _ in ranks]
     spans: list[list[Span]] = [[] for _ in ranks]
-    moved = True
-    while moved:
-        moved = False
-        for nodes, clock, done in zip(ranks, clocks, spans, strict=True):
-            while len(done) < len(nodes) and clock.needed(nodes[len(done)]) < float("inf"):
-                done.append(clock.play(nodes[len(done)]))
-                moved = True
+    waiting: dict[Key, list[int]] = {}  # ranks, by the chain whose input they wait for
+    ready = list(range(len(ranks)))[::-1]
+    while ready:
+        rank = ready.pop()
+        nodes, clock, done = ranks[rank], clocks[rank], spans[rank]
+        for position in range(len(done), len(nodes)):
+            node = nodes[position]
+            needed = clock.needed(node)
+            if needed == _FOREVER:
+                waiting.setdefault((node.pipe, node.stage, node.microbatch, node.kind), []).append(rank)
+                break
+            done.append(clock.play(node, needed))
+            if node.op is _SEND:
+                ready += waiting.pop(destination(node), ())
     for rank, (nodes, done) in enumerate(zip(ranks, spans, strict=True)):
         if len(done) < len(nodes):
             raise ValueError(
@@ -146,8 +177,3 @@ def play_ranks(
                 "allowed: no ranks that wait for each other"
             )
     return spans
-
-
-def makespan(nodes: Sequence[Node], costs: NodeCosts, *, counts_block: bool = False) -> float:
-    """The time at which the last node of a single rank ends."""
-    return max((span.end for span in play(nodes, costs, counts_block=counts_block)), default=0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, product
 
 from overlap1f1b.plan.chains import Chains, Shapes
@@ -47,21 +47,23 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
 
     Raises:
-        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, or a stage
-            without blocks.
+        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, a stage
+            without blocks, or costs of the wrong kind.
     """
+    if not isinstance(costs, NodeCosts):
+        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)
-    best: Plan | None = None
+    best, predicted, ranks = "", float("inf"), []
     for order, candidate in _candidates(program, chains, costs, overlap, counts_block):
-        ranks = _receiving_in_order(tuple(tuple(with_reductions(nodes, chains)) for nodes in candidate), chains)
-        spans = play_ranks(ranks, program.placement, costs, counts_block=counts_block)
-        predicted = max((span.end for rank in spans for span in rank), default=0.0)
-        if best is None or predicted < best.predicted:
-            best = Plan(program, overlap, order, chains.shapes, ranks, predicted)
-    assert best is not None
-    return best
+        nodes = [with_reductions(rank, chains) for rank in candidate]
+        spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
+        end = max((span.end for rank in spans for span in rank), default=0.0)
+        if end < predicted:
+            best, predicted, ranks = order, end, nodes
+    assert best, "a checked program has an order that ends"
+    return Plan(program, overlap, best, chains.shapes, _receiving_in_order(ranks, chains), predicted)
 
 
 def _candidates(
@@ -81,8 +83,11 @@ def _candidates(
             yield f"k={k}", schedule_ranks(program, chains, costs, policy)
 
 
-def _receiving_in_order(ranks: tuple[tuple[Node, ...], ...], chains: Chains) -> tuple[tuple[Node, ...], ...]:
-    """The same order, with receives moved ahead so that each rank receives in the order in which its peers send."""
+def _receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
+    """The same order, with receives moved ahead so that each rank receives in the order in which its peers send.
+
+    Receives take no time of the rank's, so nothing else moves.
+    """
     sent: dict[tuple[int, int], list[Node]] = {}
     for rank, nodes in enumerate(ranks):
         for node in nodes:

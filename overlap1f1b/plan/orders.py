@@ -36,9 +36,11 @@ def pairs(steps: Iterable[Step], chains: Chains) -> Iterator[Node]:
             yield from serial((step,), chains)
 
 
-def with_reductions(nodes: Iterable[Node], chains: Chains) -> Iterator[Node]:
+def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     """The same order, each reduced block's reduction launched right after the last contribution to its gradients."""
     nodes = list(nodes)
+    if not any(block.reduced for shape in chains.shapes for block in shape):
+        return nodes
     last = {
         (node.pipe, node.stage, node.block): index
         for index, node in enumerate(nodes)
@@ -46,10 +48,12 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> Iterator[Node]:
         and node.kind is not Kind.F
         and chains.shapes[node.stage][node.block].reduced
     }
+    reduced = []
     for index, node in enumerate(nodes):
-        yield node
+        reduced.append(node)
         if last.get((node.pipe, node.stage, node.block)) == index:
-            yield node._replace(op=Op.REDUCE, kind=Kind.W, seam=0)
+            reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, seam=0))
+    return reduced
 
 
 def _with_weights(nodes: Iterable[Node], action: Action, chains: Chains) -> Iterator[Node]:

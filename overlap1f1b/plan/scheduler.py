@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Lane, Node, Op
+from overlap1f1b.plan.node import LANE_OF, Lane, Node, Op
 from overlap1f1b.schedule import Action, Kind
 
 _FOREVER = float("inf")
+# Members of an Enum are looked up through Python in the innermost loop, where these are not.
+_F, _I, _W = Kind.F, Kind.I, Kind.W
+_COMPUTE = Lane.COMPUTE
 
 
 class Policy(NamedTuple):
@@ -36,10 +39,19 @@ class Policy(NamedTuple):
 
 @dataclass(eq=False)
 class _Open:
-    """An action whose nodes are being issued."""
+    """An action whose nodes are being issued.
+
+    Args:
+        action: What is open.
+        chain: Its nodes that were left when it opened.
+        turn: Place of its microbatch among those whose sums of gradients keep their order.
+        needs: Actions of this rank that must have ended before it begins.
+    """
 
     action: Action
     chain: tuple[Node, ...]
+    turn: int
+    needs: tuple[tuple[bool, int, int, int], ...]
     issued: int = 0
     begun: bool = False  # whether it has computed
 
@@ -91,10 +103,12 @@ class ListScheduler:
         self.order: list[Node] = []
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
-        self.pending: Counter[tuple[int, int, int]] = Counter()  # weight gradients to come
+        self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients to come
+        self.held: set[tuple[int, int, int]] = set()  # live or with weight gradients to come
+        self.issued_weights: set[Node] = set()
         self.turn = _turns(self.waiting, (Kind.B, Kind.I))
         self.weight_turn = _turns(self.waiting, (Kind.B, Kind.W))
-        self.passed: Counter[tuple[object, ...]] = Counter()  # microbatches that have passed a backward node
+        self.passed: dict[tuple[object, ...], int] = {}  # microbatches that have passed a backward node
 
     def run(self) -> list[Node]:
         """The nodes in issue order, for a rank that needs nothing of others."""
@@ -118,8 +132,7 @@ class ListScheduler:
         self._launch()
         if self.ended:
             return None
-        chosen = min(self._candidates(), key=lambda entry: self.clock.start(entry.next), default=None)
-        until = self.clock.start(chosen.next) if chosen else _FOREVER
+        chosen, until = self._choose()
         if until > self.clock.now and (self._fill(until) or self._await_counts(until)):
             return None
         if chosen is None or until > max(horizon, self.clock.now):
@@ -132,78 +145,89 @@ class ListScheduler:
         while self.waiting and len(self.open) < self.policy.open_actions:
             action = self.waiting.popleft()
             chain = self.chains.of(action)
-            if action.kind is Kind.W:  # some may have been issued in waits
-                chain = tuple(node for node in chain if node not in self.clock.end)
+            if action.kind is _W:  # some may have been issued in waits
+                chain = tuple(node for node in chain if node not in self.issued_weights)
             if chain:
-                self.open.append(_Open(action, chain))
+                turn = (self.weight_turn if action.kind is _W else self.turn).get(_microbatch(action), 0)
+                self.open.append(_Open(action, chain, turn, tuple(map(_direction, self.chains.local_needs(action)))))
 
     def _issue(self, node: Node) -> None:
         self.clock.play(node)
         self.order.append(node)
 
     def _launch(self) -> None:
-        for entry in list(self.open):
-            while not entry.ended and entry.next.lane is not Lane.COMPUTE:
+        for entry in self.open[:]:
+            while not entry.ended and LANE_OF[entry.next.op] is not _COMPUTE:
                 if self._awaits_counts(entry.next) and self.clock.needed(entry.next) > self.clock.now:
                     break
                 self._advance(entry)
 
     def _awaits_counts(self, node: Node) -> bool:
-        return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is Kind.F
+        return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is _F
 
-    def _candidates(self) -> Iterator[_Open]:
+    def _choose(self) -> tuple[_Open | None, float]:
+        """The action whose next node can start first, the older one on a tie, and when."""
+        chosen, earliest = None, _FOREVER
         older_forwards = 0  # that have not begun, and need room before younger ones
         for entry in self.open:
             node = entry.next
-            forward = entry.action.kind is Kind.F
-            may = entry.begun or self._may_begin(entry, older_forwards)
-            if node.lane is Lane.COMPUTE and may and self._in_turn(node):
-                yield entry
-            older_forwards += forward and not entry.begun
+            if (
+                LANE_OF[node.op] is _COMPUTE
+                and (entry.begun or self._may_begin(entry, older_forwards))
+                and (node.kind is _F or self.passed.get(_place(node), 0) == entry.turn)
+                and (start := self.clock.start(node)) < earliest
+            ):
+                chosen, earliest = entry, start
+            older_forwards += not entry.begun and entry.action.kind is _F
+        return chosen, earliest
 
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
         """Whether the actions of this rank that it needs have ended and, of a forward, whether there is room."""
-        needs = self.chains.local_needs(entry.action)
-        if any(_direction(needed) in self.unfinished for needed in needs):
-            return False
-        if self.clock.needed(entry.next) == _FOREVER:
-            return False
-        if entry.action.kind is not Kind.F or not self.turn:
+        for needed in entry.needs:
+            if needed in self.unfinished:
+                return False
+        if entry.action.kind is not _F or not self.turn:
             return True
-        held = self.live | self.pending.keys()
         limit = self.peak + (0 if self.splits else self.policy.deferred)
-        return len(self.live) + older_forwards < self.peak and len(held) + older_forwards < limit
+        return len(self.live) + older_forwards < self.peak and len(self.held) + older_forwards < limit
 
-    def _in_turn(self, node: Node) -> bool:
+    def _in_turn(self, weight: Node) -> bool:
         """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
-        turn = self.weight_turn if node.kind is Kind.W else self.turn
-        return node.kind is Kind.F or self.passed[_place(node)] == turn[node.pipe, node.stage, node.microbatch]
+        return self.passed.get(_place(weight), 0) == self.weight_turn[_microbatch(weight)]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
-        key = (node.pipe, node.stage, node.microbatch)
+        computes = LANE_OF[node.op] is _COMPUTE
         entry.issued += 1
-        entry.begun |= node.lane is Lane.COMPUTE
-        if node.kind is Kind.W:
+        entry.begun |= computes
+        if node.kind is _W:
             self._issue_weight(node)
         else:
             self._issue(node)
-        if node.kind is Kind.F and node.lane is Lane.COMPUTE and self.turn:
+        if node.kind is _F and computes and self.turn:
+            key = _microbatch(node)
             self.live.add(key)
-        if node.kind is Kind.I and node.lane is not Lane.PEER:
+            self.held.add(key)
+        if node.kind is _I and LANE_OF[node.op] is not Lane.PEER:
             self._passed(node)
         if entry.ended:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
-            if node.kind is Kind.I:
+            if node.kind is _I:
+                key = _microbatch(node)
                 self.live.discard(key)
+                if key not in self.pending:
+                    self.held.discard(key)
 
     def _passed(self, node: Node) -> None:
-        self.passed[_place(node)] += 1
+        place = _place(node)
+        self.passed[place] = self.passed.get(place, 0) + 1
         weight = self.chains.weight(node)
         if weight is not None:
             self.weights[weight] = None
-            self.pending[node.pipe, node.stage, node.microbatch] += 1
+            key = _microbatch(node)
+            self.pending[key] = self.pending.get(key, 0) + 1
+            self.held.add(key)  # of a backward alone the forward was not seen
 
     def _fill(self, until: float) -> bool:
         """Issues the oldest weight gradient in turn, if there is one and the wait is long enough for it."""
@@ -219,9 +243,15 @@ class ListScheduler:
 
     def _issue_weight(self, node: Node) -> None:
         del self.weights[node]
+        self.issued_weights.add(node)
         self._issue(node)
-        self.passed[_place(node)] += 1
-        self.pending -= Counter([(node.pipe, node.stage, node.microbatch)])
+        place, key = _place(node), _microbatch(node)
+        self.passed[place] = self.passed.get(place, 0) + 1
+        self.pending[key] -= 1
+        if not self.pending[key]:
+            del self.pending[key]
+            if key not in self.live:
+                self.held.discard(key)
 
     def _await_counts(self, until: float) -> bool:
         """Lets the issuing thread wait for counts, if they come before any compute node can start."""
@@ -251,4 +281,8 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
 
 def _place(node: Node) -> tuple[object, ...]:
     """The node without its microbatch."""
-    return node.op, node.kind, node.block, node.seam, node.stage, node.pipe
+    return node[:2] + node[3:]
+
+
+def _microbatch(what: Action | Node) -> tuple[int, int, int]:
+    return what.pipe, what.stage, what.microbatch

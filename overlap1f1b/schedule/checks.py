@@ -7,6 +7,7 @@ from collections import deque
 from overlap1f1b.schedule.action import Action, Kind, Pair
 from overlap1f1b.schedule.flow import flow
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.sizes import check_size
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _TRAINED = (3, 13)  # forward and B; forward, I and W
@@ -35,6 +36,7 @@ def check(program: Program) -> None:
 
 
 def _check_sizes(program: Program) -> None:
+    check_size(f"program {program.name!r}: microbatches", program.microbatches)
     count = len(program.ranks)
     if program.placement.ranks != count:
         raise ValueError(
@@ -48,13 +50,26 @@ def _check_sizes(program: Program) -> None:
                 f"program {program.name!r} declares {what} for {len(values)} ranks "
                 f"and has {count}; allowed: the same number"
             )
+        for value in values:
+            check_size(f"program {program.name!r}: {what}", value, 0)
     for rank, steps in enumerate(program.ranks):
+        for position, step in enumerate(steps):
+            if not _is_step(step):
+                raise ValueError(
+                    f"program {program.name!r}, rank {rank}, position {position}: {step!r} is no step; "
+                    "allowed: an Action of a Kind, or a Pair of two"
+                )
         least = len(program.microbatches_of(0)) - 2 * len(steps)
         if steps and least > _FAR:
             raise ValueError(
                 f"program {program.name!r}, rank {rank} has {len(steps)} steps for "
                 f"{program.microbatches} microbatches; allowed: at least one for each"
             )
+
+
+def _is_step(step: object) -> bool:
+    members = step if isinstance(step, Pair) else (step,)
+    return all(isinstance(member, Action) and isinstance(member.kind, Kind) for member in members)
 
 
 class _RankCheck:
@@ -136,7 +151,7 @@ class _RankCheck:
 
     def _refuse_place(self, action: Action, position: int) -> None:
         pipes = self.program.placement.pipes
-        if not 0 <= action.pipe < len(pipes) or not 0 <= action.stage < self.stages:
+        if action.pipe not in range(len(pipes)) or action.stage not in range(self.stages):
             raise ValueError(
                 f"{self._where(position)}: {action} names stage {action.stage} of pipe {action.pipe}, "
                 f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"

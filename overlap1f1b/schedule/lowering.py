@@ -13,6 +13,7 @@ from overlap1f1b.schedule.action import Action, Kind, Step, actions_of
 from overlap1f1b.schedule.flow import flow
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.sizes import check_size
 
 
 class Verb(StrEnum):
@@ -105,10 +106,9 @@ def lower(program: Program, ahead: int = 1) -> LoweredProgram:
     that of its SENDs. A group's gradients are reduced after its last W or B; replicas in one order on both ranks.
 
     Raises:
-        ValueError: ``ahead`` is negative.
+        ValueError: ``ahead`` is negative or no whole number, or ranks wait for each other.
     """
-    if ahead < 0:
-        raise ValueError(f"ahead={ahead}; allowed: 0 or more steps")
+    check_size("ahead", ahead, 0)
     before: list[defaultdict[int, list[Command]]] = [defaultdict(list) for _ in program.ranks]
     after: list[defaultdict[int, list[Command]]] = [defaultdict(list) for _ in program.ranks]
     _add_transfers(program, before, after, ahead)

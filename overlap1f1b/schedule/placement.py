@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from overlap1f1b.schedule.sizes import check_size
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -32,8 +34,10 @@ class Placement:
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"pipes of {sorted(lengths)} stages; allowed: one or more pipes of one length, 1 or more")
         held = {rank for pipe in self.pipes for rank in pipe}
-        if min(held) < 0 or len(held) != max(held) + 1:
-            raise ValueError(f"stages on ranks {sorted(held)}; allowed: every rank from 0 to the last holds a stage")
+        if held != set(range(len(held))):
+            raise ValueError(
+                f"stages on ranks {sorted(held, key=_by_number)}; allowed: every rank from 0 to the last holds a stage"
+            )
 
     @classmethod
     def single(cls) -> Placement:
@@ -43,16 +47,20 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages, ``ranks`` apart."""
+        check_size("ranks", ranks)
+        check_size("chunks", chunks)
         return cls((tuple(range(ranks)) * chunks,))
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
         """Down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``; the last rank passes to itself."""
+        check_size("ranks", ranks)
         return cls(((*range(ranks), *reversed(range(ranks))),))
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
         """Two pipes with reversed maps: rank ``r`` holds stage ``r`` of pipe 0 and ``ranks − 1 − r`` of pipe 1."""
+        check_size("ranks", ranks)
         return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))
 
     @cached_property
@@ -102,6 +110,10 @@ class Placement:
         """
         count = len(self.pipes)
         return range(-(-microbatches * pipe // count), -(-microbatches * (pipe + 1) // count))
+
+
+def _by_number(rank: object) -> tuple[bool, object]:
+    return (False, rank) if isinstance(rank, int) else (True, repr(rank))
 
 
 SINGLE = Placement.single()

@@ -11,6 +11,7 @@ from overlap1f1b.schedule.action import Step, actions_of, parse_step
 from overlap1f1b.schedule.peaks import peaks_of
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.sizes import check_size
 
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 """Cells of torch's lowered tables that say what ``lower`` finds out by itself."""
@@ -88,9 +89,10 @@ def _check_header(key: str, value: str, where: str) -> None:
         if key == "pipes":
             Placement(tuple(map(_numbers, value.split(";"))))
         elif key == "microbatches":
-            int(value)
+            check_size(key, int(value))
         elif key != "name":
-            _numbers(value)
+            for number in _numbers(value):
+                check_size(key, number, 0)
     except ValueError as error:
         what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
         raise ValueError(f"{where}{value.strip()!r} as {key}: {what}") from None

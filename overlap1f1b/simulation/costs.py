@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from overlap1f1b.schedule import Kind, Pair, Step
 
@@ -26,7 +27,7 @@ class Costs:
         held: Part of it that is kept between I and W.
 
     Raises:
-        ValueError: A cost that is not finite, negative, or zero where something must take time.
+        ValueError: A cost that is no number, not finite, negative, or zero where something must take time.
     """
 
     forward: float = 1.0
@@ -38,6 +39,9 @@ class Costs:
     held: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise ValueError(f"{name}={value!r}; allowed: a number")
         for name in ("forward", "backward", "pair"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: a finite number > 0")

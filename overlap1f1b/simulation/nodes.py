@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overlap1f1b.plan import Lane, NodeCosts, Plan, play_ranks
+from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.timeline import Timeline, length
 from overlap1f1b.simulation.trace import write_trace
 
@@ -54,7 +55,8 @@ class PlanTimeline:
         return self.plan.live(rank) * self.plan.program.placement.share
 
     def draw(self, width: int = 100) -> str:
-        """The lanes of every rank as text; see :meth:`Timeline.draw`."""
+        """The lanes of every rank as text, all on one scale; see :meth:`Timeline.draw`."""
+        check_size("width", width)
         makespan = self.makespan
         drawn = []
         for number, rank in enumerate(self.ranks):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol
 
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.actions import ProgramTimeline
+from overlap1f1b.simulation.bound import bound
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.nodes import PlanTimeline
 from overlap1f1b.simulation.outcome import Outcome, Played
@@ -79,6 +83,9 @@ class Model(Protocol):
     def known_peak(self, program: Program) -> float:
         """Peak activations that it will have at least, known without playing it."""
 
+    def bound(self, program: Program, overlap: Overlap | None) -> float:
+        """A time that its makespan is not under, known without playing it."""
+
 
 @dataclass(frozen=True)
 class ActionModel:
@@ -100,6 +107,10 @@ class ActionModel:
     def known_peak(self, program: Program) -> float:
         """The peak that the program declares: it is played in its order."""
         return max(program.peak_activations) * program.placement.share
+
+    def bound(self, program: Program, overlap: Overlap | None = None) -> float:
+        """Nothing is known: playing actions takes no longer than finding a bound would."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -124,15 +135,24 @@ class NodeModel:
         Raises:
             ValueError: Layers that cannot be divided over the chunks.
         """
-        chunks = program.placement.stages // program.placement.ranks
-        if self.layers < 1 or self.layers % chunks:
-            raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
         overlap = self.default if overlap is None else overlap
-        return simulate(program, self.costs, overlap=overlap, layers=self.layers // chunks)
+        return simulate(program, self.costs, overlap=overlap, layers=self._layers_of_a_stage(program))
 
     def known_peak(self, program: Program) -> float:
         """Nothing is known: a plan may keep fewer activations alive than its program declares."""
         return 0.0
+
+    def bound(self, program: Program, overlap: Overlap | None) -> float:
+        """See :func:`overlap1f1b.simulation.bound.bound`."""
+        shape = (BlockShape(seams=1),) * self._layers_of_a_stage(program)
+        return bound(program, shape, self.costs, self.default if overlap is None else overlap)
+
+    def _layers_of_a_stage(self, program: Program) -> int:
+        chunks = program.placement.stages // program.placement.ranks
+        check_size("layers", self.layers)
+        if self.layers % chunks:
+            raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
+        return self.layers // chunks
 
 
 @dataclass(frozen=True)
@@ -144,11 +164,14 @@ class Ranking:
             copies of the parameters, then the one that was tried first.
         over: Candidates that need more memory, with their peak activations, least first.
         refused: Candidates that cannot be for these sizes, and why.
+        pruned: Candidates that were not played, since they cannot be among the first, with a time that they are not
+            under, least first.
     """
 
     found: tuple[tuple[Candidate, Outcome], ...]
     over: tuple[tuple[Candidate, float], ...]
     refused: tuple[tuple[Candidate, str], ...]
+    pruned: tuple[tuple[Candidate, float], ...] = ()
 
 
 def candidates(
@@ -178,6 +201,7 @@ def search(
     microbatches: int,
     model: Model,
     memory: float | None = None,
+    top: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Ranking:
     """Simulates the candidates and ranks them.
@@ -192,31 +216,55 @@ def search(
         microbatches: Microbatches of a step.
         model: How programs are played: :class:`ActionModel` by costs of actions, :class:`NodeModel` by those of nodes.
         memory: Limit of activations alive at once on any rank, in those of a rank's whole share and one microbatch.
+        top: How many of the fastest are wanted: candidates that cannot be among them by the model's bound are left out
+            unplayed. Those of the least bound are played first. None plays all.
         progress: Told the number of candidates done, after each.
 
     Raises:
-        ValueError: A memory limit that is not above 0.
+        ValueError: A memory limit that is not above 0, or a ``top`` under 1.
     """
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory={memory}; allowed: more than 0")
+    if memory is not None and not (isinstance(memory, Real) and memory > 0):
+        raise ValueError(f"memory={memory!r}; allowed: more than 0")
+    if top is not None:
+        check_size("top", top)
     limit = float("inf") if memory is None else memory + 1e-9
-    found: list[tuple[Candidate, Outcome]] = []
-    over: list[tuple[Candidate, float]] = []
-    refused: list[tuple[Candidate, str]] = []
-    for done, candidate in enumerate(tried, 1):
+    found: dict[int, Outcome] = {}
+    over: dict[int, float] = {}
+    refused: dict[int, str] = {}
+    pruned: dict[int, float] = {}
+    bounds = [0.0 if top is None else _bound(candidate, ranks, microbatches, model) for candidate in tried]
+    fastest: list[float] = []
+    for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
+        candidate = tried[index]
+        if top is not None and len(fastest) >= top and bounds[index] > fastest[top - 1] * (1 + 1e-8):
+            pruned[index] = bounds[index]
+            progress(done)
+            continue
         try:
             outcome = _outcome(candidate, candidate.build(ranks, microbatches), model, limit)
         except ValueError as error:
-            refused.append((candidate, str(error)))
+            refused[index] = str(error)
         else:
             if isinstance(outcome, Outcome) and outcome.peak_activations <= limit:
-                found.append((candidate, outcome))
+                found[index] = outcome
+                insort(fastest, outcome.makespan)
             else:
-                over.append((candidate, outcome.peak_activations if isinstance(outcome, Outcome) else outcome))
+                over[index] = outcome.peak_activations if isinstance(outcome, Outcome) else outcome
         progress(done)
-    found.sort(key=lambda entry: (_rounded(entry[1].makespan), entry[1].peak_activations, entry[1].copies))
-    over.sort(key=lambda entry: entry[1])
-    return Ranking(tuple(found), tuple(over), tuple(refused))
+    ranked = sorted(found, key=lambda i: (_rounded(found[i].makespan), found[i].peak_activations, found[i].copies, i))
+    return Ranking(
+        tuple((tried[index], found[index]) for index in ranked),
+        tuple((tried[index], over[index]) for index in sorted(over, key=lambda i: (over[i], i))),
+        tuple((tried[index], refused[index]) for index in sorted(refused)),
+        tuple((tried[index], pruned[index]) for index in sorted(pruned, key=lambda i: (pruned[i], i))),
+    )
+
+
+def _bound(candidate: Candidate, ranks: int, microbatches: int, model: Model) -> float:
+    try:
+        return model.bound(candidate.build(ranks, microbatches), candidate.overlap)
+    except ValueError:  # it will be refused
+        return 0.0
 
 
 def _outcome(candidate: Candidate, program: Program, model: Model, limit: float) -> Outcome | float:

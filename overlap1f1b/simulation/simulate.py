@@ -6,6 +6,7 @@ from typing import overload
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.actions import ProgramTimeline, play_actions
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
@@ -17,7 +18,12 @@ def simulate(what: Program, costs: Costs) -> ProgramTimeline: ...
 
 @overload
 def simulate(
-    what: Program, costs: NodeCosts, *, overlap: Overlap = 3, layers: int = 1, counts_block: bool = False
+    what: Program,
+    costs: NodeCosts,
+    *,
+    overlap: Overlap | None = None,
+    layers: int | None = None,
+    counts_block: bool = False,
 ) -> PlanTimeline: ...
 
 
@@ -29,8 +35,8 @@ def simulate(
     what: Plan | Program,
     costs: NodeCosts | Costs,
     *,
-    overlap: Overlap = 3,
-    layers: int = 1,
+    overlap: Overlap | None = None,
+    layers: int | None = None,
     counts_block: bool = False,
 ) -> PlanTimeline | ProgramTimeline:
     """The timeline of a program's actions, or of the nodes of a plan: one that is given, or the best for a program.
@@ -45,19 +51,21 @@ def simulate(
     Args:
         what: What is played; a program is checked first.
         costs: Costs of actions, or of nodes.
-        overlap: Of a program with costs of nodes: ``"serial"``, ``"pairs"`` or k.
-        layers: Of a program with costs of nodes: blocks of a stage, each with experts.
-        counts_block: Whether the thread that issues a plan waits for counts itself.
+        overlap: Of a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
+        layers: Of a program with costs of nodes: blocks of a stage, each with experts; by default 1.
+        counts_block: With costs of nodes: whether the thread that issues a plan waits for counts itself.
 
     Raises:
-        ValueError: A program that breaks a rule, costs of the wrong kind, or no layer.
+        ValueError: A program that breaks a rule, costs of the wrong kind, no layer, or an argument that has no meaning
+            for what is played.
     """
+    _refuse_meaningless(what, costs, overlap=overlap, layers=layers, counts_block=counts_block or None)
     if isinstance(what, Program) and isinstance(costs, Costs):
         what.check()
         return play_actions(what, costs)
     if isinstance(what, Program) and isinstance(costs, NodeCosts):
-        if layers < 1:
-            raise ValueError(f"layers={layers}; allowed: 1 or more")
+        layers, overlap = 1 if layers is None else layers, 3 if overlap is None else overlap
+        check_size("layers", layers)
         what = compile(what, (BlockShape(seams=1),) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
         return play_nodes(what, costs, counts_block=counts_block)
@@ -65,3 +73,14 @@ def simulate(
         f"simulate({type(what).__name__}, {type(costs).__name__}); "
         "allowed: a Program with Costs or NodeCosts, a Plan with NodeCosts"
     )
+
+
+def _refuse_meaningless(what: object, costs: object, **given: object) -> None:
+    """What would otherwise be passed over in silence."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        if isinstance(costs, Costs):
+            raise ValueError(f"{name}={value!r} with Costs, which know no sub-ops; allowed: with NodeCosts")
+        if isinstance(what, Plan) and name != "counts_block":
+            raise ValueError(f"{name}={value!r} with a Plan, which says it; allowed: with a Program")

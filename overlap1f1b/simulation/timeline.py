@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlap1f1b.plan import Lane, Op, Span
-from overlap1f1b.schedule import Kind
+from overlap1f1b.plan import Lane, Span
+from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
 
 Interval = tuple[float, float]
@@ -92,27 +93,22 @@ class Timeline:
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
     def draw(self, width: int = 100) -> str:
-        """The lanes as text, one line each; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
+        """The lanes as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
 
         ::
 
             compute  A0-A1-E0--
             exchange    D0--D1----
 
-        A attention, D dispatch, E experts, C combine, N dense, R reduce; ``w`` marks a weight gradient.
+        A attention, N counts, D dispatch, E experts, C combine, G aggregate, M a block without experts, R reduce, S
+        send; ``w`` marks a weight gradient. The stage stands in front where there are several, as in ``3E2``. Counts
+        and sends, on the lanes ``control`` and ``peer``, have lines where they take time.
+
+        Raises:
+            ValueError: A width that is no whole number, or less than 1.
         """
-        scale = width / self.makespan if self.spans and self.makespan else 0.0
-        lines = []
-        for lane in (Lane.COMPUTE, Lane.EXCHANGE):
-            line = [" "] * (width + 1)
-            for span in (s for s in self.spans if s.node.lane is lane and s.end > s.start):
-                first, last = round(span.start * scale), round(span.end * scale)
-                letter = "N" if span.node.op is Op.DENSE else span.node.op.value[0].upper()
-                text = letter if span.node.kind is Kind.F else letter.lower()
-                text += ("w" if span.node.kind is Kind.W else "") + str(span.node.microbatch)
-                line[first:last] = text[: last - first].ljust(last - first, "-")
-            lines.append(f"{lane.value:8} {''.join(line)[: width + 1].rstrip()}")
-        return "\n".join(lines)
+        check_size("width", width)
+        return draw(self.spans, width)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
         """Writes a trace for Perfetto or chrome://tracing: a track for each lane.

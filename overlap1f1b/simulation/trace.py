@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from overlap1f1b.simulation.drawing import stacked
 
 
 class Event(NamedTuple):
@@ -21,6 +25,9 @@ class Event(NamedTuple):
 def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1000.0) -> None:
     """Writes the events as JSON; where spans of one track overlap, later ones move to further tracks beside it.
 
+    Times are rounded to nanoseconds, the finest that viewers know, so that rounding makes no two spans overlap.
+    Processes and threads are numbered from 1, since Perfetto takes 0 for the idle process.
+
     Args:
         events: The spans.
         path: The file.
@@ -29,29 +36,27 @@ def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1
     Raises:
         ValueError: A unit that is not a finite number above 0.
     """
-    if not 0 < unit_us < float("inf"):
-        raise ValueError(f"unit_us={unit_us}; allowed: a finite number > 0")
-    processes: dict[str, int] = {}
-    tracks: dict[tuple[str, str], list[tuple[int, float]]] = {}  # id and end of each row of a track
-    count = 0
+    if not isinstance(unit_us, Real) or not 0 < unit_us < float("inf"):
+        raise ValueError(f"unit_us={unit_us!r}; allowed: a finite number > 0")
+    tracks: dict[str, dict[str, list[Event]]] = {}
+    for event in events:
+        tracks.setdefault(event.process, {}).setdefault(event.track, []).append(event)
     records: list[dict[str, Any]] = []
-
-    def named(what: str, pid: int, tid: int, name: str) -> None:
-        records.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}})
-
-    for event in sorted(events, key=lambda e: (e.start, e.end)):
-        if event.process not in processes:
-            processes[event.process] = len(processes)
-            named("process_name", processes[event.process], 0, event.process)
-        pid = processes[event.process]
-        rows = tracks.setdefault((event.process, event.track), [])
-        row = next((index for index, (_, end) in enumerate(rows) if end <= event.start), len(rows))
-        if row == len(rows):
-            rows.append((count, 0.0))
-            named("thread_name", pid, count, event.track if row == 0 else f"{event.track} ({row + 1})")
-            count += 1
-        tid = rows[row][0]
-        rows[row] = (tid, event.end)
-        times = {"ts": event.start * unit_us, "dur": (event.end - event.start) * unit_us}
-        records.append({"ph": "X", "name": event.name, "cat": event.track, "pid": pid, "tid": tid, **times})
+    threads = count(1)
+    for pid, (process, of_process) in enumerate(tracks.items(), 1):
+        records += _named("process", pid, 0, process)
+        for track, of_track in of_process.items():
+            for number, row in enumerate(stacked(of_track), 1):
+                tid = next(threads)
+                records += _named("thread", pid, tid, track if number == 1 else f"{track} ({number})")
+                for event in row:
+                    start, end = (round(time * unit_us * 1000) for time in (event.start, event.end))
+                    times = {"ts": start / 1000, "dur": (end - start) / 1000}
+                    records.append({"ph": "X", "name": event.name, "cat": track, "pid": pid, "tid": tid, **times})
     Path(path).write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
+    """Records of a name, and of a place in the order of those that have one."""
+    for key, args in ((f"{what}_name", {"name": name}), (f"{what}_sort_index", {"sort_index": tid or pid})):
+        yield {"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args}

@@ -7,7 +7,19 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import LANE_OF, BlockShape, Chains, Lane, Node, NodeCosts, Op, Plan, StageShape
+from overlap1f1b.plan import (
+    LANE_OF,
+    BlockShape,
+    Chains,
+    Lane,
+    Node,
+    NodeCosts,
+    Op,
+    Plan,
+    Span,
+    StageShape,
+    play_ranks,
+)
 from overlap1f1b.plan.costs import Cost, CostKey
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
@@ -64,6 +76,17 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
         several = LANE_OF[key[0]] is not Lane.COMPUTE
         by_node[(*key, 0, block, seam)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
     return NodeCosts(by_op, by_node)
+
+
+def play(nodes: Sequence[Node], costs: NodeCosts, *, counts_block: bool = False) -> list[Span]:
+    """The spans of the nodes of a single rank."""
+    (spans,) = play_ranks([nodes], SINGLE, costs, counts_block=counts_block)
+    return spans
+
+
+def makespan(nodes: Sequence[Node], costs: NodeCosts, *, counts_block: bool = False) -> float:
+    """The time at which the last node of a single rank ends."""
+    return max((span.end for span in play(nodes, costs, counts_block=counts_block)), default=0.0)
 
 
 def table_costs(ratio: float) -> NodeCosts:

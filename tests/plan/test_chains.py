@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from overlap1f1b.plan import Chains
+from overlap1f1b.plan import BlockShape, Chains
 from overlap1f1b.schedule import Action, Placement
 from tests.plan.cases import DENSE, MOE
 
@@ -60,3 +62,20 @@ def test_shapes_are_one_for_all_or_one_for_each() -> None:
         Chains(Placement.loop(2), ((MOE,),))
     with pytest.raises(ValueError, match="a stage of 0 blocks; allowed: at least 1"):
         Chains(Placement.loop(2), ((MOE,), ()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (MOE, r"shape=BlockShape\(seams=1, .*\); allowed: a sequence of blocks, such as \(BlockShape\(seams=1\),\)$"),
+        (3, r"shape=3; allowed: a sequence of blocks"),
+        (((MOE,), DENSE), r"stage 1: shape=BlockShape\(seams=0, .*; allowed: a sequence of blocks for each stage$"),
+        ((MOE, None), r"stage 0: None is no block; allowed: BlockShape\(seams=1\) and the like"),
+        (((MOE,), (1,)), r"stage 1: 1 is no block"),
+        ((BlockShape(seams=-1),), r"stage 0: seams=-1; allowed: 0 or more"),
+        ((BlockShape(seams=0.5),), r"stage 0: seams=0.5; allowed: a whole number, 0 or more"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_shape(shape: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Chains(Placement.loop(2), shape)

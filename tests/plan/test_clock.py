@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.plan import Node, NodeCosts, Op, makespan, play
+from overlap1f1b.plan import Node, NodeCosts, Op
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, chains_of
+from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
 

@@ -7,10 +7,10 @@ from textwrap import dedent
 
 import pytest
 
-from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape, play
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Kind, combined_1f1b, sequential
-from tests.plan.cases import DENSE, MOE, chains_of
+from tests.plan.cases import DENSE, MOE, chains_of, play
 from tests.plan.drawing import drawn, lines
 
 # Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.

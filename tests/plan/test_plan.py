@@ -23,13 +23,23 @@ from overlap1f1b.plan import (
     StageShape,
     check,
     compile,
-    makespan,
     parse_overlap,
 )
 from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, chains_of, costs_of, programs, shapes, table_bound, table_costs, with_nodes
+from tests.plan.cases import (
+    DENSE,
+    MOE,
+    chains_of,
+    costs_of,
+    makespan,
+    programs,
+    shapes,
+    table_bound,
+    table_costs,
+    with_nodes,
+)
 from tests.plan.rules import broken_rules, expected_nodes, peak
 
 

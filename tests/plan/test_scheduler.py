@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Plan, check, compile, makespan, play
+from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Plan, check, compile
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, combined_1f1b, sequential
@@ -18,6 +18,8 @@ from tests.plan.cases import (
     all_forwards_first,
     chains_of,
     costs_of,
+    makespan,
+    play,
     programs,
     shapes,
     table_bound,

@@ -184,6 +184,12 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: 
         (program_of(F0, F1, B0, B1, peak=1), "position 1: 0F1 makes 2 microbatches alive, declared are 1"),
         (program_of(F0, Pair(F1, B0), B1, peak=1), "position 1: .* makes 2 microbatches alive, declared are 1"),
         (program_of(), "program 'mine', rank 0 has no action"),
+        (Program("mine", -1, ((F0, B0),), (1,)), "program 'mine': microbatches=-1; allowed: 1 or more"),
+        (Program("mine", 2.5, ((F0, B0),), (1,)), "microbatches=2.5; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, B0),), (-1,)), "program 'mine': peak activations=-1; allowed: 0 or more"),
+        (Program("mine", 1, ((F0, "0B0"),), (1,)), "rank 0, position 1: '0B0' is no step; allowed: an Action of a"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)), "rank 0, position 0: Action.kind='F', .* is no step"),  # type: ignore[arg-type]
+        (program_of(F0, F0._replace(stage="1")), "position 1: 1F0 names stage 1 of pipe 0, allowed are stages 0 to 0"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
         (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),
     ],

@@ -53,6 +53,7 @@ def test_single() -> None:
         (((0, 1), (0,)), r"pipes of \[1, 2\] stages; allowed: one or more pipes of one length"),
         (((0, 2),), r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last"),
         (((-1, 0),), r"stages on ranks \[-1, 0\]"),
+        (((0, "1"),), r"stages on ranks \[0, '1'\]"),
     ],
 )
 def test_refusals(pipes: tuple[tuple[int, ...], ...], message: str) -> None:

@@ -55,6 +55,8 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Pat
         ),
         ("0F0\n# name: mine\n", "line 2, column 1: '# name: mine' is no header line"),
         ("# microbatches: two\n0F0\n", "line 1, column 1: 'two' as microbatches: allowed: whole numbers"),
+        ("# microbatches: -1\n0F0\n", "line 1, column 1: '-1' as microbatches: microbatches=-1; allowed: 1 or more"),
+        ("# peak_weights: -1\n0F0\n", "line 1, column 1: '-1' as peak_weights: peak_weights=-1; allowed: 0 or more"),
         ("# name: mine\n# peak_weights: 1 a\n0F0\n", "line 2, column 1: '1 a' as peak_weights: allowed: whole"),
         ("# pipes: 0 2\n0F0\n", r"line 1, column 1: '0 2' as pipes: stages on ranks \[0, 2\]; allowed: every rank"),
         ("", "line 1, column 1: no action; allowed: a row of actions for each rank"),

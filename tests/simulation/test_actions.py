@@ -109,7 +109,18 @@ def test_what_cannot_be_simulated() -> None:
         ValueError, match=r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Pl"
     ):
         simulate(program, 1.0)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="layers=0; allowed: 1 or more"):
-        simulate(program, o1.NodeCosts(), layers=0)
+    plan = o1.compile(program, (o1.plan.BlockShape(1),), o1.NodeCosts(), "serial")
+    for what, costs, options, message in [
+        (program, o1.NodeCosts(), {"layers": 0}, "layers=0; allowed: 1 or more"),
+        (program, o1.NodeCosts(), {"layers": 1.5}, "layers=1.5; allowed: a whole number, 1 or more"),
+        (program, Costs(), {"layers": 2}, "layers=2 with Costs, which know no sub-ops; allowed: with NodeCosts"),
+        (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which know no sub-ops; allowed: with NodeCosts"),
+        (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which know no sub-ops; allowed"),
+        (plan, o1.NodeCosts(), {"overlap": 3}, "overlap=3 with a Plan, which says it; allowed: with a Program"),
+        (plan, o1.NodeCosts(), {"layers": 1}, "layers=1 with a Plan, which says it; allowed: with a Program"),
+        (plan, Costs(), {}, r"simulate\(Plan, Costs\); allowed: a Program with Costs or NodeCosts, a Plan with NodeCo"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            simulate(what, costs, **options)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="has 1 ranks and a placement over 2"):
         simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())

@@ -29,6 +29,8 @@ def test_costs_of_steps() -> None:
         ({"send": -1}, "send=-1; allowed: a finite number ≥ 0"),
         ({"activation": -1}, "activation=-1; allowed: a finite number ≥ 0"),
         ({"weight": 2, "backward": 2}, "weight=2 with backward=2, which it is a part of; allowed: from 0 to below 2"),
+        ({"forward": "1"}, "forward='1'; allowed: a number"),
+        ({"send": None}, "send=None; allowed: a number"),
         ({"held": 1.5}, "held=1.5; allowed: a part of the activations, 0 to 1"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
@@ -80,9 +82,9 @@ def test_what_is_given_is_not_varied() -> None:
     assert [str(candidate) for candidate in candidates(schedules=["dualpipe"], chunks=[2])] == []
 
 
-@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), "8"])
 def test_a_limit_must_be_above_zero(memory: float) -> None:
-    with pytest.raises(ValueError, match=f"^memory={memory}; allowed: more than 0$"):
+    with pytest.raises(ValueError, match=f"^memory={memory!r}; allowed: more than 0$"):
         search([], ranks=1, microbatches=1, model=ActionModel(), memory=memory)
 
 
@@ -114,6 +116,55 @@ def test_nodes_are_searched_over_overlaps() -> None:
     limit = ranking.found[0][1].peak_activations - 0.5
     within = search(tried, ranks=2, microbatches=4, model=model, memory=limit)
     assert [c for c, _ in within.found] == [c for c, o in ranking.found if o.peak_activations <= limit]
+
+
+@given(
+    st.sampled_from([(1, 3), (2, 4), (2, 5), (3, 6)]),
+    st.integers(0, 30),
+    st.integers(0, 8),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([None, 2.0, 3.0]),
+)
+@settings(deadline=None, max_examples=8)
+def test_pruning_changes_nothing_among_the_first(
+    sizes: tuple[int, int], dispatch: int, send: int, top: int, memory: float | None
+) -> None:
+    ranks, microbatches = sizes
+    model = NodeModel(
+        NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=send), 2, overlaps=("serial", 2)
+    )
+    tried = list(candidates(chunks=[1, 2], extra_warmup=[0, 1], overlaps=model.overlaps))
+    done: list[int] = []
+    whole = search(tried, ranks=ranks, microbatches=microbatches, model=model, memory=memory)
+    pruned = search(
+        tried, ranks=ranks, microbatches=microbatches, model=model, memory=memory, top=top, progress=done.append
+    )
+    assert pruned.found[:top] == whole.found[:top]
+    assert set(pruned.found) <= set(whole.found)
+    assert not whole.pruned
+    makespans = {candidate: outcome.makespan for candidate, outcome in whole.found}
+    for candidate, least in pruned.pruned:
+        assert least <= makespans.get(candidate, float("inf"))  # those over the memory limit are in neither
+        assert least > pruned.found[top - 1][1].makespan
+    count = sum(map(len, (pruned.found, pruned.over, pruned.refused, pruned.pruned)))
+    assert count == len(tried)
+    assert done == list(range(1, len(tried) + 1))
+
+
+def test_pruning_leaves_most_unplayed() -> None:
+    model = NodeModel(NODES, layers=2, overlaps=("serial", "pairs", 2))
+    tried = list(candidates(chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
+    ranking = search(tried, ranks=4, microbatches=8, model=model, top=1)
+    assert len(ranking.pruned) > len(tried) / 2
+    assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", overlap="serial")}
+
+
+def test_actions_are_all_played() -> None:
+    tried = list(candidates())
+    ranking = search(tried, ranks=4, microbatches=8, model=ActionModel(), top=1)
+    assert ranking == search(tried, ranks=4, microbatches=8, model=ActionModel())
+    with pytest.raises(ValueError, match=r"^top=0; allowed: 1 or more$"):
+        search(tried, ranks=4, microbatches=8, model=ActionModel(), top=0)
 
 
 def test_a_rank_keeps_its_layers_whatever_its_chunks() -> None:

@@ -18,13 +18,11 @@ from overlap1f1b.plan import (
     Span,
     compile,
     forward_chain,
-    makespan,
-    play,
 )
 from overlap1f1b.schedule import Action, Kind, combined_1f1b, sequential
 from overlap1f1b.simulation import Timeline, intersection, length, simulate, union
 from overlap1f1b.simulation.timeline import Interval
-from tests.plan.cases import MOE, costs_of, programs, shapes
+from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE
 LANES = {COMPUTE: Lane.COMPUTE, EXCHANGE: Lane.EXCHANGE, COUNTS: Lane.CONTROL, REDUCE: Lane.EXCHANGE}

@@ -1,33 +1,109 @@
-"""Traces that Perfetto opens: valid JSON, named tracks, and no two spans of a track that overlap."""
+"""Traces against the Trace Event Format, as Google documents it for chrome://tracing and as Perfetto reads it.
+
+The JSON object format: ``traceEvents``, each with ``ph``; here complete events (``X``) and metadata (``M``). Perfetto
+turns ``ts`` and ``dur`` into whole nanoseconds and nests slices of a thread, so none may reach into the next.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from overlap1f1b.plan import NodeCosts, compile
-from overlap1f1b.schedule import build_schedule, combined_1f1b
+from overlap1f1b.plan import NodeCosts, Overlap, compile
+from overlap1f1b.schedule import SCHEDULES, build_schedule, combined_1f1b
 from overlap1f1b.simulation import Costs, simulate
 from overlap1f1b.simulation.trace import Event, write_trace
 from tests.plan.cases import MOE
 
+NAMES, ORDERS = ("process_name", "thread_name"), ("process_sort_index", "thread_sort_index")
+Track = tuple[int, int]
 
-def load(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
-    records = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    spans = [record for record in records if record["ph"] == "X"]
-    names = {
-        (record["pid"], record["tid"]): record["args"]["name"] for record in records if record["name"] == "thread_name"
-    }
+
+def load(path: Path) -> tuple[list[dict[str, Any]], dict[Track, str]]:
+    """The spans and the names of the tracks of a trace that keeps every rule of the format."""
+
+    def refuse(number: str) -> None:
+        raise AssertionError(f"{number} is no JSON")
+
+    trace = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    assert set(trace) == {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    spans = [record for record in trace["traceEvents"] if record["ph"] == "X"]
+    metadata = [record for record in trace["traceEvents"] if record["ph"] == "M"]
+    assert len(spans) + len(metadata) == len(trace["traceEvents"])
+    for record in metadata:
+        assert set(record) == {"ph", "name", "pid", "tid", "args"}
+        if record["name"] in NAMES:
+            assert set(record["args"]) == {"name"}
+            assert isinstance(record["args"]["name"], str)
+        else:
+            assert record["name"] in ORDERS
+            assert type(record["args"]["sort_index"]) is int
+    said = Counter((record["name"], record["pid"], record["tid"]) for record in metadata)
+    assert set(said.values()) <= {1}
+    for record in spans:
+        assert set(record) == {"ph", "name", "cat", "pid", "tid", "ts", "dur"}
+        assert record["name"]
+        assert isinstance(record["name"], str)
+        assert "," not in record["cat"]  # a comma parts categories
+        assert type(record["ts"]) is type(record["dur"]) is float
+        assert record["ts"] >= 0
+        assert record["dur"] >= 0
+    for record in (*spans, *metadata):  # 0 is Perfetto's idle process and thread
+        assert type(record["pid"]) is type(record["tid"]) is int
+        assert record["pid"] > 0
+        assert record["tid"] > 0 or record["name"] in (NAMES[0], ORDERS[0])
+    names = {(r["pid"], r["tid"]): r["args"]["name"] for r in metadata if r["name"] == "thread_name"}
+    assert set(names) == {(span["pid"], span["tid"]) for span in spans}
+    processes = {r["pid"]: r["args"]["name"] for r in metadata if r["name"] == "process_name"}
+    assert set(processes) == {pid for pid, _ in names}
+    assert len(set(processes.values())) == len(processes)
+    assert len(set(names)) == len({(pid, name) for (pid, _), name in names.items()})  # two tracks, two names
+    assert len({tid for _, tid in names}) == len(names)  # threads are told apart without their process
     for track in names:
-        own = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if (s["pid"], s["tid"]) == track)
-        assert own
-        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(own))
-    assert all((span["pid"], span["tid"]) in names for span in spans)
+        own = sorted(nanoseconds(span) for span in spans if (span["pid"], span["tid"]) == track)
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
     return spans, names
+
+
+def nanoseconds(span: dict[str, Any]) -> tuple[int, int]:
+    """Start and end as Perfetto takes them: both numbers rounded apart."""
+    start = round(span["ts"] * 1000)
+    return start, start + round(span["dur"] * 1000)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule(name: str, tmp_path: Path) -> None:
+    program = build_schedule(name, ranks=2, microbatches=5 if name != "dualpipe" else 4)
+    path = tmp_path / "trace.json"
+    timeline = simulate(program, Costs(1 / 3, 2 / 3, 0.1, 0.9, send=0.07))
+    timeline.to_chrome_trace(path, unit_us=1 / 7)
+    assert len(load(path)[0]) == sum(map(len, timeline.ranks)) + len(timeline.transfers)
+    costs = NodeCosts.uniform(attention=1 / 3, experts=0.7, dispatch=0.9, counts=0.01, send=1 / 9)
+    overlaps: tuple[Overlap, ...] = ("serial", 2)
+    for overlap in overlaps:
+        nodes = simulate(program, costs, overlap=overlap)
+        nodes.to_chrome_trace(path, unit_us=1e3 / 7)
+        assert len(load(path)[0]) == sum(len(rank.spans) for rank in nodes.ranks)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 3), st.booleans())), st.floats(1e-3, 1e4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_spans(tmp_path: Path, parts: list[tuple[float, float, bool]], unit: float) -> None:
+    events = [
+        Event("rank 0", "exchange" if flag else "compute", "x", start, start + time) for start, time, flag in parts
+    ]
+    write_trace(events, tmp_path / "trace.json", unit_us=unit)
+    spans, _ = load(tmp_path / "trace.json")
+    want = sorted((round(e.start * unit * 1000), round(e.end * unit * 1000)) for e in events)
+    assert sorted(map(nanoseconds, spans)) == want
 
 
 def test_trace_of_a_program(tmp_path: Path) -> None:
@@ -55,10 +131,12 @@ def test_overlapping_spans_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
     ]
     write_trace(events, tmp_path / "trace.json")
     spans, names = load(tmp_path / "trace.json")
-    assert [names[span["pid"], span["tid"]] for span in spans] == ["exchange", "exchange (2)", "exchange"]
-    assert [span["dur"] for span in spans] == [3000.0, 1000.0, 1000.0]
+    tracks = {span["name"]: names[span["pid"], span["tid"]] for span in spans}
+    assert tracks == {"a": "exchange", "b": "exchange (2)", "c": "exchange"}
+    assert {span["name"]: span["dur"] for span in spans} == {"a": 3000.0, "b": 1000.0, "c": 1000.0}
 
 
-def test_a_unit_without_length(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unit_us=0; allowed: a finite number > 0"):
-        write_trace([], tmp_path / "trace.json", unit_us=0)
+@pytest.mark.parametrize("unit", [0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_unit_without_length(unit: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^unit_us={unit!r}; allowed: a finite number > 0$"):
+        write_trace([], tmp_path / "trace.json", unit_us=unit)

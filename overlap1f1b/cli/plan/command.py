@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +29,9 @@ Model = ActionModel | NodeModel
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
+
+SECONDS_BETWEEN_LINES = 5.0
+"""How often a search says how far it is, where it is no terminal."""
 
 STYLES = {
     "F": "white on blue",
@@ -79,16 +85,15 @@ def plan(options: PlanOptions) -> None:
 
 def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console) -> Ranking:
     tried = searched(options, model)
-    columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=len(tried))
+    with _progress(len(tried), screen) as progress:
         ranking = search(
             tried,
             ranks=ranks,
             microbatches=microbatches,
             model=model,
             memory=options.memory,
-            progress=lambda done: bar.update(task, completed=done),
+            top=options.top if isinstance(model, NodeModel) else None,
+            progress=progress,
         )
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
@@ -102,6 +107,26 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
     return ranking
 
 
+@contextmanager
+def _progress(total: int, screen: Console) -> Iterator[Callable[[int], None]]:
+    """A bar where it is a terminal; elsewhere, of a search that lasts, a line on standard error now and then."""
+    if screen.is_terminal:
+        columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        with Bar(*columns, console=screen, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    said = monotonic()
+
+    def say(done: int) -> None:
+        nonlocal said
+        if monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = monotonic()
+            print(f"{done} of {total} schedules tried", file=sys.stderr, flush=True)
+
+    yield say
+
+
 def _show_search(result: dict[str, Any], top: int, screen: Console) -> None:
     rows = result["rows"]
     screen.print(per_schedule(rows[:top]))
@@ -110,6 +135,13 @@ def _show_search(result: dict[str, Any], top: int, screen: Console) -> None:
     if result["over_memory"]:
         over = result["over_memory"]
         screen.print(f"left out, over the memory limit: {len(over)}, the least with {over[0]['peak_activations']:g}")
+    if result["pruned"]:
+        pruned = result["pruned"]
+        screen.print(
+            f"not played, since they cannot be among the first {top}: {len(pruned)}, "
+            f"none of which takes less than {pruned[0]['bound']:.6g}",
+            highlight=False,
+        )
     if result["refused"]:
         refused = result["refused"]
         reasons = list(dict.fromkeys(row["reason"] for row in refused))

@@ -48,6 +48,7 @@ def found(ranking: Ranking) -> dict[str, Any]:
     return {
         "rows": [{**asdict(candidate), **figures(outcome)} for candidate, outcome in ranking.found],
         "over_memory": [{**asdict(candidate), "peak_activations": peak} for candidate, peak in ranking.over],
+        "pruned": [{**asdict(candidate), "bound": bound} for candidate, bound in ranking.pruned],
         "refused": [{**asdict(candidate), "reason": reason} for candidate, reason in ranking.refused],
     }
 

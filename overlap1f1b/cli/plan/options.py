@@ -118,7 +118,8 @@ class PlanOptions:
     memory: Annotated[float | None, _by_default("FLOAT", "none")] = None
     """Limit for --search: activations of a rank's whole share and one microbatch that may be alive at once."""
     top: int = 15
-    """Rows of the table of --search; JSON has all."""
+    """Rows of the table of --search; JSON has all that were played. With --layers, schedules that a bound shows to be
+    slower than these are not played."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 

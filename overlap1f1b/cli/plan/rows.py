@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from overlap1f1b.cli.plan.grid import Cell, Row
-from overlap1f1b.plan import Lane, Node, Op, Span
-from overlap1f1b.schedule import Kind, Pair, Program, Step, actions_of
+from overlap1f1b.plan import Lane
+from overlap1f1b.schedule import Pair, Program, Step, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
+from overlap1f1b.simulation.drawing import stacked, staged
+from overlap1f1b.simulation.drawing import text_of as text_of_node
 
 _LANES = {Lane.COMPUTE: "compute", Lane.EXCHANGE: "exchange", Lane.CONTROL: "counts", Lane.PEER: "peers"}
 _STYLES = {Lane.EXCHANGE: "exchange", Lane.CONTROL: "exchange", Lane.PEER: "peer"}
@@ -34,26 +36,17 @@ def rows_of(timeline: ProgramTimeline | PlanTimeline) -> list[Row]:
 
 def _lanes(timeline: PlanTimeline, rank: int) -> list[Row]:
     rows = []
+    spans = timeline.ranks[rank].spans
+    several = staged(spans)
     for lane, name in _LANES.items():
-        spans = sorted((s for s in timeline.ranks[rank].spans if s.node.lane is lane and s.end > s.start), key=_start)
-        cells = [Cell(text_of_node(s.node), s.start, s.end, _STYLES.get(lane, s.node.kind.value)) for s in spans]
-        if cells or lane in (Lane.COMPUTE, Lane.EXCHANGE):
+        stack = stacked(s for s in spans if s.node.lane is lane and s.end > s.start)
+        for row in stack or [[]] if lane in (Lane.COMPUTE, Lane.EXCHANGE) else stack:
+            cells = [
+                Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(lane, s.node.kind.value))
+                for s in row
+            ]
             rows.append(Row(f"rank {rank} {name}", cells))
     return rows
-
-
-def _start(span: Span) -> float:
-    return span.start
-
-
-def text_of_node(node: Node) -> str:
-    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient.
-
-    A attention, D dispatch, E experts, C combine, N counts, S send.
-    """
-    letter = "N" if node.op is Op.COUNTS else node.op.value[0].upper()
-    text = letter if node.kind is Kind.F else letter.lower()
-    return f"{text}{'w' if node.kind is Kind.W else ''}{node.microbatch}"
 
 
 def text_of(step: Step, chunked: bool) -> str:

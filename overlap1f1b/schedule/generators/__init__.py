@@ -1,4 +1,7 @@
-"""Schedules as pure functions of their sizes, each with its picture."""
+"""Schedules as pure functions of their sizes, each with its picture.
+
+:func:`build_schedule` checks sizes and combinations; the functions behind it take them as they are.
+"""
 
 from overlap1f1b.schedule.generators.all_forward import afab
 from overlap1f1b.schedule.generators.bidirectional import dualpipe, dualpipev

@@ -11,6 +11,7 @@ from overlap1f1b.schedule.generators.plain import forwards_of, sequential
 from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
 from overlap1f1b.schedule.generators.zero_bubble_v import zb_v
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.sizes import check_size
 
 SCHEDULES = (
     "sequential",
@@ -72,8 +73,7 @@ def build_schedule(
     if name not in SCHEDULES:
         raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}")
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        if value < 1:
-            raise ValueError(f"{what}={value}; allowed: 1 or more")
+        check_size(what, value)
     _check_options(name, chunks, extra_warmup, group_size)
     _check_sizes(name, ranks, microbatches, group_size)
     if forward_only and ranks == chunks == 1 and name not in _V:
@@ -105,8 +105,8 @@ def _check_options(name: str, chunks: int, extra_warmup: int | None, group_size:
         raise ValueError(f"chunks={chunks} with {name}; allowed: 2 (a V has two chunks a rank)")
     if name not in (*_CHUNKED, *_V) and chunks > 1:
         raise ValueError(f"chunks={chunks} with {name}; allowed: 1 (chunks belong to {', '.join(_CHUNKED)})")
-    if extra_warmup is not None and extra_warmup < 0:
-        raise ValueError(f"extra_warmup={extra_warmup}; allowed: 0 or more")
+    if extra_warmup is not None:
+        check_size("extra_warmup", extra_warmup, 0)
     if extra_warmup and name not in _WARMED:
         raise ValueError(f"extra_warmup={extra_warmup} with {name}; allowed: 0 (it belongs to {', '.join(_WARMED)})")
     if group_size is not None and name not in _GROUPED:
@@ -115,6 +115,7 @@ def _check_options(name: str, chunks: int, extra_warmup: int | None, group_size:
 
 def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | None) -> None:
     if group_size is not None:
+        check_size("group_size", group_size)
         fitting = [
             size for size in range(min(ranks, microbatches), microbatches + 1) if _fits(size, ranks, microbatches)
         ]

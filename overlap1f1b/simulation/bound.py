@@ -1,0 +1,157 @@
+"""A time that no plan of a program can beat, known without compiling one."""
+
+from __future__ import annotations
+
+from functools import cache
+from heapq import heappush, heappushpop
+from typing import NamedTuple
+
+from overlap1f1b.plan import Chains, Lane, NodeCosts, Op, Overlap, parse_overlap
+from overlap1f1b.plan.chains import Shapes
+from overlap1f1b.schedule import Action, Kind, Program, actions_of
+from overlap1f1b.schedule.flow import flow
+
+
+class _Chain(NamedTuple):
+    """What an action takes from its first computation to its last, and what it loads onto either lane."""
+
+    whole: float
+    compute: float
+    exchange: float  # on the links' mean
+    exchange_most: float  # on its slowest
+    weights: float  # compute and weight gradients
+    last_weight: float
+    send: float
+
+
+def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -> float:
+    """A lower bound of the makespan of what :func:`overlap1f1b.plan.compile` returns. Time is linear in the actions.
+
+    >>> from overlap1f1b.plan import BlockShape, compile
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> costs, shape = NodeCosts.uniform(attention=3, experts=4, dispatch=5), (BlockShape(seams=1),)
+    >>> program = build_schedule("1f1b", ranks=4, microbatches=8)
+    >>> [(bound(program, shape, costs, k), compile(program, shape, costs, k).predicted) for k in ("serial", 3)]
+    [(451.0, 451.0), (382.0, 394.0)]
+
+    At most k consecutive actions of a rank are open at once. So an action begins when all but k − 1 of those before it
+    have ended, and what it needs of other ranks has come; on a rank of one stage, a forward also when there is room for
+    its activations. An action ends no sooner after its beginning than its nodes take one after another. And what is
+    computed, or exchanged, by a rank's actions from one on takes that long from the moment at which this one may begin.
+    Weight gradients, which may be issued in any wait, only count in the last.
+
+    Args:
+        program: Checked.
+        shape: Blocks of every stage, or a sequence of those of each.
+        costs: Of the nodes.
+        overlap: ``"serial"``, ``"pairs"`` or k, which includes pairs.
+    """
+    chains = Chains(program.placement, shape)
+    overlap = parse_overlap(overlap)
+    window = 1 if overlap == "serial" else 2 if overlap == "pairs" else max(2, overlap)
+    stages = program.placement.stages
+
+    @cache
+    def chain(forward: bool, stage: int, pipe: int) -> _Chain:
+        return _chain(Action(Kind.F if forward else Kind.B, stage, 0, pipe), chains, costs)
+
+    rows = [
+        _Row(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
+        for rank, peak in enumerate(program.peak_activations)
+    ]
+    ends: dict[tuple[bool, int, int, int], float] = {}  # of every forward and input gradient
+    for rank, _, step in flow(program):
+        for kind, stage, microbatch, pipe in actions_of(step):
+            if kind is Kind.W:
+                continue
+            forward = kind is Kind.F
+            before = stage - 1 if forward else stage + 1
+            ready = 0.0 if forward else ends.get((True, stage, microbatch, pipe), 0.0)
+            if 0 <= before < stages:
+                source = chain(forward, before, pipe)
+                ready = max(ready, ends[forward, before, microbatch, pipe] + source.send)
+            ends[forward, stage, microbatch, pipe] = rows[rank].run(chain(forward, stage, pipe), forward, ready)
+    return max((row.end for row in rows), default=0.0)
+
+
+class _Row:
+    """The actions of one rank, as early as they can be.
+
+    Args:
+        window: How many may be open at once.
+        peak: How many activations may be alive, on a rank of one stage; None where nothing follows from it.
+    """
+
+    def __init__(self, window: int, peak: int | None) -> None:
+        self.window, self.peak = window, peak
+        self.forwards = 0
+        self.inputs: list[float] = []  # ends of input gradients, which keep their order
+        self.latest: list[float] = []  # the ends that are latest, as many as may be open
+        self.opens = 0.0
+        self.compute, self.exchange, self.weights = _Load(window), _Load(window), _Load(window)
+        self.last = 0.0
+
+    def run(self, chain: _Chain, forward: bool, ready: float) -> float:
+        """Adds the next action, and returns its end."""
+        if forward and self.peak is not None and self.forwards >= self.peak:
+            ready = max(ready, self.inputs[self.forwards - self.peak])
+        if len(self.latest) == self.window:
+            self.opens = max(self.opens, self.latest[0])
+        self.opens = max(self.opens, self.compute.opens, self.exchange.opens)
+        end = max(self.opens, ready) + chain.whole
+        (heappush if len(self.latest) < self.window else heappushpop)(self.latest, end)
+        self.compute.add(self.opens, chain.compute, chain.compute)
+        self.exchange.add(self.opens, chain.exchange, chain.exchange_most)
+        self.weights.add(self.opens, chain.weights, chain.weights)
+        self.last = max(self.last, end + chain.last_weight)
+        if forward:
+            self.forwards += 1
+        else:
+            self.inputs.append(max([end, *self.inputs[-1:]]))
+        return end
+
+    @property
+    def end(self) -> float:
+        """When all of them can have ended."""
+        return max(self.last, self.weights.end, self.exchange.end)
+
+
+class _Load:
+    """What the actions of a rank load onto one lane."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.sum = self.longest = 0.0
+        self.offset = float("-inf")  # the latest opening of an action, minus the load of those before it
+
+    def add(self, opens: float, time: float, most: float) -> None:
+        self.offset = max(self.offset, opens - self.sum)
+        self.sum += time
+        self.longest = max(self.longest, most)
+
+    @property
+    def end(self) -> float:
+        """When all of it can be done."""
+        return max(0.0, self.offset + self.sum)
+
+    @property
+    def opens(self) -> float:
+        """When so much of it can be done that another action may open."""
+        return max(0.0, self.offset + self.sum - (self.window - 1) * self.longest)
+
+
+def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
+    nodes = [node for node in chains.of(action) if node.op not in (Op.SEND, Op.RECEIVE)]
+    compute = sum(costs(node) for node in nodes if node.lane is Lane.COMPUTE)
+    exchanges = [costs.links(node) for node in nodes if node.lane is Lane.EXCHANGE]
+    weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
+    last = chains.weight(nodes[-1])
+    return _Chain(
+        whole=sum(map(costs, nodes)),
+        compute=compute,
+        exchange=sum(sum(links) / len(links) for links in exchanges),
+        exchange_most=sum(map(max, exchanges)),
+        weights=compute + sum(map(costs, weights)),
+        last_weight=costs(last) if last is not None else 0.0,
+        send=sum(costs(node) for node in chains.of(action) if node.op is Op.SEND),
+    )

@@ -1,0 +1,94 @@
+"""Spans of a rank in rows of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Protocol, TypeVar
+
+from overlap1f1b.plan import Lane, Node, Op, Span
+from overlap1f1b.schedule import Kind
+
+
+class Timed(Protocol):
+    """Something from ``start`` to ``end``."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+T = TypeVar("T", bound=Timed)
+
+LETTERS = {
+    Op.DENSE: "M",
+    Op.ATTENTION: "A",
+    Op.COUNTS: "N",
+    Op.DISPATCH: "D",
+    Op.EXPERTS: "E",
+    Op.COMBINE: "C",
+    Op.AGGREGATE: "G",
+    Op.REDUCE: "R",
+    Op.SEND: "S",
+    Op.RECEIVE: "V",
+}
+"""What stands for each sub-op in a drawing."""
+
+
+def text_of(node: Node, *, staged: bool) -> str:
+    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient.
+
+    Where a rank holds several stages, the stage stands in front, ``'`` behind it marks the second pipe: ``3'E2``.
+    """
+    letter = LETTERS[node.op]
+    text = letter if node.kind is Kind.F else letter.lower()
+    place = f"{node.stage}{chr(39) * node.pipe}" if staged else ""
+    return f"{place}{text}{'w' if node.kind is Kind.W else ''}{node.microbatch}"
+
+
+def staged(spans: Iterable[Span]) -> bool:
+    """Whether the nodes are of several stages or pipes."""
+    return len({(span.node.stage, span.node.pipe) for span in spans}) > 1
+
+
+def stacked(spans: Iterable[T]) -> list[list[T]]:
+    """The spans in as few rows as there are at once at most, each by time and without an overlap.
+
+    >>> from overlap1f1b.simulation.trace import Event
+    >>> times = {"a": (0, 3), "b": (1, 2), "c": (3, 4)}
+    >>> events = [Event("rank 0", "exchange", name, *at) for name, at in times.items()]
+    >>> [[event.name for event in row] for row in stacked(events)]
+    [['a', 'c'], ['b']]
+    """
+    rows: list[list[T]] = []
+    busy: list[tuple[float, int]] = []  # end and number of the rows
+    free: list[int] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        while busy and busy[0][0] <= span.start:
+            heappush(free, heappop(busy)[1])
+        if not free:
+            free.append(len(rows))
+            rows.append([])
+        row = heappop(free)
+        rows[row].append(span)
+        heappush(busy, (span.end, row))
+    return rows
+
+
+def draw(spans: Sequence[Span], width: int) -> str:
+    """One line for each lane, further ones where its spans overlap; lanes that are never used are left out."""
+    end = max((span.end for span in spans), default=0.0)
+    scale = width / end if end else 0.0
+    several = staged(spans)
+    lines = []
+    for lane in (Lane.COMPUTE, Lane.EXCHANGE, Lane.CONTROL, Lane.PEER):
+        rows = stacked(span for span in spans if span.node.lane is lane and span.end > span.start)
+        for number, row in enumerate(rows or [[]] if lane in (Lane.COMPUTE, Lane.EXCHANGE) else rows):
+            line = [" "] * (width + 1)
+            for span in row:
+                first, last = round(span.start * scale), round(span.end * scale)
+                line[first:last] = text_of(span.node, staged=several)[: last - first].ljust(last - first, "-")
+            lines.append(f"{'' if number else lane.value:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
+    return "\n".join(lines)
