@@ -36,7 +36,7 @@ def test_combine_costs_what_dispatch_does_unless_told() -> None:
 
 def test_single_nodes_come_first() -> None:
     costs = NodeCosts(
-        {(Op.EXPERTS, Kind.F): 4.0}, {(Op.EXPERTS, Kind.F, 0, 1, 0): 0.0, (Op.EXPERTS, Kind.F, 1, 1): 9.0}
+        {(Op.EXPERTS, Kind.F): 4.0}, {(Op.EXPERTS, Kind.F, 0, 1, 0): 0.0, (Op.EXPERTS, Kind.F, 0, 1, 1): 9.0}
     )
     assert [costs(node(Op.EXPERTS, Kind.F, *at)) for at in ((0, 0), (1, 0), (1, 1), (1, 2))] == [4, 0, 9, 4]
     assert costs(node(Op.EXPERTS, Kind.I, 1, 1)) == 0
