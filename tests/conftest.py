@@ -21,6 +21,14 @@ def ranks2() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def ranks8() -> Iterator[Ranks]:
+    """Eight processes with a gloo group, kept for the session: `ranks8.run(function, *args)`."""
+    workers = Ranks(8, timeout=180)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four processes with a gloo group, kept for the session: `ranks4.run(function, *args)`."""
     workers = Ranks(4)

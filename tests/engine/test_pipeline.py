@@ -147,6 +147,18 @@ def test_four_stages(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 4, 1, 1, False, timeout=120) == [[]] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
+    assert ranks8.run(_compare, name, 4, 1, 2, False) == [[]] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
+    assert ranks8.run(_compare, name, 2, 2, 2, False) == [[]] * 8
+
+
 def test_blocks_are_split_evenly() -> None:
     blocks = [nn.Identity() for _ in range(7)]
     assert [len(part) for part in split_blocks(blocks, 3)] == [3, 2, 2]
