@@ -44,6 +44,7 @@ class Mesh:
         self._control: dict[
             str, dist.ProcessGroup
         ] = {}  # for agreements: on the CPU, whatever the device, with the limit
+        self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
         if mesh is not None:
             self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
@@ -52,6 +53,8 @@ class Mesh:
                 self._control[name] = dist.new_group(
                     ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
                 )
+            # Not the groups' own numbers: torch sorts a group's ranks, a mesh may have them in another order.
+            self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
             order = [names.index(name) for name in DIMENSIONS if name in names]
             self._ranks = mesh.mesh.permute(order)
             for position, name in enumerate(DIMENSIONS):
@@ -69,8 +72,7 @@ class Mesh:
 
     def rank(self, dimension: Dimension) -> int:
         """This rank's number along a dimension."""
-        group = self.group(dimension)
-        return 0 if group is None else group.rank()
+        return self._at.get(dimension, 0)
 
     def new_group(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> dist.ProcessGroup | None:
         """A new group of the ranks of some pipeline ranks, over further dimensions; None for one rank.
