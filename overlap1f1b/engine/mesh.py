@@ -85,6 +85,11 @@ class Mesh:
         ranks: list[int] = sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
         return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
 
+    def number(self, group: dist.ProcessGroup, rank: int) -> int:
+        """The number in a group that a rank of this rank's pipeline has."""
+        assert self._ranks is not None
+        return dist.get_group_rank(group, int(self._ranks[rank, self.rank("dp"), self.rank("ep")]))
+
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
         """The values of all ranks along a dimension.
 
