@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -76,7 +77,7 @@ class Pipeline(nn.Module):
         self.group = process_group or dist.distributed_c10d._get_default_group()
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         self.mesh = _mesh(self.group, rank_mapping, expert_group, device)
-        spanned = Mesh(self.mesh)
+        spanned = Mesh(self.mesh, timedelta(seconds=timeout))
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
         placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
