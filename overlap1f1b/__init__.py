@@ -31,6 +31,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from overlap1f1b import integrations as integrations
     from overlap1f1b.engine import Engine, Stage, StepResult, combined_forward_backward_step
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
@@ -58,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":  # a floor of its own, which loads nothing by itself
+        return importlib.import_module("overlap1f1b.integrations")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'overlap1f1b' has no attribute {name!r}")
@@ -65,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "integrations"])

@@ -74,7 +74,7 @@ def decode(header: Tensor) -> Specs:
 
 
 class _Link(NamedTuple):
-    """One direction between two ranks: payloads in order on a group of its own, headers beside them."""
+    """One direction between two ranks: payloads in order on a group for this direction, headers beside them."""
 
     payload: dist.ProcessGroup
     header: dist.ProcessGroup
@@ -113,15 +113,18 @@ class Boundary:
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
-        # Every rank makes its groups in the same order, or two could wait for each other.
+        # All ranks of the pipeline make all groups: torch tells groups apart by how many a rank has made before, so two
+        # ranks with different numbers of neighbours would wait for each other.
+        pipeline = range(placement.ranks)
+        groups = [mesh.new_group(pp=pipeline, over=()) for _ in range(4)]
         for source, to in sorted(_directions(placement)):
             if rank in (source, to):
-                payload, header = (mesh.new_group(pp=(source, to), over=()) for _ in range(2))
+                payload, header = groups[:2] if source < to else groups[2:]
                 assert payload is not None
                 assert header is not None
                 lane = Lane(f"from pipeline rank {source} to {to}", timeout, failures, background=background)
                 links, peer = (self._out, to) if rank == source else (self._in, source)
-                links[peer] = _Link(payload, header, lane, int(payload.rank() == 0))
+                links[peer] = _Link(payload, header, lane, mesh.number(payload, peer))
         self._known: dict[_Key, Specs] = {}
         self._remember = False
         self._receives: dict[int, list[Node]] = {}

@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,20 @@ from overlap1f1b.schedule import Program, forwards_of
 from overlap1f1b.simulation import Timeline
 
 DEFAULT_OVERLAP = 3
+
+
+class Work(NamedTuple):
+    """What a rank plays in a step.
+
+    Args:
+        microbatches: Those of each stage of the rank.
+        weights: What each counts for in the mean loss, by its number.
+        auxiliary: Scale of auxiliary losses; None for that of each router.
+    """
+
+    microbatches: dict[Place, Microbatch]
+    weights: dict[int, float]
+    auxiliary: float | None
 
 
 class Engine:
@@ -285,24 +300,24 @@ class Engine:
         grad: bool,
         keep: bool,
     ) -> StepResult:
-        scale = loss_scale / (self.program.microbatches * self.mesh.size("dp") * self.mesh.size("ep"))
-        microbatches, weights = self._microbatches(inputs, target, loss_scale, grad=grad, keep=keep)
+        microbatches, weights, auxiliary = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
+        for (number, index), microbatch in microbatches.items():
+            microbatch.before = microbatches.get((number - 1, index))
+            microbatch.after = microbatches.get((number + 1, index))
         nodes = plan.ranks[self.rank]
         self.player.position = 0
         self.boundary.begin(nodes, remember=grad)
         with contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
-                installed.enter_context(stage.installed(scale))
+                installed.enter_context(stage.installed(auxiliary))
             self.player.play(nodes, microbatches)
         ended = [m for (stage, _), m in microbatches.items() if stage == self.program.placement.stages - 1]
         player = self.player
         timeline = Timeline(player.spans())
         return result_of(ended, [weights[m.index] for m in ended], timeline, player.peak_activations, player.peak_held)
 
-    def _microbatches(
-        self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool
-    ) -> tuple[dict[Place, Microbatch], dict[int, float]]:
-        """The microbatches of every stage of this rank, and what each counts for in the loss."""
+    def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
+        """What a step plays, from what it was called with. A subclass may make it of something else."""
         placement, count = self.program.placement, self.program.microbatches
         last = placement.stages - 1
         first_here, last_here = 0 in self.stages, last in self.stages
@@ -323,10 +338,7 @@ class Engine:
                     grad=grad,
                     keep_outputs=keep,
                 )
-        for (number, index), microbatch in microbatches.items():
-            microbatch.before = microbatches.get((number - 1, index))
-            microbatch.after = microbatches.get((number + 1, index))
-        return microbatches, weights
+        return Work(microbatches, weights, loss_scale / (count * self.mesh.size("dp") * self.mesh.size("ep")))
 
     def _weights(self, targets: list[Tensors]) -> dict[int, float]:
         """Part of each microbatch in the mean loss over all ranks."""

@@ -44,6 +44,7 @@ class Mesh:
         self._control: dict[
             str, dist.ProcessGroup
         ] = {}  # for agreements: on the CPU, whatever the device, with the limit
+        self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
         if mesh is not None:
             self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
@@ -52,6 +53,8 @@ class Mesh:
                 self._control[name] = dist.new_group(
                     ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
                 )
+            # Not the groups' own numbers: torch sorts a group's ranks, a mesh may have them in another order.
+            self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
             order = [names.index(name) for name in DIMENSIONS if name in names]
             self._ranks = mesh.mesh.permute(order)
             for position, name in enumerate(DIMENSIONS):
@@ -69,8 +72,7 @@ class Mesh:
 
     def rank(self, dimension: Dimension) -> int:
         """This rank's number along a dimension."""
-        group = self.group(dimension)
-        return 0 if group is None else group.rank()
+        return self._at.get(dimension, 0)
 
     def new_group(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> dist.ProcessGroup | None:
         """A new group of the ranks of some pipeline ranks, over further dimensions; None for one rank.
@@ -82,6 +84,11 @@ class Mesh:
         at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
         ranks: list[int] = sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
         return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+
+    def number(self, group: dist.ProcessGroup, rank: int) -> int:
+        """The number in a group that a rank of this rank's pipeline has."""
+        assert self._ranks is not None
+        return dist.get_group_rank(group, int(self._ranks[rank, self.rank("dp"), self.rank("ep")]))
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
         """The values of all ranks along a dimension.

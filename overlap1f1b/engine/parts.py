@@ -63,21 +63,23 @@ def stages_of(
         _refuse_shared(split)
         parts = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
-    _refuse_shared(list(parts.values()))
+    # Where nothing is summed over ranks, stages of one rank may tie parameters: each adds its own gradient.
+    _refuse_shared(list(parts.values()), parameters=reduce_own or reduce_experts)
     reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
     return {
         stage: Stage(blocks, exchange, number=stage, first=first[stage], **reduced) for stage, blocks in parts.items()
     }
 
 
-def _refuse_shared(parts: Sequence[Sequence[nn.Module]]) -> None:
-    seen: dict[nn.Parameter, int] = {}
+def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = True) -> None:
+    what = "parameter" if parameters else "module"
+    seen: dict[nn.Parameter | nn.Module, int] = {}
     for number, blocks in enumerate(parts):
         for block in blocks:
-            for name, parameter in block.named_parameters():
-                if seen.setdefault(parameter, number) != number:
+            for name, member in block.named_parameters() if parameters else block.named_modules():
+                if seen.setdefault(member, number) != number:
                     raise ValueError(
-                        f"parameter {name} of a {type(block).__name__} belongs to two stages; "
+                        f"{what} {name} of a {type(block).__name__} belongs to two stages; "
                         "allowed: shared inside one stage"
                     )
 

@@ -156,10 +156,11 @@ class Stage:
             self._queue = before
 
     @contextmanager
-    def installed(self, loss_scale: float = 1.0) -> Iterator[None]:
+    def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:
         """While it lasts, the modules' calls of experts suspend, and their weight gradients split off.
 
-        Only attributes of these instances change; afterwards every module is as it was.
+        Only attributes of these instances change; afterwards every module is as it was. ``loss_scale`` is that of
+        auxiliary losses; None leaves each as it is.
         """
         changed: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -173,7 +174,8 @@ class Stage:
                 change(experts, "product", self._grouped_product)
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", _SplitForward(self, linear))
-            for carrier in (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier)):
+            carriers = (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier))
+            for carrier in carriers if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
             yield
         finally:

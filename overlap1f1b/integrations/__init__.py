@@ -1,0 +1,22 @@
+"""Floor ``integrations``: other runtimes and models on the engine. Each is imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from overlap1f1b.integrations import dualpipe
+
+__all__ = ["dualpipe"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module 'overlap1f1b.integrations' has no attribute {name!r}")
+    return importlib.import_module(f"overlap1f1b.integrations.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

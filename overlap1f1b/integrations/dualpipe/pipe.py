@@ -1,0 +1,217 @@
+"""DualPipe's two classes, with its constructor and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.engine import DEFAULT_OVERLAP
+from overlap1f1b.engine.mesh import Mesh
+from overlap1f1b.engine.microbatch import OptionalTensors, Tensors, tensors
+from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
+from overlap1f1b.integrations.dualpipe.cut import CutModules
+from overlap1f1b.integrations.dualpipe.whole import WeightStore, WholeModules
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import Program, build_schedule
+
+OWN = "overlapped_forward_backward"
+"""The method by which a module overlaps a pair itself."""
+
+
+def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Accepted and not needed: ranks learn from each other what passes between them."""
+
+
+def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
+    """Accepted and not needed: ranks learn from each other what passes between them."""
+
+
+class Pipeline(nn.Module):
+    """What both classes share; each says which stages its two modules are.
+
+    Args:
+        modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of them and is one block of the
+            engine; an ``nn.Sequential`` is as many as it has.
+        batch_dim: Dimension along which inputs and labels are cut into microbatches.
+        process_group: The pipeline's ranks; by default all.
+        rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
+        expert_group: The ranks that share the experts of the modules, each in a pipeline of its own.
+        overlap: As of :class:`~overlap1f1b.engine.Engine`.
+        costs: Seconds of every node, instead of measuring them in the first two steps.
+        weight_store: The ``WeightGradStore`` that the modules leave weight gradients in. They then run whole.
+        dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank.
+
+    Raises:
+        ValueError: Another number of modules, ranks that do not fit the schedule, or groups that form no grid.
+    """
+
+    schedule: ClassVar[str]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        batch_dim: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        rank_mapping: Sequence[int] | None = None,
+        *,
+        expert_group: dist.ProcessGroup | None = None,
+        overlap: Overlap = DEFAULT_OVERLAP,
+        costs: NodeCosts | None = None,
+        weight_store: WeightStore | None = None,
+        dynamic_shapes: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self.module = nn.ModuleList(modules)
+        if len(self.module) != 2:
+            raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
+        self.batch_dim, self.overlap, self.costs = batch_dim, overlap, costs
+        self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
+        self.group = process_group or dist.distributed_c10d._get_default_group()
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        self.mesh = _mesh(self.group, rank_mapping, expert_group, device)
+        spanned = Mesh(self.mesh, timedelta(seconds=timeout))
+        self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
+        self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
+        placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
+        self._stages = dict(zip((s for _, s in placement.places(self.rank)), self.module, strict=True))
+        first, second = (type(module) for module in self.module)
+        self.overlapped_forward_backward = first is second and hasattr(first, OWN)
+        # All ranks must run the same way, whatever each of them holds.
+        own = spanned.combined(
+            self.overlapped_forward_backward or weight_store is not None, lambda _, every: any(every)
+        )
+        self._whole = None
+        if own:
+            self._whole = WholeModules(
+                self._stages,
+                placement,
+                spanned,
+                overlapped=self.overlapped_forward_backward,
+                weight_store=weight_store,
+                timeout=timeout,
+                dynamic_shapes=dynamic_shapes,
+            )
+        self._programs: dict[int, Program] = {}
+        self._engines: dict[int, CutModules] = {}
+
+    def step(
+        self,
+        *inputs: Tensor | None,
+        num_chunks: int = 0,
+        criterion: Criterion | None = None,
+        labels: Tensor | Sequence[Tensor | None] = (),
+        return_outputs: bool = False,
+    ) -> tuple[Tensor | None, Tensor | Tensors | None]:
+        """Forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
+
+        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
+
+        Args:
+            inputs: Arguments of the first stage's module, cut into microbatches; ignored where none begins.
+            num_chunks: Microbatches of the step.
+            criterion: ``(*outputs, *labels) → scalar``, where microbatches end.
+            labels: Cut into the microbatches that end here.
+            return_outputs: Whether the outputs of the last stage are returned.
+
+        Returns:
+            The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``; None for what was
+            not asked for, and where none end.
+
+        Raises:
+            ValueError: A number of microbatches that the schedule does not allow, a batch that is missing or too small.
+            RuntimeError: Another rank failed, or did not answer within the limit.
+        """
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
+        if num_chunks not in self._programs:
+            program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
+            self._programs[num_chunks] = program
+        given: OptionalTensors = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
+        batch = Batch(inputs, given, criterion, self.batch_dim, return_outputs)
+        return batch.finish(self._run(self._programs[num_chunks], batch, grad=torch.is_grad_enabled()))
+
+    def _run(self, program: Program, batch: Batch, *, grad: bool) -> Ended:
+        if self._whole is not None:
+            return self._whole.run(program, batch, grad=grad)
+        if program.microbatches not in self._engines:
+            shared = next(iter(self._engines.values()), None)
+            self._engines[program.microbatches] = CutModules(
+                {number: module if _is_sequential(module) else [module] for number, module in self._stages.items()},
+                program,
+                mesh=self.mesh,
+                overlap=self.overlap,
+                costs=self.costs,
+                dynamic_shapes=self.dynamic_shapes,
+                timeout=self.timeout,
+                exchange=None if shared is None else shared.exchange,
+            )
+        return self._engines[program.microbatches].run(batch, grad=grad)
+
+
+class DualPipe(Pipeline):
+    """Two pipelines through the same ranks in opposite directions (DeepSeek-V3, arXiv 2412.19437).
+
+    >>> model = DualPipe((stages[rank], stages[ranks - 1 - rank]))
+    >>> loss, outputs = model.step(x, num_chunks=20, criterion=criterion, labels=(y,))
+
+    On rank ``r`` of P the first module is stage ``r`` of the pipeline that begins on rank 0, the second one stage
+    ``P − 1 − r`` of the pipeline that begins on the last rank. Each takes half of the microbatches: the first and the
+    last rank each give inputs, and the labels of the other's inputs. Every stage lies on two ranks, whose gradients
+    are left apart: sum them before the optimizer's step.
+
+    Modules of one class with an ``overlapped_forward_backward(module0, inputs0, criterion0, labels0, module1, loss1,
+    outputs1, output_grads1) → (outputs0, loss0)`` are given every fused pair of the schedule, and run whole otherwise.
+    All others are cut by the engine: exchanges of any :class:`~overlap1f1b.moe.GroupedExperts` in them hide behind
+    other microbatches, and weight gradients of ``nn.Linear`` and of experts fill the bubbles. The arguments are those
+    of :class:`Pipeline`.
+    """
+
+    schedule = "dualpipe"
+
+
+class DualPipeV(Pipeline):
+    """DualPipe cut in half and folded: one pipeline that goes down the ranks and back (Sea AI Lab 2025).
+
+    >>> model = DualPipeV((stages[rank], stages[2 * ranks - 1 - rank]))
+
+    On rank ``r`` of P the modules are stages ``r`` and ``2P − 1 − r``; the first rank gives inputs and labels and gets
+    losses and outputs. Everything else is as for :class:`DualPipe`.
+    """
+
+    schedule = "dualpipev"
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
+
+
+def _mesh(
+    group: dist.ProcessGroup,
+    rank_mapping: Sequence[int] | None,
+    expert_group: dist.ProcessGroup | None,
+    device: str,
+) -> DeviceMesh:
+    """The ranks of the pipelines that share experts, "pp" × "ep"."""
+    size = group.size()
+    order = list(range(size)) if rank_mapping is None else list(rank_mapping)
+    if sorted(order) != list(range(size)):
+        raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
+    experts = [dist.get_rank()] if expert_group is None else dist.get_process_group_ranks(expert_group)
+    rows: list[list[int]] = [[]] * size
+    dist.all_gather_object(rows, experts, group=group)
+    grid = [rows[order.index(rank)] for rank in range(size)]
+    column = experts.index(dist.get_rank())
+    ranks = dist.get_process_group_ranks(group)
+    if [row[column : column + 1] for row in grid] != [[ranks[order.index(rank)]] for rank in range(size)]:
+        raise ValueError(f"pipeline ranks {ranks} with experts over {grid}; allowed: a grid, one rank of each in both")
+    if expert_group is None:
+        return DeviceMesh.from_group([group], device, [row[0] for row in grid], mesh_dim_names=("pp",))
+    return DeviceMesh.from_group([group, expert_group], device, grid, mesh_dim_names=("pp", "ep"))

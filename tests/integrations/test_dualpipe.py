@@ -1,0 +1,530 @@
+"""DualPipe and DualPipeV against one process that runs the same stages one after another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
+from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
+from overlap1f1b.schedule import Pair, build_schedule
+from tests import models
+from tests.ranks import Ranks, run
+
+CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
+MICROBATCHES = {"dualpipe": {2: 6, 4: 10, 8: 18}, "dualpipev": {1: 3, 2: 5, 4: 9, 8: 17}}
+H = models.H
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 3 * H), nn.Linear(3 * H, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Streams(nn.Module):
+    """Two tensors in and out, and one that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.a(x)) + y, self.b(x * mask), mask
+
+
+class Routed(nn.Module):
+    """Experts and a router whose auxiliary loss counts for less than the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(H, RouterConfig(experts=4, top_k=2, aux_coefficient=0.3, z_coefficient=0.1))
+        self.router.loss_scale = 0.125
+        self.experts = GroupedExperts(4, H, 12)
+        self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, H)
+        return x + self.experts(tokens, *self.router(tokens)).view_as(x)
+
+
+class Pairs:
+    """Overlaps a pair itself, and counts how often."""
+
+    pairs = 0
+
+    @classmethod
+    def overlapped_forward_backward(
+        cls,
+        module0: Any,
+        inputs0: list[Tensor],
+        criterion0: Callable[..., Tensor] | None,
+        labels0: list[Tensor],
+        module1: Any,
+        loss1: Tensor | None,
+        outputs1: list[Tensor],
+        output_grads1: list[Tensor],
+    ) -> tuple[list[Tensor], Tensor | None]:
+        assert isinstance(module0, cls)
+        assert isinstance(module1, cls)
+        module0.pairs += 1
+        outputs0 = module0(*inputs0)
+        outputs0 = [outputs0] if isinstance(outputs0, Tensor) else list(outputs0)
+        loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
+        if loss1 is None:
+            torch.autograd.backward(outputs1, output_grads1)
+        else:
+            loss1.backward()
+            loss1.detach_()
+        return outputs0, loss0
+
+
+class OwnMlp(Pairs, Mlp):
+    pass
+
+
+class OwnStreams(Pairs, Streams):
+    pass
+
+
+class OwnRouted(Pairs, Routed):
+    pass
+
+
+class Store:
+    """Weight gradients for later; the last call's worth stays together."""
+
+    def __init__(self) -> None:
+        self.enabled, self.left, self.groups, self.popped = False, [], [], 0
+
+    def flush(self) -> None:
+        self.groups.append(self.left)
+        self.left = []
+
+    def pop(self) -> None:
+        self.popped += 1
+        for gradient in self.groups.pop(0):
+            gradient()
+
+    def clear(self) -> None:
+        self.left, self.groups = [], []
+
+
+STORE = Store()
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+
+        def gradient() -> None:
+            grad = grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+
+        STORE.left.append(gradient) if STORE.enabled else gradient()
+        return grads[0] @ weight, None
+
+
+class LateMlp(OwnMlp):
+    """Leaves its weight gradients in the store."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = _Late.apply(x, self.up.weight) + self.up.bias
+        return _Late.apply(F.gelu(up), self.down.weight)
+
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": lambda group: Mlp(),
+    "own": lambda group: OwnMlp(),
+    "late": lambda group: LateMlp(),
+    "streams": lambda group: Streams(),
+    "own streams": lambda group: OwnStreams(),
+    "sequential": lambda group: nn.Sequential(Mlp(), nn.LayerNorm(H), Mlp()),
+    "experts": models.Block,
+    "routed": lambda group: Routed(),
+    "own routed": lambda group: OwnRouted(),
+}
+
+
+def criterion(*values: Tensor) -> Tensor:
+    *outputs, label = values
+    return sum((F.mse_loss(output, label) for output in outputs[:2]), start=torch.zeros(()))
+
+
+def stages_of(kind: str, count: int, group: Any = None) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [KINDS[kind](group) for _ in range(count)]
+
+
+def batch(kind: str, microbatches: int, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Inputs and labels, in microbatches of 2 and 3 rows."""
+    generator = torch.Generator().manual_seed(seed)
+    several = 2 if "streams" in kind else 1
+    made = [torch.randn(2 * microbatches + 1, 3, H, generator=generator) for _ in range(several + 1)]
+    mask = [made[0] > 0] if several == 2 else []
+    return [made[0].requires_grad_(), *made[1:several], *mask], made[-1]
+
+
+class Expected:
+    """What one process makes of a batch."""
+
+    def __init__(self, kind: str, stages: int, inputs: list[Tensor], labels: Tensor, microbatches: int) -> None:
+        modules = stages_of(kind, stages)
+        losses, outputs = [], []
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        parts = [x.tensor_split(microbatches) for x in (*leaves, labels)]
+        for *part, label in zip(*parts, strict=True):
+            values = part
+            for module in modules:
+                returned = module(*values)
+                values = [returned] if isinstance(returned, Tensor) else list(returned)
+            loss = criterion(*values, label)
+            loss.backward()
+            losses.append(loss.detach())
+            outputs.append([value.detach() for value in values])
+        self.loss = torch.stack(losses)
+        self.outputs = [torch.cat(of) for of in zip(*outputs, strict=True)]
+        self.input_grad = leaves[0].grad
+        self.modules = modules
+
+
+def cosine_difference(x: Tensor, y: Tensor) -> float:
+    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+def different(found: nn.Module, expected: list[nn.Module], shard: int) -> list[str]:
+    """Names of parameters whose gradients differ; experts have those of all shards."""
+    problems = []
+    inside = {id(p) for m in found.modules() if isinstance(m, GroupedExperts) for p in m.parameters()}
+    references = [dict(module.named_parameters()) for module in expected]
+    for name, parameter in found.named_parameters():
+        reference = references[shard][name].grad
+        if id(parameter) in inside:
+            whole = torch.stack([r[name].grad for r in references]).sum(0)
+            local = len(parameter)
+            reference = whole[shard * local : (shard + 1) * local]
+        if parameter.grad is None or cosine_difference(parameter.grad, reference) > 1e-13:
+            problems.append(name)
+    return problems
+
+
+@contextmanager
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Case:
+    """A pipeline of this rank, what it is given, and what one process makes of it."""
+
+    def __init__(self, name: str, kind: str, size: int, ep: int, mapping: Any) -> None:
+        mesh = init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("pp", "ep"))
+        position, self.shard = mesh.get_coordinate() or (0, 0)
+        rank = position if mapping is None else mapping[position]
+        self.microbatches = MICROBATCHES[name][size // ep]
+        program = build_schedule(name, ranks=size // ep, microbatches=self.microbatches)
+        self.pairs = sum(isinstance(step, Pair) for step in program.ranks[rank])
+        self.places, stages = program.placement.places(rank), program.placement.stages
+        batches = []
+        self.expected: list[list[Expected]] = []  # of each pipe the shards
+        for pipe in range(len(program.placement.pipes)):
+            count = len(program.microbatches_of(pipe))
+            batches.append([batch(kind, count, seed=10 * pipe + shard) for shard in range(ep)])
+            self.expected.append([Expected(kind, stages, *given, count) for given in batches[pipe]])
+        self.begins = next((pipe for pipe, stage in self.places if stage == 0), None)
+        self.ends = next((pipe for pipe, stage in self.places if stage == stages - 1), None)
+        self.inputs = [None] if self.begins is None else batches[self.begins][self.shard][0]
+        self.labels = [None] if self.ends is None else [batches[self.ends][self.shard][1]]
+        group = mesh.get_group("ep") if ep > 1 else None
+        every = stages_of(kind, stages, group)
+        self.pipeline = CLASSES[name](
+            [every[stage] for _, stage in self.places],
+            process_group=mesh.get_group("pp"),
+            rank_mapping=mapping,
+            expert_group=group,
+            weight_store=STORE if kind == "late" else None,
+            timeout=30,
+        )
+        self.close = torch.equal if ep == 1 else lambda a, b: torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+    def step(self, *, criterion: Any = criterion, keep: bool) -> list[str]:
+        """What is wrong with losses and outputs of a step."""
+        loss, outputs = self.pipeline.step(
+            *self.inputs,
+            num_chunks=self.microbatches,
+            criterion=criterion,
+            labels=self.labels,
+            return_outputs=keep,
+        )
+        problems = []
+        wanted = None if self.ends is None else self.expected[self.ends][self.shard]
+        if wanted is None or criterion is None:
+            problems += ["a loss"] * (loss is not None)
+        elif loss is None or loss.requires_grad or not self.close(loss, wanted.loss):
+            problems.append(f"loss {loss}, expected {wanted.loss}")
+        if wanted is None or not keep:
+            problems += ["outputs"] * (outputs is not None)
+        else:
+            found = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            problems += ["other outputs"] * (not all(map(self.close, found, wanted.outputs)))
+            problems += [f"{len(found)} outputs"] * (len(found) != len(wanted.outputs))
+        return problems
+
+    def train(self, *, keep: bool) -> list[str]:
+        """What is wrong with a step and its gradients."""
+        self.pipeline.zero_grad()
+        if self.inputs[0] is not None:
+            self.inputs[0].grad = None
+        problems = self.step(keep=keep)
+        for (pipe, stage), module in zip(self.places, self.pipeline.module, strict=True):
+            reference = [of.modules[stage] for of in self.expected[pipe]]
+            problems += [f"gradient of stage {stage}, {n}" for n in different(module, reference, self.shard)]
+        if self.begins is not None:
+            expected = self.expected[self.begins][self.shard].input_grad
+            problems += ["gradient of the inputs"] * (cosine_difference(self.inputs[0].grad, expected) > 1e-13)
+        return problems
+
+
+STEPS = 4  # the first two measure; outputs are returned from every other one
+
+
+def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: Any = None) -> list[str]:
+    with double():
+        STORE.__init__()
+        case = Case(name, kind, size, ep, mapping)
+        pipeline, problems = case.pipeline, []
+        for step in range(STEPS):
+            problems += [f"step {step}: {problem}" for problem in case.train(keep=step % 2 == 1)]
+        if isinstance(pipeline.module[0], Pairs):
+            found = sum(module.pairs for module in pipeline.module)
+            problems += [f"{found} pairs of {STEPS} × {case.pairs}"] * (found != STEPS * case.pairs)
+        if kind == "late":
+            problems += ["no weight gradient came later"] * (STORE.popped == 0)
+            problems += ["weight gradients are left"] * bool(STORE.groups or STORE.left)
+        before = [p.grad.clone() for p in pipeline.parameters()]
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                problems += [f"{mode.__name__}: {problem}" for problem in case.step(keep=True)]
+                problems += [f"outputs alone: {problem}" for problem in case.step(criterion=None, keep=True)]
+        problems += ["evaluation changes gradients"] * (
+            not all(map(torch.equal, before, (p.grad for p in pipeline.parameters())))
+        )
+        return problems
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "experts"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_two_ranks(ranks2: Ranks, name: str, kind: str) -> None:
+    assert ranks2.run(_compare, name, kind) == [[]] * 2
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own", "late", "own streams"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_four_ranks(ranks4: Ranks, name: str, kind: str) -> None:
+    assert ranks4.run(_compare, name, kind) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_compare, name, "experts", 2) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_eight_ranks(name: str, kind: str) -> None:
+    assert run(_compare, 8, name, kind, timeout=120) == [[]] * 8
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_a_v_on_one_rank(kind: str) -> None:
+    assert run(_compare, 1, "dualpipev", kind) == [[]]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_rank_mapping(ranks4: Ranks, name: str, kind: str) -> None:
+    assert ranks4.run(_compare, name, kind, 1, [2, 0, 3, 1]) == [[]] * 4
+
+
+def _numbers_change(rank: int, size: int, kind: str) -> list[str]:
+    with double():
+        case = Case("dualpipev", kind, size, 1, None)
+        problems = case.train(keep=False)
+        for microbatches in (case.microbatches + 2, case.microbatches + 1):
+            case.pipeline.zero_grad()
+            x, y = torch.randn(2, 3 * microbatches, H, generator=torch.Generator().manual_seed(7))
+            reference = Expected(kind, 2 * size, [x], y, microbatches)
+            loss, _ = case.pipeline.step(x, num_chunks=microbatches, criterion=criterion, labels=y)
+            if rank == 0 and not torch.equal(loss, reference.loss):
+                problems.append(f"{microbatches} microbatches: loss {loss}")
+            for (_, stage), module in zip(case.places, case.pipeline.module, strict=True):
+                problems += different(module, [reference.modules[stage]], 0)
+        return problems + case.train(keep=False)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_the_number_of_microbatches_may_change(ranks2: Ranks, kind: str) -> None:
+    assert ranks2.run(_numbers_change, kind) == [[]] * 2
+
+
+def _sizes_change(rank: int, size: int, kind: str) -> list[str]:
+    with double():
+        stages = stages_of(kind, 2 * size)
+        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], dynamic_shapes=True, timeout=30)
+        problems = []
+        for rows in (8, 13):
+            pipeline.zero_grad()
+            x, y = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows))
+            reference = Expected(kind, 2 * size, [x], y, 4)
+            pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
+            for stage, module in zip((rank, -1 - rank), pipeline.module, strict=True):
+                problems += different(module, [reference.modules[stage]], 0)
+        return problems
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_sizes_may_change(ranks2: Ranks, kind: str) -> None:
+    assert ranks2.run(_sizes_change, kind) == [[]] * 2
+
+
+def _tied(rank: int, size: int, kind: str) -> list[str]:
+    """The first and the last stage lie on one rank and share a weight."""
+    with double():
+        reference, stages = (stages_of(kind, 2 * size) for _ in range(2))
+        for of in (reference, stages):
+            of[-1].down.weight = of[0].down.weight
+        x, y = torch.randn(2, 9, H, generator=torch.Generator().manual_seed(2))
+        for inputs, label in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+            criterion(nn.Sequential(*reference)(inputs), label).backward()
+        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], timeout=30)
+        pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
+        places = zip((rank, -1 - rank), pipeline.module, strict=True)
+        return [name for stage, module in places for name in different(module, [reference[stage]], 0)]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_stages_of_a_rank_may_share_a_parameter(ranks2: Ranks, kind: str) -> None:
+    assert ranks2.run(_tied, kind) == [[]] * 2
+
+
+class Failing(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        raise OSError("no disk")
+
+
+class OwnFailing(Pairs, Failing):
+    pass
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _refusals(rank: int, size: int, kind: str) -> dict[str, str]:
+    modules, x = stages_of(kind, 2), torch.zeros(8, H)
+    made = {
+        "modules": lambda: DualPipe(modules[:1]),
+        "mapping": lambda: DualPipe(modules, rank_mapping=[0, 2]),
+        "grid": lambda: DualPipe(modules, expert_group=dist.group.WORLD),
+    }
+    pipeline = DualPipe(modules, timeout=10)
+    made["none"] = lambda: pipeline.step(x, criterion=criterion, labels=[x])
+    made["few"] = lambda: pipeline.step(x, num_chunks=2, criterion=criterion, labels=[x])
+    made["odd"] = lambda: pipeline.step(x, num_chunks=5, criterion=criterion, labels=[x])
+    made["few V"] = lambda: DualPipeV(modules).step(x, num_chunks=3, criterion=criterion, labels=[x])
+    return {name: _said(call) for name, call in made.items()}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_refusals(ranks2: Ranks, kind: str) -> None:
+    for said in ranks2.run(_refusals, kind):
+        assert said == {
+            "modules": "ValueError: 1 modules; allowed: two, of the two stages of this rank",
+            "mapping": "ValueError: rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
+            "grid": "ValueError: pipeline ranks [0, 1] with experts over [[0, 1], [0, 1]]; "
+            "allowed: a grid, one rank of each in both",
+            "none": "ValueError: num_chunks=0; allowed: 4 or more microbatches",
+            "few": "ValueError: dualpipe over 2 ranks with 2 microbatches; "
+            "allowed: an even number from 4 on, nearest 4",
+            "odd": "ValueError: dualpipe over 2 ranks with 5 microbatches; "
+            "allowed: an even number from 4 on, nearest 4 or 6",
+            "few V": "ValueError: dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
+        }
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "inputs": ({"inputs": [None]}, "ValueError: inputs NoneType on a rank where a pipe begins; allowed: tensors"),
+    "criterion": ({"criterion": None}, "ValueError: criterion=None on a rank where a pipe ends; allowed: a function"),
+    "rows": (
+        {"inputs": [torch.zeros(3, H)]},
+        f"ValueError: inputs of shape (3, {H}) for 4 microbatches along dimension 0; allowed: at least 4 there",
+    ),
+    "module": ({"failing": True}, "OSError: no disk"),
+}
+
+
+def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
+    """What the ranks say when rank 0 makes a mistake, and to a step after it."""
+    given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "failing": False}
+    given |= FAULTS[fault][0] if rank == 0 else {}
+    modules = [Failing() if kind == "mlp" else OwnFailing() for _ in range(2)] if given["failing"] else None
+    pipeline = DualPipeV(modules or stages_of(kind, 2), timeout=20)
+
+    def step() -> object:
+        options = {"num_chunks": 4, "criterion": given["criterion"], "labels": [torch.zeros(8, H)]}
+        return pipeline.step(*given["inputs"], **options)
+
+    return [_said(step), _said(step)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_faults_are_told_to_the_other_rank(kind: str, fault: str) -> None:
+    (mine, mine_again), (others, others_again) = run(_fault, 2, kind, fault, timeout=60)
+    expected = FAULTS[fault][1]
+    assert mine.startswith(expected)
+    assert "rank 0 failed at" in others
+    assert expected.split(";", maxsplit=1)[0] in others
+    assert all("allowed: a new one, on all ranks" in again for again in (mine_again, others_again))
+
+
+def test_the_original_s_settings_are_accepted() -> None:
+    assert set_p2p_tensor_shapes([(3, 256, 512)]) is None
+    assert set_p2p_tensor_dtype(torch.float32) is None
+
+
+def test_it_is_found_from_the_package_and_loaded_late() -> None:
+    code = (
+        "import sys, overlap1f1b as o1; o1.integrations; assert 'torch' not in sys.modules; "
+        "print(o1.integrations.dualpipe.DualPipe.__name__)"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert made.stdout == "DualPipe\n"
