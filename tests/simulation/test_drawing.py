@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Span
+from overlap1f1b.plan import Node, NodeCosts, Op, Span
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import Timeline, simulate
 from overlap1f1b.simulation.drawing import LETTERS, stacked, text_of
@@ -92,25 +92,3 @@ def test_lanes_of_several_ranks_and_chunks() -> None:
 def test_width(width: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Timeline(()).draw(width)
-
-
-def of_the_readme() -> list[str]:
-    """One layer, four microbatches, exchange as long as compute, on one scale."""
-    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=21 / 4)
-    lines = []
-    rows: list[tuple[str, int | None, Overlap]] = [
-        ("sequential", None, "serial"),
-        ("combined_1f1b", 0, "pairs"),
-        ("combined_1f1b", 1, 3),
-    ]
-    for name, extra, overlap in rows:
-        program = build_schedule(name, microbatches=4, extra_warmup=extra)
-        timeline = simulate(program, costs, overlap=overlap)
-        figures = f"{timeline.makespan:g} units, {timeline.hidden_fraction:.0%} of the exchange hidden"
-        lines.append(f"{program.name}, overlap {overlap}: {figures}")
-        lines += timeline.draw(round(timeline.makespan * 107 / 168)).splitlines()
-    return lines
-
-
-def test_the_readme_shows_what_is_drawn() -> None:
-    assert "\n".join(f"    {line}" for line in of_the_readme()) in (ROOT / "README.md").read_text(encoding="utf-8")
