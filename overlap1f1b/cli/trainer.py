@@ -126,7 +126,11 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Mean loss on held-out text, the same windows each time."""
+        """Mean loss on held-out text, the same windows each time.
+
+        Raises:
+            ValueError: It is not finite.
+        """
         options, rank = self.options, self.rank
         batches = self.corpus.held_out_batches(rank.rank, rank.size, options.batch, options.sequence, EVAL_WINDOWS)
         self.model.eval()
@@ -138,7 +142,10 @@ class Trainer:
         finally:
             self.model.train()
         by_rank = self._gathered([math.fsum(losses) / len(losses)])
-        return math.fsum(row[0] for row in by_rank) / rank.size
+        loss = math.fsum(row[0] for row in by_rank) / rank.size
+        if not math.isfinite(loss):
+            raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
+        return loss
 
     def save(self, folder: Path, step: int) -> Path:
         """Writes a checkpoint.
