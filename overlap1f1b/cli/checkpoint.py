@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.cli.checkpoint_folder import begin, damaged, name_of, other, publish, verify
+from overlap1f1b.cli.checkpoint_folder import abandon, begin, damaged, name_of, other, publish, verify
 
 T = TypeVar("T")
 
@@ -65,7 +65,9 @@ def save(
         with _quiet():
             state_dict_saver.save(tensors, storage_writer=FileSystemWriter(unfinished), **_group(mesh))
     except CheckpointException as error:
-        raise OSError(f"checkpoint {directory / name_of(step)} cannot be written: {_cause(error)}") from None
+        free = _on_first_rank(mesh, lambda: abandon(unfinished))
+        why = f"{_cause(error)} ({free / 2**20:.0f} MiB are free)"
+        raise OSError(f"checkpoint {directory / name_of(step)} cannot be written: {why}") from None
     return _on_first_rank(mesh, lambda: publish(unfinished, step, config=config, keep=keep))
 
 

@@ -48,6 +48,13 @@ def begin(directory: Path, step: int) -> Path:
     return unfinished
 
 
+def abandon(unfinished: Path) -> int:
+    """Remove what :func:`begin` made. Returns the bytes that were free beside it: of a full disk torch does not speak."""
+    free = shutil.disk_usage(unfinished).free
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return free
+
+
 def publish(unfinished: Path, step: int, *, config: Mapping[str, Any], keep: int) -> Path:
     """Give what :func:`begin` made, now full, its name, and remove all but the newest `keep` checkpoints."""
     directory = unfinished.parent
@@ -76,8 +83,10 @@ def verify(checkpoint: Path, config: Mapping[str, Any]) -> int:
 
     Raises ValueError: it is not (the first difference, with both values), or a file of it is missing or damaged.
     """
-    if not checkpoint.is_dir():
+    if not checkpoint.exists():
         raise ValueError(f"checkpoint {checkpoint} does not exist")
+    if not checkpoint.is_dir():
+        raise damaged(checkpoint, "it is no folder")
     try:
         written = json.loads((checkpoint / CONFIG).read_text())
         step, there = int(written["step"]), dict(written["config"])

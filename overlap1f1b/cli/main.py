@@ -49,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_here(options, argv)
     except ValueError as error:
         return _fail(error)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
@@ -106,15 +104,21 @@ def _run_rank(options: RunOptions) -> int:
     return 0
 
 
+LOST = re.compile(
+    r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
+    r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms)"
+)
+"""What torch says, gloo or NCCL beneath it, when another rank is gone or does not answer within ``--timeout``."""
+
+
 def _lost(error: RuntimeError) -> str | None:
     """How the connection to another rank ended, in one line; None if it is not that which failed.
 
     The other rank has said, or whoever started it will, why it ended: a traceback from here would only hide that.
     """
     text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
-    ends = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-    found = [text.index(end) + len(end) for end in ends if end in text]
-    return text[: min(found)] if found else None
+    found = LOST.match(text)
+    return found[0] if found else None
 
 
 def _first_to_fail(rank: Rank) -> bool:

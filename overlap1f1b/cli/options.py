@@ -13,6 +13,9 @@ from overlap1f1b.cli.rate import parse_wire
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
+LONGEST = 1_000_000
+"""Seconds of a wait; c10d counts milliseconds, and takes no more of them than fit."""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -164,7 +167,9 @@ def check_run(options: RunOptions) -> None:
     for name in counts:
         if (value := getattr(options, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
-    for name in ("timeout", "lr", "clip") if train else ("timeout",):
+    if not 0 < options.timeout <= LONGEST:
+        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    for name in ("lr", "clip") if train else ():
         if not 0 < (value := getattr(options, name)) < float("inf"):
             raise ValueError(f"--{name} {value}; allowed: more than 0")
     if options.batch % options.microbatches:

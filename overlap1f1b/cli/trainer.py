@@ -130,7 +130,11 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Mean loss on held-out text, the same windows each time."""
+        """Mean loss on held-out text, the same windows each time.
+
+        Raises:
+            ValueError: It is not finite.
+        """
         options, rank = self.options, self.rank
         batches = self.corpus.held_out_batches(
             rank.data_rank, rank.data_ranks, options.batch, options.sequence, EVAL_WINDOWS
@@ -143,7 +147,15 @@ class Trainer:
             ]
         finally:
             self.model.train()
+<<<<<<< HEAD
         return math.fsum(losses) / len(losses)
+=======
+        by_rank = self._gathered([math.fsum(losses) / len(losses)])
+        loss = math.fsum(row[0] for row in by_rank) / rank.size
+        if not math.isfinite(loss):
+            raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
+        return loss
+>>>>>>> cli
 
     def save(self, folder: Path, step: int) -> Path:
         """Writes a checkpoint.

@@ -24,6 +24,9 @@ Place = tuple[int, int]
 """Stage and microbatch."""
 
 
+_METHOD = {(op, kind): f"{op.value}_{'f' if kind is Kind.F else 'b'}" for op in Op for kind in (Kind.F, Kind.I)}
+
+
 class Player:
     """A machine that walks a list of nodes. It decides nothing.
 
@@ -117,7 +120,7 @@ class Player:
         run = microbatch.runs.get(node.block)
         if run is None and node.kind is not Kind.W:
             run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
-        step = getattr(run, f"{node.op.value}_{'f' if node.kind is Kind.F else 'b'}", None)
+        step = getattr(run, _METHOD[node.op, node.kind], None) if node.kind is not Kind.W else None
         if node.lane is not LaneName.COMPUTE:
             assert step is not None
             if self.before_launch is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.cli.checkpoint_folder import CONFIG, begin, latest, publish, verify
+from overlap1f1b.cli.checkpoint_folder import CONFIG, abandon, begin, latest, publish, verify
 
 HERE = {"hidden": 5, "text": "abc"}
 
@@ -54,6 +54,13 @@ def test_one_that_was_being_replaced_is_used_until_its_replacement_is_there(tmp_
     final = write(tmp_path, 5, b"new")
     assert latest(tmp_path) == final
     assert os.listdir(tmp_path) == [final.name]
+
+
+def test_one_that_is_abandoned_leaves_nothing(tmp_path: Path) -> None:
+    unfinished = begin(tmp_path, 7)
+    (unfinished / "file").touch()
+    assert abandon(unfinished) > 0
+    assert os.listdir(tmp_path) == []
 
 
 def test_verify(tmp_path: Path) -> None:
@@ -108,3 +115,6 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], objec
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/none does not exist$"):
         verify(tmp_path / "none", HERE)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/file is damaged: it is no folder; remove it"):
+        verify(tmp_path / "file", HERE)

@@ -41,8 +41,10 @@ def test_results(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["loss"]["last"] < result["loss"]["first"] - 1
     assert [step for step, _ in result["held_out"]["losses"]] == [15, 30]
     assert result["held_out"]["losses"][-1][1] == result["held_out"]["loss"]
-    assert 0 <= result["hidden_fraction"] <= 1
-    assert result["tokens_per_s"] > 0
+    assert result["held_out"]["loss"] < result["held_out"]["unigram_entropy"]
+    assert 0 < result["hidden_fraction"] <= 1
+    assert 0 < result["exposed_ms"] < result["step_ms"]
+    assert result["tokens_per_s"] == pytest.approx(2 * 8 * 32 / (result["step_ms"] / 1e3))  # ranks, batch, sequence
     assert result["compare"] is None
     assert result["checkpoint"] == str(folder / "step-00000030")
 
@@ -108,7 +110,9 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
     compare = result["compare"]
     assert compare["losses_equal"]
     assert compare["losses"] == result["losses"]
-    assert compare["tokens_per_s"] > 0
+    assert len(compare["losses"]) == 6
+    assert len(set(compare["losses"])) == 6
+    assert compare["speedup"] == pytest.approx(compare["step_ms"] / result["step_ms"])
     assert "losses equal at every step" in err
     assert "held-out loss" in err
 
@@ -135,6 +139,24 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks, 5)[1]
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
+    """The others wait for as long as they are told to, say where, and everything ends."""
+    folder = tmp_path / "run"
+    args = ("--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", folder)
+    run = Run("train", *args, "--timeout", 3)
+    run.until(lambda: list(folder.glob("step-*")))
+    ranks = run.ranks()
+    ranks[1].suspend()
+    status, _, err = run.wait(40)
+    lost, ended = err.splitlines()
+    assert status == 1
+    assert lost.startswith("overlap1f1b: rank 0 lost another rank: ")
+    assert "Timed out waiting 3000ms for " in lost
+    assert ended == "overlap1f1b: error: rank 0 ended with status 1; the other ranks were stopped"
+    assert not psutil.wait_procs(ranks, 5)[1]
+
+
 # Bad input: one line on standard error, with the value and what is allowed.
 
 
@@ -147,6 +169,7 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
         ("--overlap 0", "overlap='0'; allowed: serial, pairs, or a number of open actions from 1"),
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
+        ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
         ("--weight-decay -1", "--weight-decay -1.0; allowed: 0 or more"),
         ("--extra-warmup -1", "extra_warmup=-1; allowed: 0 or more"),
         (
@@ -199,5 +222,9 @@ def test_checkpoint_of_another_model_or_text(unbroken: tuple[Path, dict[str, Any
 
 
 def test_diverging(text: Path) -> None:
-    error = refused("train", "--text", text, "--steps", 9, "--lr", "1e9", "--ranks", 1)
+    """In a step that leaves the weights as they were, or after the last one."""
+    args = ("--text", text, "--lr", "1e9", "--ranks", 1)
+    error = refused("train", *args, "--steps", 9)
     assert "with --lr 1000000000.0; allowed: finite ones (use a smaller --lr or --clip)" in error
+    expected = "held-out loss nan with --lr 1000000000.0; allowed: a finite one (use a smaller --lr)"
+    assert refused("train", *args, "--steps", 1) == expected
