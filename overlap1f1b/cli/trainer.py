@@ -147,15 +147,10 @@ class Trainer:
             ]
         finally:
             self.model.train()
-<<<<<<< HEAD
-        return math.fsum(losses) / len(losses)
-=======
-        by_rank = self._gathered([math.fsum(losses) / len(losses)])
-        loss = math.fsum(row[0] for row in by_rank) / rank.size
+        loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
             raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
         return loss
->>>>>>> cli
 
     def save(self, folder: Path, step: int) -> Path:
         """Writes a checkpoint.
