@@ -76,7 +76,7 @@ class Place:
             if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves([others, kwargs])):
                 raise ValueError(
                     f"stage {stage.stage_index} is given arguments that require a gradient; "
-                    "allowed for others than the first: tensors that do not"
+                    "allowed: besides the first only ones that do not"
                 )
             self.whole.args, self.whole.kwargs = tuple(others), kwargs
         grad = stage.has_backward and (self.trains or x.requires_grad)
