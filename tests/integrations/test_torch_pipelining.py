@@ -214,6 +214,49 @@ def test_single_modules_and_options_of_a_step(ranks4: Ranks) -> None:
     assert ranks4.run(_modules) == [[]] * 4
 
 
+class Two(nn.Module):
+    """Passes on two tensors, the second of which takes part every other stage."""
+
+    def __init__(self, part: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.part, self.stage = part, stage
+
+    def forward(self, x: Tensor, beside: Tensor) -> Any:
+        x = self.part(x if self.stage % 2 else x + beside.to(x.dtype))
+        if self.stage == 3:
+            return x * beside.mean()
+        return x, beside.expand(*x.shape).clone() if self.stage == 0 else beside * x
+
+
+def _two_tensors(rank: int, size: int) -> list[str]:
+    pp, group = mesh(size, 2)
+    model = models.build(group, layers=5)
+    parts = [Two(part, stage) for stage, part in enumerate(cut(model))]
+    parts[0].part = nn.Sequential(nn.Linear(models.H, models.H), *list(parts[0].part)[1:])
+    stages = stages_of(pp, list(parts))
+    schedule = ScheduleDualPipeV(stages, 5, models.loss_fn)
+    x = torch.randn(10, 7, models.H, generator=torch.Generator().manual_seed(rank % 2))
+    steps = []
+    for _ in range(2):
+        for stage in stages:
+            stage.submod.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(
+            *((x, torch.ones(10, 1, 1)) if pp.rank() == 0 else ()),
+            target=models.batch(5, seed=rank % 2)[1] if pp.rank() == 0 else None,
+            losses=losses,
+        )
+        steps.append({f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()})
+        steps[-1] |= {str(i): loss.detach() for i, loss in enumerate(losses)}
+        if len(steps) == 1:
+            register(schedule, timeout=20)
+    return models.equal(*steps)
+
+
+def test_two_tensors_cross_a_boundary(ranks4: Ranks) -> None:
+    assert ranks4.run(_two_tensors) == [[]] * 4
+
+
 def _evaluated(rank: int, size: int, name: str) -> bool:
     """Outputs of ``eval`` between steps, which changes no gradient."""
     pp, group = mesh(size, 2)
@@ -391,11 +434,11 @@ def test_inputs_that_are_not_ours(alone: None) -> None:
     schedule._initialize_stages = lambda *_, **__: None  # type: ignore[method-assign]  # torch would refuse first
     with pytest.raises(ValueError, match=r"^stage 0 is a list of blocks and is given mask; allowed: "):
         schedule.step(data[0], target=data[1], mask=torch.ones(8))
-    with pytest.raises(ValueError, match=r"^stage 0 is given Tensor, Tensor; allowed: one tensor$"):
-        schedule.step(*data, target=data[1])
+    with pytest.raises(ValueError, match=r"^stage 0 is given nothing; allowed: one tensor or several$"):
+        schedule.step(target=data[1])
     whole = built(Whole(models.build()[:2]), Whole(models.build()[2:]))
     register(whole)
-    with pytest.raises(ValueError, match=r"^stage 0 is given arguments that require a gradient; allowed: "):
+    with pytest.raises(ValueError, match=r"^stage 0 is given keyword arguments that require a gradient; allowed: "):
         whole.step(data[0], target=data[1], factor=torch.ones(8, requires_grad=True))
 
 

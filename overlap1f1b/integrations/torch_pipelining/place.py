@@ -35,108 +35,106 @@ def checked(stage: object) -> PipelineStage:
 
 
 class _Run(NamedTuple):
-    """A microbatch in the engine, and what torch's runtime sees of it."""
+    """A microbatch between its forward and its last weight gradient."""
 
     microbatch: Microbatch
-    inputs: Tensor
-    output: list[Tensor]  # once it has run forward
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # leaves: the loss is computed from them; () before its forward has ended
 
 
 class Place:
-    """One of torch's stages with its blocks in the engine.
+    """One of torch's stages with its blocks in the engine."""
 
-    ``position`` among the rank's stages: exchanges in flight are told apart by their microbatches' indices.
-    """
-
-    def __init__(self, stage: PipelineStage, exchange: Exchange, position: int, positions: int) -> None:
-        self.stage, self.position, self.positions = stage, position, positions
+    def __init__(self, stage: PipelineStage, exchange: Exchange) -> None:
+        self.stage = stage
         module = stage.submod
         listed = type(module).forward is nn.Sequential.forward or isinstance(module, nn.ModuleList)
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         self.whole = None if listed and not hooked else _Whole(module)
-        self.engine = Stage([self.whole] if self.whole else list(module.children()), exchange)
+        blocks = [self.whole] if self.whole else [block for block in module._modules.values() if block is not None]
+        self.engine = Stage(blocks, exchange, number=stage.stage_index)
+        kinds = [type(module).__name__] if self.whole else self.engine.names
+        self.engine.names = [f"stage {stage.stage_index}: {kind}" for kind in kinds]
         self.carriers = [m for m in module.modules() if isinstance(m, AuxiliaryCarrier)]
         self.trains = any(p.requires_grad for p in module.parameters())
         self.runs: dict[int, _Run] = {}
 
     def begin_forward(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Microbatch:
         stage = self.stage
-        inputs = args if stage.is_first else stage._retrieve_recv_activations(index)
+        inputs = tuple(args if stage.is_first else stage._retrieve_recv_activations(index))
         self._validate("forward inputs", "inputs", inputs)
-        x, *others = inputs or (None,)
-        if not isinstance(x, Tensor) or (others and not (self.whole and stage.is_first)):
+        if not inputs or not all(isinstance(value, Tensor) for value in inputs):
             what = ", ".join(type(value).__name__ for value in inputs) or "nothing"
-            raise ValueError(f"stage {stage.stage_index} is given {what}; allowed: one tensor")
+            raise ValueError(f"stage {stage.stage_index} is given {what}; allowed: one tensor or several")
         if kwargs and not self.whole:
             raise ValueError(
                 f"stage {stage.stage_index} is a list of blocks and is given {', '.join(kwargs)}; "
                 "allowed: keyword arguments for a single module"
             )
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(kwargs)):
+            raise ValueError(
+                f"stage {stage.stage_index} is given keyword arguments that require a gradient; "
+                "allowed: ones that do not"
+            )
         if self.whole:
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves([others, kwargs])):
-                raise ValueError(
-                    f"stage {stage.stage_index} is given arguments that require a gradient; "
-                    "allowed: besides the first only ones that do not"
-                )
-            self.whole.args, self.whole.kwargs = tuple(others), kwargs
-        grad = stage.has_backward and (self.trains or x.requires_grad)
-        microbatch = self.engine.microbatch(
-            x, index=index * self.positions + self.position, loss_scale=self._loss_scale(), seed=None, grad=grad
-        )
-        self.runs[index] = _Run(microbatch, x, [])
+            self.whole.kwargs = kwargs
+        grad = stage.has_backward and (self.trains or any(x.requires_grad for x in inputs))
+        microbatch = self.engine.microbatch(inputs, index=index, loss_scale=self._loss_scale(), seed=None, grad=grad)
+        self.runs[index] = _Run(microbatch, inputs, ())
         return microbatch
 
-    def end_forward(self, index: int, *, save: bool) -> Tensor:
-        stage, run = self.stage, self.runs[index]
-        assert run.microbatch.output is not None
-        output = run.microbatch.output.detach().requires_grad_(run.microbatch.grad)
+    def end_forward(self, index: int, *, save: bool) -> Tensor | tuple[Tensor, ...]:
+        stage, microbatch = self.stage, self.runs[index].microbatch
+        assert microbatch.outputs is not None
+        outputs, microbatch.outputs = microbatch.outputs, None
         if stage.is_last and save:
-            stage.output_chunks.append(output.detach())
-        stage.fwd_cache[index] = ((output,), [])  # what SEND_F sends
-        if not stage.is_last:
-            self._validate("forward outputs", "outputs", (output,))
-        if run.microbatch.grad:
-            run.output.append(output)
+            stage.output_chunks.append(_one(tuple(output.detach() for output in outputs)))
+        if microbatch.grad:
+            for output, requires in zip(outputs, microbatch.differentiable, strict=True):
+                output.requires_grad_(requires)
+            self.runs[index] = self.runs[index]._replace(outputs=outputs)
         else:
-            self._leave(index)
-        return output
+            del self.runs[index]
+        stage.fwd_cache[index] = (outputs, [])  # what SEND_F sends
+        if not stage.is_last:
+            self._validate("forward outputs", "outputs", outputs)
+        return _one(outputs)
 
-    def begin_backward(self, index: int, loss: Tensor | None) -> tuple[Microbatch | None, Tensor | None]:
+    def begin_backward(
+        self, index: int, loss: Tensor | None
+    ) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
         del self.stage.fwd_cache[index]
         if index not in self.runs:  # nothing in it requires a gradient
             return None, None
-        microbatch, _, (output,) = self.runs[index]
+        microbatch, _, outputs = self.runs[index]
         if self.stage.is_last:
             assert loss is not None
             loss.backward()
-            grad, output.grad = output.grad, None
+            grads = tuple(output.grad for output in outputs)
         else:
             grads = self.stage._retrieve_recv_grads(index)
             self._validate("backward input (output_grads)", "output_grads", grads)
-            (grad,) = grads
-        return microbatch, torch.zeros_like(output) if grad is None else grad
+        self.runs[index] = self.runs[index]._replace(outputs=())
+        return microbatch, tuple(
+            (torch.zeros_like(output) if grad is None else grad) if output.requires_grad else None
+            for output, grad in zip(outputs, grads, strict=True)
+        )
 
     def end_backward(self, index: int, *, ends: bool) -> None:
-        grad = None
+        grads: tuple[Tensor | None, ...] = (None,) * len(self.stage.args_recv_info[index])
         if index in self.runs:
             microbatch, inputs, _ = self.runs[index]
-            grad = microbatch.input_grad
-            # As plain autograd leaves it on a leaf: a gradient that is a view or expanded could not be sent.
-            if grad is not None and grad.stride() != inputs.stride():
-                grad = torch.empty_like(inputs).copy_(grad)
-        self.stage.bwd_cache[index] = (grad,)
+            grads = tuple(map(_laid_out, microbatch.input_grads, inputs))
+            microbatch.input_grads = ()
+            if ends:
+                del self.runs[index]
+        self.stage.bwd_cache[index] = grads
         if not self.stage.is_first:
-            self._validate("backward output (input_grads)", "input_grads", (grad,))
-        if ends:
-            self._leave(index)
+            self._validate("backward output (input_grads)", "input_grads", grads)
 
     def finish_weights(self, index: int) -> None:
         if index in self.runs:
-            self.runs[index].microbatch.accumulate_weights()
-            self._leave(index)
-
-    def _leave(self, index: int) -> None:
-        self.runs.pop(index, None)
+            self.runs.pop(index).microbatch.accumulate_weights()
 
     def _loss_scale(self) -> float:
         """That of the stage's auxiliary losses, as the user has set it."""
@@ -155,13 +153,23 @@ class Place:
 
 
 class _Whole(nn.Module):
-    """A stage's module as one block, given the other arguments of the microbatch that runs forward."""
+    """A stage's module as one block, given the keyword arguments of the microbatch that runs forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
-    def forward(self, x: Tensor) -> Any:
-        return self.module(x, *self.args, **self.kwargs)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs, **self.kwargs)
+
+
+def _one(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return values[0] if len(values) == 1 else values
+
+
+def _laid_out(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """As plain autograd leaves it on a leaf: a gradient that is a view or expanded could not be sent."""
+    if grad is None or grad.stride() == like.stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)

@@ -64,7 +64,7 @@ def register(
 
     A stage's module is an ``nn.Sequential`` or ``nn.ModuleList`` of blocks, or any other module, which is then one
     block and may take keyword arguments; a list is faster, since each call of experts in a block costs another walk
-    through what follows it there. One tensor crosses a boundary.
+    through what follows it there. One tensor or several cross a boundary.
 
     Args:
         schedule: ``ScheduleDualPipeV``, any other schedule of several stages, or one that was loaded from a table.
@@ -80,7 +80,7 @@ def register(
     Raises:
         ValueError: A schedule of one stage, one that has a function of these kinds already, or a stage that is not a
             plain ``PipelineStage``: traced, with a ``dw_builder``, under DDP or FSDP, with DTensor parameters, or
-            without experts on the whole rank. While a step runs: several tensors at a boundary, keyword arguments for
+            without experts on the whole rank. While a step runs: arguments that are no tensors, keyword arguments for
             a list of blocks, or ones that require a gradient.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
@@ -109,9 +109,7 @@ class Registration:
         options: dict[str, Any],
     ) -> None:
         self.schedule, self.options = schedule, options
-        self._places = {
-            stage.stage_index: Place(stage, exchange, position, len(stages)) for position, stage in enumerate(stages)
-        }
+        self._places = {stage.stage_index: Place(stage, exchange) for stage in stages}
         self._return_outputs = True
         self._loss_options: dict[str, Any] = {}
         self._step_microbatches = schedule._step_microbatches
@@ -190,7 +188,7 @@ class Registration:
         if stage + 1 in self._places:
             self._places[stage + 1].stage.set_local_fwd_input(output, index)
 
-    def _begin_backward(self, action: _Action) -> tuple[Microbatch | None, Tensor | None]:
+    def _begin_backward(self, action: _Action) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
         stage, index = action.stage_index, _index(action)
         place = self._places[stage]
         if not place.stage.is_last and stage + 1 not in self._places:
