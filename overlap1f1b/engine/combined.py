@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors
-from overlap1f1b.engine.player import Place, Player
+from overlap1f1b.engine.player import Player
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
-from overlap1f1b.schedule import Action, Kind, Pair
-from overlap1f1b.schedule.placement import SINGLE
+from overlap1f1b.schedule import Action, Kind, Pair, Placement
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
@@ -30,6 +30,7 @@ def combined_forward_backward_step(
     overlap: Overlap = "pairs",
     costs: NodeCosts = _TYPICAL,
     timeout: float = 600.0,
+    split: bool = False,
 ) -> tuple[Passed, Passed]:
     """The forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.
 
@@ -41,7 +42,8 @@ def combined_forward_backward_step(
     ...     previous = current
     >>> combined_forward_backward_step(None, previous)
 
-    Gradients of parameters are added to ``.grad`` and are not summed over ranks.
+    Gradients of parameters are added to ``.grad`` and are not summed over ranks. The two may be of different stages
+    that this rank holds, which have one exchange and different numbers.
 
     Args:
         forward: Microbatch to run forward; None runs the backward alone.
@@ -50,13 +52,15 @@ def combined_forward_backward_step(
         overlap: ``"pairs"`` is Megatron-Core's order; 2 orders the nodes by ``costs``; ``"serial"`` keeps them apart.
         costs: Of the nodes, in any unit.
         timeout: Limit in seconds of every wait for another rank.
+        split: Whether the backward stops at input gradients; :meth:`Microbatch.accumulate_weights` does the rest.
 
     Returns:
         The forward's output (the loss, where it has a ``loss_fn``), detached, and the gradient of the backward's input,
         None where the input requires none.
 
     Raises:
-        ValueError: Neither is given, both are the same, or the gradient of the output is missing.
+        ValueError: Neither is given, both are the same, the gradient of the output is missing, or stages that cannot
+            be told apart.
     """
     if forward is None and backward is None:
         raise ValueError("neither a forward nor a backward is given; allowed: one of them or both")
@@ -69,24 +73,34 @@ def combined_forward_backward_step(
             raise ValueError(f"microbatch {backward.index} is not between forward and backward; allowed: one that is")
         if backward.output_grads is None:
             raise ValueError(f"microbatch {backward.index} has neither output_grad nor loss_fn; allowed: one of them")
-    stage = (forward or backward).stage  # type: ignore[union-attr]  # one of them is given
-    if backward is not None and backward.stage is not stage:
-        raise ValueError("the microbatches are of different stages; allowed: two of one stage")
     if forward is not None and (forward.forwarded or forward.runs):
         raise ValueError(f"microbatch {forward.index} has run forward before; allowed: a new one")
-    player = Player(timedelta(seconds=timeout), Failures(), background=stage.exchange.background)
-    microbatches = {(0, i): m for i, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
-    with stage.installed(forward.loss_scale if forward else 1.0), torch.no_grad():
-        player.play(_order(microbatches, overlap, costs), microbatches)
+    members = {number: m for number, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
+    stages = list({microbatch.stage: None for microbatch in members.values()})
+    if any(stage.exchange is not stages[0].exchange for stage in stages):
+        raise ValueError("the microbatches are of stages with different exchanges; allowed: one exchange")
+    if len({stage.number for stage in stages}) < len(stages):
+        raise ValueError(f"the microbatches are of two stages of number {stages[0].number}; allowed: one number each")
+    actions = [
+        Action(Kind.F if number == _FORWARD else Kind.B, stages.index(microbatch.stage), number)
+        for number, microbatch in members.items()
+    ]
+    nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
+    player = Player(timedelta(seconds=timeout), Failures(), background=stages[0].exchange.background)
+    with ExitStack() as changed, torch.no_grad():
+        for stage in stages:
+            changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))
+        player.play(
+            [node for node in nodes if not (split and node.kind is Kind.W)],
+            {(action.stage, action.microbatch): members[action.microbatch] for action in actions},
+        )
     return (forward.output if forward else None), (backward.input_grad if backward else None)
 
 
 _BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
-def _order(microbatches: Mapping[Place, Microbatch], overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
-    chains = Chains(SINGLE, next(iter(microbatches.values())).stage.shape)
-    actions = [Action(Kind.F if number == _FORWARD else Kind.B, 0, number) for _, number in microbatches]
+def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
     overlap = planning.parse_overlap(overlap)
     if overlap == "serial":
         return list(serial(actions, chains))

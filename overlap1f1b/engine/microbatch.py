@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.lanes import Flight
-from overlap1f1b.engine.weights import Gradients, WeightQueue
+from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Expected
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import Kind
@@ -35,7 +35,7 @@ class Microbatch:
         target: Last argument of ``loss_fn``, or several.
         loss_fn: ``(outputs of the last block, target) → scalar``; None returns the outputs instead.
         loss_scale: Gradient of the step's loss by this microbatch's.
-        seed: Start of its stream of random numbers.
+        seed: Start of its stream of random numbers; None draws from the thread's own.
         grad: Whether a backward follows.
         keep_outputs: Whether to keep what went into ``loss_fn``.
     """
@@ -49,7 +49,7 @@ class Microbatch:
         target: Tensor | Sequence[Tensor] | None = None,
         loss_fn: LossFunction | None = None,
         loss_scale: float = 1.0,
-        seed: int = 0,
+        seed: int | None = 0,
         grad: bool = True,
         keep_outputs: bool = False,
     ) -> None:
@@ -124,6 +124,12 @@ class Microbatch:
         assert taken is not None, f"microbatch {self.index} has no gradient of its output"
         return taken
 
+    def accumulate_weights(self) -> None:
+        """Computes the weight gradients that its backward has left and adds them to ``.grad``."""
+        with torch.no_grad():
+            for place in list(self.queues):
+                accumulate(self.queues.pop(place).compute())
+
     def stop(self) -> None:
         """Unwinds suspended forwards and lets go of everything."""
         for run in self.runs.values():
@@ -146,13 +152,16 @@ def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | Non
 
 
 class RandomStream:
-    """A stream of random numbers of its own: dropout does not depend on what runs in between."""
+    """A stream of random numbers of its own: dropout does not depend on what runs in between.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
+    Without a seed it is the thread's stream, as it stands.
+    """
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._generators = [] if seed is None else [torch.default_generator]
+        if seed is not None and device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._seed = seed
+        self._seed = seed or 0
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
 

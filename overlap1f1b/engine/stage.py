@@ -115,7 +115,7 @@ class Stage:
         index: int = 0,
         loss_fn: LossFunction | None = None,
         loss_scale: float = 1.0,
-        seed: int = 0,
+        seed: int | None = 0,
         grad: bool = True,
         keep_outputs: bool = False,
     ) -> Microbatch:

@@ -51,6 +51,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.exchange: Exchange = build_exchange(group)
         ranks = self.exchange.ranks
+        self.group = group if ranks > 1 else None
         if experts % ranks:
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Stage, combined_forward_backward_step
+from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import Overlap
 from tests import models
@@ -57,6 +60,51 @@ def test_output_grad_and_input_grad_cross_a_boundary() -> None:
     assert not models.equal(models.gradients(model), expected)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_two_stages_and_weights_apart(overlap: Overlap, split: bool) -> None:
+    """Microbatch 1 enters the first stage while microbatch 0 leaves the second one."""
+    losses, expected = models.plain_gradients(models.build(), *models.batch(2), 2)
+    model = models.build()
+    exchange = build_exchange(None)
+    first, second = (Stage(b, exchange, number=i) for i, b in enumerate((list(model)[:2], list(model)[2:])))
+    (x0, x1), (y0, y1) = (part.chunk(2) for part in models.batch(2))
+
+    def step(forward: Microbatch | None, backward: Microbatch | None, grad: Tensor | None = None) -> Any:
+        result = combined_forward_backward_step(forward, backward, output_grad=grad, overlap=overlap, split=split)
+        if backward is not None and split:
+            assert backward.queues
+            backward.accumulate_weights()
+        return result
+
+    def next_stage(hidden: Tensor, target: Tensor, index: int) -> Microbatch:
+        hidden = hidden.requires_grad_()
+        return second.microbatch(hidden, target, index=index, loss_fn=models.loss_fn, loss_scale=0.5)
+
+    a0, a1 = first.microbatch(x0, index=0), first.microbatch(x1, index=1)
+    b0 = next_stage(step(a0, None)[0], y0, 0)
+    found = [step(b0, None)[0]]
+    hidden, grad = step(a1, b0)
+    b1 = next_stage(hidden, y1, 1)
+    found.append(step(b1, a0, grad)[0])
+    _, grad = step(None, b1)
+    step(None, a1, grad)
+    assert [float(x) for x in found] == [float(x) for x in losses]
+    assert not models.equal(models.gradients(model), expected)
+
+
+def test_without_a_seed_dropout_draws_from_the_thread() -> None:
+    model = models.build(dropout=0.5)
+    x, y = models.batch(1)
+    torch.manual_seed(4)
+    expected, after = models.loss_fn(model(x), y), torch.rand(1)
+    torch.manual_seed(4)
+    loss, _ = combined_forward_backward_step(Stage(model).microbatch(x, y, loss_fn=models.loss_fn, seed=None), None)
+    assert loss is not None
+    assert torch.equal(loss, expected)
+    assert torch.equal(torch.rand(1), after)
+
+
 def _two(rank: int, size: int) -> list[str]:
     group, reference, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep"), None, []
     for overlap in OVERLAPS:
@@ -84,8 +132,13 @@ def test_bad_input_is_named() -> None:
         combined_forward_backward_step(None, fresh)
     done = Stage(models.build()).microbatch(x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(done, None)
-    with pytest.raises(ValueError, match="different stages"):
+    with pytest.raises(ValueError, match="different exchanges"):
         combined_forward_backward_step(fresh, done)
+    twin = Stage(models.build(), stage.exchange).microbatch(x, y, loss_fn=models.loss_fn)
+    here = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    combined_forward_backward_step(here, None)
+    with pytest.raises(ValueError, match="two stages of number 0"):
+        combined_forward_backward_step(twin, here)
     silent = stage.microbatch(x)
     combined_forward_backward_step(silent, None)
     with pytest.raises(ValueError, match="neither output_grad nor loss_fn"):
