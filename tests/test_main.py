@@ -38,3 +38,21 @@ def test_as_a_module() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "overlap1f1b: error: --ranks 0; allowed: 1 or more\n"
+
+
+WAITING = "import sys; sys.stdin.read(); from overlap1f1b.__main__ import run; sys.exit(run())"
+
+
+def test_when_nobody_reads_on() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, "train", "--help"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()  # before it writes anything, for it waits for its input to end
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, "")

@@ -49,7 +49,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def abandon(unfinished: Path) -> int:
-    """Remove what :func:`begin` made. Returns the bytes that were free beside it: torch does not name a full disk."""
+    """Remove what :func:`begin` made. Returns the bytes that were free with it, for torch does not name a full disk."""
     free = shutil.disk_usage(unfinished).free
     shutil.rmtree(unfinished, ignore_errors=True)
     return free

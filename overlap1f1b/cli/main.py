@@ -74,6 +74,8 @@ def _end_rank(options: RunOptions) -> NoReturn:
         status = _fail(error)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads on
+        status = 128 + signal.SIGPIPE
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
