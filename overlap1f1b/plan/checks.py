@@ -18,8 +18,8 @@ def check(plan: Plan) -> None:
 
     Rules: every node of every action exactly once, on the rank of its stage; each after what it needs there;
     microbatches pass every node that sums gradients in the program's order, so that sums keep theirs; reductions after
-    the last contribution; live microbatches within what the program declares; of any two ranks, one receives in the
-    order in which the other sends; no ranks that wait for each other.
+    the last contribution; live microbatches, and weight gradients that wait, within what the program declares; of any
+    two ranks, one receives in the order in which the other sends; no ranks that wait for each other.
     """
     chains = Chains(plan.program.placement, plan.shapes)
     for rank, nodes in enumerate(plan.ranks):
@@ -42,6 +42,10 @@ def _check_memory(plan: Plan, rank: int) -> None:
     alive, limit = plan.held(rank) if splits else plan.live(rank), plan.program.peak_activations[rank]
     if alive > limit and not plan.program.forward_only:
         raise ValueError(f"{_name(plan, rank)}: {alive} microbatches alive, the program declares {limit}")
+    if splits and plan.program.peak_weights:
+        waiting, limit = plan.waiting(rank), plan.program.peak_weights[rank]
+        if waiting > limit:
+            raise ValueError(f"{_name(plan, rank)}: {waiting} weight gradients wait, the program declares {limit}")
 
 
 def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) -> None:

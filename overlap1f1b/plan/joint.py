@@ -19,9 +19,10 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
     them may send something that can start before.
     """
     arrivals: dict[Key, float] = {}
+    peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
     schedulers = [
-        ListScheduler(program.actions(rank), chains, costs, policy, peak, arrivals)
-        for rank, peak in enumerate(program.peak_activations)
+        ListScheduler(program.actions(rank), chains, costs, policy, peak, arrivals, peak_weights)
+        for rank, (peak, peak_weights) in enumerate(peaks)
     ]
     if len(schedulers) == 1:
         return [schedulers[0].run()]

@@ -79,6 +79,37 @@ class Plan:
             self.ranks[rank], lambda node: node.kind is not Kind.F and node.op not in (Op.REDUCE, Op.SEND, Op.RECEIVE)
         )
 
+    def waiting(self, rank: int) -> int:
+        """Most (stage, microbatch) of one rank between their input gradient and their weight gradients at any moment.
+
+        Those that the program splits: weight gradients of a B are its own, and held with its activations.
+        """
+        split = {action[1:] for action in self.program.actions(rank) if action.kind is Kind.I}
+        left = Counter(
+            (node.stage, node.microbatch, node.pipe)
+            for node in self.ranks[rank]
+            if node.kind is Kind.W and node.op is not Op.REDUCE
+        )
+        waiting: set[tuple[int, int, int]] = set()
+        peak = 0
+        for node in self.ranks[rank]:
+            place = (node.stage, node.microbatch, node.pipe)
+            if place not in split or node.op is Op.REDUCE:
+                continue
+            if node.kind is Kind.W:
+                left[place] -= 1
+                if not left[place]:
+                    waiting.discard(place)
+            elif ends_backward(node) and left[place]:
+                waiting.add(place)
+                peak = max(peak, len(waiting))
+        return peak
+
+
+def ends_backward(node: Node) -> bool:
+    """Whether it is the last that an input gradient computes."""
+    return node.kind is Kind.I and node.block == 0 and node.op in (Op.ATTENTION, Op.DENSE)
+
 
 def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
     """Most (stage, microbatch) that are open at once, from their first computation to their last ending node."""

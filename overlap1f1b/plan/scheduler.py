@@ -11,6 +11,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import LANE_OF, Lane, Node, Op
+from overlap1f1b.plan.plan import ends_backward
 from overlap1f1b.schedule import Action, Kind
 
 _FOREVER = float("inf")
@@ -74,7 +75,8 @@ class ListScheduler:
     between forward and backward, at most ``policy.deferred`` more wait for weight gradients.
 
     A node can always be issued, or comes from another rank: the oldest open action needs nothing of the younger ones,
-    which leave it its room, and a weight gradient makes room for it.
+    which leave it its room, and a weight gradient makes room for it. The same holds for input gradients where the
+    program says how many weight gradients may wait.
 
     Args:
         actions: Of this rank, in the program's order.
@@ -82,6 +84,7 @@ class ListScheduler:
         costs: Of the nodes.
         policy: How to choose.
         peak: Live activations that the program declares for this rank.
+        peak_weights: Waiting weight gradients that it declares, of backwards that it splits; None for any number.
         arrivals: When what other ranks have sent is here; shared by the schedulers of all ranks.
     """
 
@@ -93,8 +96,10 @@ class ListScheduler:
         policy: Policy,
         peak: int,
         arrivals: dict[Key, float] | None = None,
+        peak_weights: int | None = None,
     ) -> None:
         self.chains, self.policy, self.peak = chains, policy, peak
+        self.peak_weights = _FOREVER if peak_weights is None else peak_weights
         self.waiting = deque(actions)
         self.splits = any(action.kind is Kind.W for action in self.waiting)
         self.open: list[_Open] = []
@@ -105,6 +110,7 @@ class ListScheduler:
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients to come
         self.held: set[tuple[int, int, int]] = set()  # live or with weight gradients to come
+        self.late: set[tuple[int, int, int]] = set()  # whose input gradient has ended, their weight gradients not
         self.issued_weights: set[Node] = set()
         self.turn = _turns(self.waiting, (Kind.B, Kind.I))
         self.weight_turn = _turns(self.waiting, (Kind.B, Kind.W))
@@ -169,16 +175,19 @@ class ListScheduler:
         """The action whose next node can start first, the older one on a tie, and when."""
         chosen, earliest = None, _FOREVER
         older_forwards = 0  # that have not begun, and need room before younger ones
+        older_inputs = 0  # input gradients that have not ended, likewise
         for entry in self.open:
             node = entry.next
             if (
                 LANE_OF[node.op] is _COMPUTE
                 and (entry.begun or self._may_begin(entry, older_forwards))
                 and (node.kind is _F or self.passed.get(_place(node), 0) == entry.turn)
+                and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
                 and (start := self.clock.start(node)) < earliest
             ):
                 chosen, earliest = entry, start
             older_forwards += not entry.begun and entry.action.kind is _F
+            older_inputs += entry.action.kind is _I
         return chosen, earliest
 
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
@@ -190,6 +199,10 @@ class ListScheduler:
             return True
         limit = self.peak + (0 if self.splits else self.policy.deferred)
         return len(self.live) + older_forwards < self.peak and len(self.held) + older_forwards < limit
+
+    def _has_room(self, older_inputs: int) -> bool:
+        """Whether another input gradient may end and leave its weight gradient waiting."""
+        return len(self.late) + older_inputs < self.peak_weights
 
     def _in_turn(self, weight: Node) -> bool:
         """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
@@ -210,6 +223,8 @@ class ListScheduler:
             self.held.add(key)
         if node.kind is _I and LANE_OF[node.op] is not Lane.PEER:
             self._passed(node)
+            if entry.action.kind is _I and ends_backward(node) and _microbatch(node) in self.pending:
+                self.late.add(_microbatch(node))
         if entry.ended:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
@@ -250,6 +265,7 @@ class ListScheduler:
         self.pending[key] -= 1
         if not self.pending[key]:
             del self.pending[key]
+            self.late.discard(key)
             if key not in self.live:
                 self.held.discard(key)
 

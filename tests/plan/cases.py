@@ -21,7 +21,7 @@ from overlap1f1b.plan import (
     play_ranks,
 )
 from overlap1f1b.plan.costs import Cost, CostKey
-from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, peaks_of, sequential
 from overlap1f1b.schedule.placement import SINGLE
 
 MOE = BlockShape(seams=1)
@@ -53,6 +53,19 @@ def programs(draw: st.DrawFn) -> Program:
     choices += [combined_1f1b(microbatches, extra) for extra in range(4)]
     choices += [all_forwards_first(draw(st.permutations(range(min(microbatches, 4)))))]
     return draw(st.sampled_from(choices))
+
+
+@st.composite
+def split_programs(draw: st.DrawFn) -> Program:
+    """One rank whose backwards are split, weight gradients up to two backwards later; it declares what it needs."""
+    microbatches, late = draw(st.integers(1, 5)), draw(st.integers(0, 2))
+    steps = [Action(Kind.F, 0, 0)]
+    for m in range(microbatches):
+        steps += [Action(Kind.F, 0, m + 1)] * (m + 1 < microbatches) + [Action(Kind.I, 0, m)]
+        steps += [Action(Kind.W, 0, m - late)] * (m >= late)
+    steps += [Action(Kind.W, 0, m) for m in range(max(0, microbatches - late), microbatches)]
+    alive, pending = peaks_of(steps)
+    return Program("split", microbatches, (tuple(steps),), (alive,), peak_weights=(pending,))
 
 
 def shapes() -> st.SearchStrategy[StageShape]:

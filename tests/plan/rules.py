@@ -79,6 +79,8 @@ def broken_rules(plan: Plan) -> Iterator[str]:
         ending = (Kind.I, Kind.W) if splits else (Kind.I,)
         if not plan.program.forward_only and peak(plan, at, *ending) > limit:
             yield "too many alive"
+        if splits and plan.program.peak_weights and waiting(plan, rank, at) > plan.program.peak_weights[rank]:
+            yield "too many weight gradients wait"
     yield from _broken_lanes(plan)
     if not finishes(plan):
         yield "ranks wait for each other"
@@ -188,3 +190,17 @@ def peak(plan: Plan, at: Positions, *ending: Kind) -> int:
     ]
     # It is reached where one of them begins.
     return max(sum(first <= begun <= last for first, last in spans) for begun, _ in spans)
+
+
+def waiting(plan: Plan, rank: int, at: Positions) -> int:
+    """Most (stage, microbatch) at once between their last input gradient and their last weight gradient."""
+    spans = []
+    for action in plan.program.actions(rank):
+        if action.kind is Kind.I:
+            inputs, weights = (
+                [at[node] for node in nodes_of(plan, rank, action._replace(kind=kind)) if node.op is not Op.SEND]
+                for kind in (Kind.I, Kind.W)
+            )
+            if weights and max(weights) > max(inputs):
+                spans.append((max(inputs), max(weights)))
+    return max((sum(first <= begun < last for first, last in spans) for begun, _ in spans), default=0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
 from overlap1f1b.schedule import Kind, combined_1f1b, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, with_nodes
+from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
 from tests.plan.rules import broken_rules
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=1, aggregate=1, dense=3)
@@ -21,7 +21,8 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=1, aggregat
 def plans(draw: st.DrawFn) -> Plan:
     shape = draw(shapes())
     overlaps: list[Overlap] = ["serial", "pairs", 2, 3]
-    return compile(draw(programs()), shape, draw(costs_of(shape)), draw(st.sampled_from(overlaps)))
+    program = draw(st.one_of(programs(), split_programs()))
+    return compile(program, shape, draw(costs_of(shape)), draw(st.sampled_from(overlaps)))
 
 
 @st.composite
@@ -31,7 +32,7 @@ def mutants(draw: st.DrawFn) -> Plan:
     nodes = list(plan.nodes)
     place = st.integers(0, len(nodes) - 1)
     a, b = draw(place), draw(place)
-    match draw(st.sampled_from(["drop", "double", "adjacent", "near", "swap", "turn", "foreign", "peak"])):
+    match draw(st.sampled_from(["drop", "double", "adjacent", "near", "swap", "turn", "foreign", "peak", "weights"])):
         case "drop":
             del nodes[a]
         case "double":
@@ -51,6 +52,9 @@ def mutants(draw: st.DrawFn) -> Plan:
                 st.sampled_from([{"microbatch": plan.program.microbatches}, {"block": 9}, {"seam": 7}, {"stage": 1}])
             )
             nodes[a] = nodes[a]._replace(**changes)
+        case "weights" if plan.program.peak_weights:
+            limit = max(0, plan.program.peak_weights[0] - draw(st.integers(0, 1)))
+            plan = replace(plan, program=replace(plan.program, peak_weights=(limit,)))
         case _:
             limit = plan.program.peak_activations[0] - draw(st.integers(0, 2))
             plan = replace(plan, program=replace(plan.program, peak_activations=(limit,)))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Plan, check, compile, play_ranks
-from overlap1f1b.schedule import SCHEDULES, Action, Kind, Program, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule
 from tests.plan.cases import DENSE, MOE
 from tests.plan.rules import broken_rules
 
@@ -114,6 +114,38 @@ def test_activations_of_split_backwards_live_to_their_weight_gradients() -> None
     late = (*(n for n in first if n.kind is not Kind.W), *(n for n in first if n.kind is Kind.W))
     with pytest.raises(ValueError, match="rank 0: 8 microbatches alive, the program declares 2"):
         check(replace(plan, ranks=(late, second)))
+
+
+def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
+    """Of two stages on one rank the younger's input gradient could end first, while the older's rows travel."""
+    steps = "0F0 1F0 0F1 1F1 1I0 1W0 1I1 0I0 1W1 0W0 0I1 0W1"
+    row = tuple(Action.parse(step) for step in steps.split())
+    program = Program("mine", 2, (row,), (4,), Placement(((0, 0),)), peak_weights=(2,))
+    for dispatch in (1, 5, 20):
+        costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch)
+        free = compile(replace(program, peak_weights=()), (MOE,), costs, 4)
+        plan = compile(program, (MOE,), costs, 4)
+        check(plan)
+        assert plan.waiting(0) <= 2
+        assert free.waiting(0) <= 4
+        assert free.predicted <= plan.predicted + 7 * 2  # what the limit may cost is small
+    plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
+    assert (plan.waiting(0), plan.waiting(1)) == (1, 2)
+    strict = replace(plan.program, peak_weights=(1, 1))
+    with pytest.raises(ValueError, match="plan of 'zb_h1', rank 1: 2 weight gradients wait, the program declares 1"):
+        check(replace(plan, program=strict))
+    check(replace(plan, program=replace(strict, peak_weights=())))
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("dispatch", [0, 1, 5, 20])
+def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int) -> None:
+    program = build_schedule(name, ranks=4, microbatches=9 if name != "dualpipe" else 8)
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=1)
+    for k in (2, 4):
+        plan = compile(program, (MOE, DENSE), costs, k)
+        check(plan)
+        assert not list(broken_rules(plan))
 
 
 def test_no_more_actions_are_open_than_there_are() -> None:

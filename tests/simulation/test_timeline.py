@@ -24,8 +24,8 @@ from overlap1f1b.simulation import Timeline, intersection, length, simulate, uni
 from overlap1f1b.simulation.timeline import Interval
 from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
 
-COMPUTE, EXCHANGE, COUNTS, REDUCE = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE
-LANES = {COMPUTE: Lane.COMPUTE, EXCHANGE: Lane.EXCHANGE, COUNTS: Lane.CONTROL, REDUCE: Lane.EXCHANGE}
+COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
+LANES = {COMPUTE: Lane.COMPUTE, EXCHANGE: Lane.EXCHANGE, COUNTS: Lane.CONTROL, REDUCE: Lane.EXCHANGE, SEND: Lane.PEER}
 
 intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
 
@@ -67,27 +67,29 @@ def test_union_and_intersection_of_known_intervals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "exchange", "exposed", "hidden"),
+    ("spans", "makespan", "exchange", "exposed", "hidden"),
     [
-        ([], 0, 0, 1),
-        ([(COMPUTE, 0, 4)], 0, 0, 1),
-        ([(EXCHANGE, 0, 4)], 4, 4, 0),
-        ([(COMPUTE, 0, 4), (EXCHANGE, 1, 3)], 2, 0, 1),
-        ([(COMPUTE, 0, 3), (EXCHANGE, 2, 4)], 2, 1, 0.5),
-        ([(COMPUTE, 0, 2), (COMPUTE, 3, 5), (EXCHANGE, 1, 5)], 4, 1, 0.75),
-        ([(EXCHANGE, 0, 4), (EXCHANGE, 2, 6), (COMPUTE, 3, 4)], 6, 5, 1 / 6),  # time in flight counts once
-        ([(COUNTS, 0, 1), (EXCHANGE, 2, 4), (COMPUTE, 0, 3)], 3, 1, 2 / 3),  # counts are exchanges too
-        ([(COUNTS, 0, 4), (EXCHANGE, 0, 4), (COMPUTE, 0, 2)], 4, 2, 0.5),
-        ([(REDUCE, 0, 2), (COMPUTE, 1, 3)], 2, 1, 0.5),
+        ([], 0, 0, 0, 1),
+        ([(COMPUTE, 0, 4)], 4, 0, 0, 1),
+        ([(EXCHANGE, 0, 4)], 4, 4, 4, 0),
+        ([(COMPUTE, 0, 4), (EXCHANGE, 1, 3)], 4, 2, 0, 1),
+        ([(COMPUTE, 0, 3), (EXCHANGE, 2, 4)], 4, 2, 1, 0.5),
+        ([(COMPUTE, 0, 2), (COMPUTE, 3, 5), (EXCHANGE, 1, 5)], 5, 4, 1, 0.75),
+        ([(EXCHANGE, 0, 4), (EXCHANGE, 2, 6), (COMPUTE, 3, 4)], 6, 6, 5, 1 / 6),  # time in flight counts once
+        ([(COUNTS, 0, 1), (EXCHANGE, 2, 4), (COMPUTE, 0, 3)], 4, 3, 1, 2 / 3),  # counts are exchanges too
+        ([(COUNTS, 0, 4), (EXCHANGE, 0, 4), (COMPUTE, 0, 2)], 4, 4, 2, 0.5),
+        ([(REDUCE, 0, 2), (COMPUTE, 1, 3)], 3, 2, 1, 0.5),
+        ([(SEND, 0, 9), (EXCHANGE, 1, 3), (COMPUTE, 2, 4)], 9, 2, 1, 0.5),  # transfers between stages hide nothing
+        ([(EXCHANGE, 5, 7), (COMPUTE, 0, 3)], 7, 2, 2, 0),  # nor does compute at another time
     ],
 )
 def test_exposed_and_hidden(
-    spans: list[tuple[Op, float, float]], exchange: float, exposed: float, hidden: float
+    spans: list[tuple[Op, float, float]], makespan: float, exchange: float, exposed: float, hidden: float
 ) -> None:
-    line = timeline(*spans)
-    assert (line.exchange, line.exposed) == (exchange, exposed)
-    assert line.hidden_fraction == pytest.approx(hidden)
-    assert line.makespan == max((end for _, _, end in spans), default=0)
+    for order in (spans, spans[::-1]):
+        line = timeline(*order)
+        assert (line.makespan, line.exchange, line.exposed) == (makespan, exchange, exposed)
+        assert line.hidden_fraction == pytest.approx(hidden)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(LANES)), st.integers(0, 20), st.integers(0, 20)), max_size=12))

@@ -22,7 +22,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("microbatches", [16, 24])
-@pytest.mark.parametrize(("forward", "backward", "weight"), [(1.0, 2.0, 1.0), (1.5, 3.5, 1.5)])
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1.0, 2.0, 1.0), (1.5, 2.5, 1.0), (2.0, 2.5, 0.5)])
 def test_json_holds_the_closed_forms(
     capsys: Capture, ranks: int, microbatches: int, forward: float, backward: float, weight: float
 ) -> None:
@@ -46,9 +46,14 @@ def test_json_holds_the_closed_forms(
     assert combined["makespan"] == pytest.approx((M + (P - 1) / 2) * (F + B))
     assert [row["pairs"] for row in combined["per_rank"]] == [2 * M - 2 * (P - r - 1) - P - 1 for r in range(P)]
     dual = of("dualpipe", "--pair", 0.8)
-    bubble = (P / 2 - 1) * (0.8 * (F + B) + B - 3 * W)
-    if W == F == B - W:  # on the middle ranks, where a pair saves time
-        assert dual["per_rank"][P // 2]["bubble"] == pytest.approx(bubble)
+    assert W <= F == B - W  # else the formula does not hold
+    assert B <= 0.8 * (F + B)
+    bubbles = [row["bubble"] for row in dual["per_rank"]]  # where a pair saves time, largest on the middle ranks
+    assert max(bubbles) == pytest.approx((P / 2 - 1) * (0.8 * (F + B) + B - 3 * W))
+    assert bubbles[P // 2 - 1] == bubbles[P // 2] == max(bubbles)
+    assert [row["pairs"] for row in dual["per_rank"]] == [
+        M - 3 * P // 2 + min(r, P - 1 - r) + 1 - (r in (P // 2 - 1, P // 2)) for r in range(P)
+    ]
     assert {row["peak_activations"] for row in dual["per_rank"]} == {P + 1}
     assert dual["parameter_copies"] == 2
 
