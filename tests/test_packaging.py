@@ -20,7 +20,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "overlap1f1b"
 
 # A floor imports itself and floors below it; kernels and schedule stand side by side on the ground.
-LEVEL = {"kernels": 0, "schedule": 0, "plan": 1, "simulation": 2, "moe": 3, "engine": 4, "cli": 5, "__main__": 6}
+LEVEL = {
+    "kernels": 0,
+    "schedule": 0,
+    "plan": 1,
+    "simulation": 2,
+    "moe": 3,
+    "engine": 4,
+    "integrations": 5,
+    "cli": 6,
+    "__main__": 7,
+}
 PURE = ("schedule", "plan", "simulation")
 
 
