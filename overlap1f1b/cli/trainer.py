@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from overlap1f1b.cli import checkpoint
@@ -77,7 +78,9 @@ class Trainer:
         self._sharded = [f"{name}.{own}" for name, module in experts for own, _ in module.named_parameters()]
         mine = [m for m in trained.modules() if isinstance(m, Router)]
         self._routers = mine if options.model.router == "sigmoid" else []
-        self._data_group = self.engine.mesh.new_group(pp=(self.engine.rank,), over=("dp", "ep"))
+        # Registered with torch, as a router needs it.
+        data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
+        self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
     @property
     def parameters(self) -> int:

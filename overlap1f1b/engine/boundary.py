@@ -113,10 +113,9 @@ class Boundary:
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
-        # All ranks of the pipeline make all groups: torch tells groups apart by how many a rank has made before, so two
-        # ranks with different numbers of neighbours would wait for each other.
-        pipeline = range(placement.ranks)
-        groups = [mesh.new_group(pp=pipeline, over=()) for _ in range(4)]
+        # Groups of the whole pipeline: where torch makes them, ranks need the same number of groups to find each other.
+        purposes = ("payload up", "header up", "payload down", "header down")
+        groups = [mesh.new_group(purpose, pp=range(placement.ranks), over=()) for purpose in purposes]
         for source, to in sorted(_directions(placement)):
             if rank in (source, to):
                 payload, header = groups[:2] if source < to else groups[2:]
@@ -124,7 +123,7 @@ class Boundary:
                 assert header is not None
                 lane = Lane(f"from pipeline rank {source} to {to}", timeout, failures, background=background)
                 links, peer = (self._out, to) if rank == source else (self._in, source)
-                links[peer] = _Link(payload, header, lane, mesh.number(payload, peer))
+                links[peer] = _Link(payload, header, lane, mesh.number(peer))
         self._known: dict[_Key, Specs] = {}
         self._remember = False
         self._receives: dict[int, list[Node]] = {}
@@ -158,17 +157,15 @@ class Boundary:
         specs = self._known.get(_key(node)) if self._remember else None
         if specs is None:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            work = dist.irecv(header, group=link.header, group_src=link.peer)
-            assert work is not None
-            work.wait(self.timeout)
+            link.header.recv([header], link.peer, 0).wait(self.timeout)
             specs = decode(header)
             if self._remember:
                 self._known[_key(node)] = specs
         received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
-        works = [dist.irecv(t, group=link.payload, group_src=link.peer) for t in received]
+        works = [link.payload.recv([t], link.peer, 0) for t in received]
         for tensor, spec in zip(received, specs, strict=True):
             tensor.requires_grad_(spec.differentiable)
-        return Transfer(received, [work for work in works if work is not None])
+        return Transfer(received, works)
 
     def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
         """Sends what a SEND node passes on."""
@@ -187,13 +184,13 @@ class Boundary:
 
     def _post_send(self, link: _Link, tensors: Tensors, header: Tensor | None) -> Transfer[None]:
         sources = [tensor.contiguous() for tensor in tensors]
-        works = []
+        works: list[dist.Work] = []
         if header is not None:
             header = header.to(self.device)
-            works.append(dist.isend(header, group=link.header, group_dst=link.peer))
+            works.append(link.header.send([header], link.peer, 0))
             sources.append(header)
-        works += [dist.isend(t, group=link.payload, group_dst=link.peer) for t in sources[: len(tensors)]]
-        return Transfer(None, sends=[work for work in works if work is not None], source=sources)
+        works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)]]
+        return Transfer(None, sends=works, source=sources)
 
     def forget(self) -> None:
         """After a step that failed nobody knows what the others know."""

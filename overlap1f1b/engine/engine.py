@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
@@ -120,15 +119,15 @@ class Engine:
         ep = self.mesh.group("ep")
         self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
         replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-        own = self.mesh.new_group(pp=replicas, over=("dp", "ep")) if reduce else None
-        experts = self.mesh.new_group(pp=replicas, over=("dp",)) if reduce else None
+        own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
+        experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
         self.stages = stages_of(
             model, placement, rank, self.exchange, reduce_own=own is not None, reduce_experts=experts is not None
         )
         if not any(p.requires_grad for p in self.parameters()):
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.shapes = all_shapes(self.stages, placement, self.mesh)
-        self.failures = Failures(self.mesh.combined(uuid.uuid4().hex, lambda _, names: names[0]))
+        self.failures = Failures(self.mesh.name)
         groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
         background = any(dist.get_backend(group) == "gloo" for group in groups)
         device = next(iter(self.stages.values())).device

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine.failures import headline
+from overlap1f1b.moe.groups import Group, Groups, gather_objects
 
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep"]
@@ -40,28 +42,27 @@ class Mesh:
                 f"mesh with dimensions {names or None} of sizes {tuple(mesh.shape)}; "
                 f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._control: dict[
-            str, dist.ProcessGroup
-        ] = {}  # for agreements: on the CPU, whatever the device, with the limit
+        self._groups: dict[str, Group] = {}
+        self._control: dict[str, Group] = {}  # for agreements: on the CPU, whatever the device, with the limit
         self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
         if mesh is not None:
             self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
-            for name, group in self._groups.items():
-                ranks = dist.get_process_group_ranks(group)
-                self._control[name] = dist.new_group(
-                    ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-                )
             # Not the groups' own numbers: torch sorts a group's ranks, a mesh may have them in another order.
             self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
             order = [names.index(name) for name in DIMENSIONS if name in names]
             self._ranks = mesh.mesh.permute(order)
-            for position, name in enumerate(DIMENSIONS):
-                if name not in names:
+            for position, dimension in enumerate(DIMENSIONS):
+                if dimension not in names:
                     self._ranks = self._ranks.unsqueeze(position)
+            for name, group in self._groups.items():
+                ranks = dist.get_process_group_ranks(group)
+                self._control[name] = Groups.of(group, timeout, gloo=True).new(ranks, "control")
+        self.name: str = self.combined(uuid.uuid4().hex, lambda _, names: names[0])
+        """Of this Mesh, the same on all its ranks and on no others."""
+        self._own = Groups(self.name, timeout) if self._groups else None
 
-    def group(self, dimension: Dimension) -> dist.ProcessGroup | None:
+    def group(self, dimension: Dimension) -> Group | None:
         """The ranks along a dimension; None for one rank."""
         return self._groups.get(dimension)
 
@@ -74,24 +75,26 @@ class Mesh:
         """This rank's number along a dimension."""
         return self._at.get(dimension, 0)
 
-    def new_group(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> dist.ProcessGroup | None:
-        """A new group of the ranks of some pipeline ranks, over further dimensions; None for one rank.
-
-        All of them must call this.
-        """
+    def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
+        """Numbers in the default group of some pipeline ranks, over further dimensions, ascending."""
         if self._ranks is None:
-            return None
+            return [0]
         at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
-        ranks: list[int] = sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+        return sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
 
-    def number(self, group: dist.ProcessGroup, rank: int) -> int:
-        """The number in a group that a rank of this rank's pipeline has."""
+    def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension]) -> Group | None:
+        """A new group of :meth:`ranks`, all of which must call this; None for one rank."""
+        ranks = self.ranks(pp=pp, over=over)
+        return self._own.new(ranks, purpose) if self._own is not None and len(ranks) > 1 else None
+
+    def number(self, pp: int) -> int:
+        """The number that a pipeline rank has in a group of this rank's pipeline."""
         assert self._ranks is not None
-        return dist.get_group_rank(group, int(self._ranks[rank, self.rank("dp"), self.rank("ep")]))
+        mine = self._ranks[:, self.rank("dp"), self.rank("ep")].tolist()
+        return sorted(mine).index(mine[pp])
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
-        """The values of all ranks along a dimension.
+        """The values of all ranks along a dimension, in the mesh's order.
 
         Raises:
             RuntimeError: One of them failed, or did not answer within the limit.
@@ -99,10 +102,16 @@ class Mesh:
         group = self._control.get(dimension)
         if group is None:
             return [value]
-        values: list[Any] = [None] * group.size()
         with _naming(dimension):
-            dist.all_gather_object(values, value, group=group)
-        return values
+            values = gather_objects(group, value)
+        mine = self._along(dimension)
+        return [values[sorted(mine).index(rank)] for rank in mine]
+
+    def _along(self, dimension: Dimension) -> list[int]:
+        assert self._ranks is not None
+        at = [slice(None) if name == dimension else self.rank(name) for name in DIMENSIONS]
+        ranks: list[int] = self._ranks[at[0], at[1], at[2]].tolist()
+        return ranks
 
     def meet(self, dimension: Dimension) -> None:
         """Waits for all ranks along a dimension.
@@ -111,7 +120,7 @@ class Mesh:
             RuntimeError: As :meth:`gathered`.
         """
         with _naming(dimension):
-            dist.barrier(self._control[dimension])
+            self._control[dimension].barrier().wait()
 
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
         """A value made of those of all ranks: along "ep", then "dp", then "pp"; the same everywhere."""

@@ -115,6 +115,4 @@ class Reducer:
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Transfer[Tensor]:
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None, "a rank only reduces over groups that it is in"
-    return Transfer(flat, [work])
+    return Transfer(flat, [group.allreduce([flat])])

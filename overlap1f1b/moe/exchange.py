@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap1f1b.moe.groups import Groups
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -169,11 +171,7 @@ class PeerExchange(Exchange):
         self, result: Tensor, receive: Sequence[int], tag: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
     ) -> Expected:
         (up, down), parts = groups, result.split(list(receive))
-        works = [
-            _launched(dist.irecv(parts[p], group=up if p < self.rank else down, group_src=p, tag=tag))
-            for p in reversed(self.peers)
-            if receive[p]
-        ]
+        works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
         return Expected(result, works)
 
     def _send(
@@ -186,11 +184,7 @@ class PeerExchange(Exchange):
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> Transfer[Tensor]:
         (up, down), parts = groups, source.split(list(send))
-        works = [
-            _launched(dist.isend(parts[p], group=up if self.rank < p else down, group_dst=p, tag=tag))
-            for p in self.peers
-            if send[p]
-        ]
+        works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
         expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])
         return Transfer(expected.result, expected.receives, works, source)
 
@@ -222,8 +216,8 @@ def _launched(work: dist.Work | None) -> dist.Work:
 
 def lane_groups(group: dist.ProcessGroup, count: int) -> list[dist.ProcessGroup]:
     """New groups of the same ranks, all of which must call this: their transfers share no queue with others."""
-    ranks = dist.get_process_group_ranks(group)
-    return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(count)]
+    groups, ranks = Groups.of(group), dist.get_process_group_ranks(group)
+    return [groups.new(ranks, f"lane {number}") for number in range(count)]
 
 
 def build_exchange(group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup) -> Exchange:
