@@ -65,17 +65,26 @@ def _native(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and aligned and a.shape[0] > 0
 
 
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """What a product with this weight is computed in here: autocast's dtype, where it is on, else the weight's."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
 class GroupedMM(torch.autograd.Function):
-    """:func:`grouped_mm` for plain autograd."""
+    """:func:`grouped_mm` for plain autograd; under autocast in its dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts, ctx.dtype, ctx.rows_dtype = counts, product_dtype(weight), rows.dtype
+        rows = rows.to(ctx.dtype)
         ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        return grouped_mm(rows, weight, counts)
+        return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        grad_weight = grouped_mm_weight_grad(grads[0], rows, ctx.counts) if ctx.needs_input_grad[1] else None
-        return grouped_mm_input_grad(grads[0], weight, ctx.counts), grad_weight, None
+        (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype)
+        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), grad_weight, None

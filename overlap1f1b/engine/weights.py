@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.kernels.grouped_mm import grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad
+from overlap1f1b.kernels.grouped_mm import grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad, product_dtype
 
 Gradients = dict[nn.Parameter, Tensor]
 
@@ -79,16 +79,18 @@ class SplitGroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: nn.Parameter, counts: Sequence[int], queue: WeightQueue) -> Tensor:
-        ctx.save_for_backward(rows, weight)
         ctx.counts, ctx.queue, ctx.weight = counts, queue, weight
-        return grouped_mm(rows, weight, counts)
+        ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
+        rows = rows.to(ctx.dtype)
+        ctx.save_for_backward(rows, weight)
+        return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         if ctx.needs_input_grad[1]:
-            ctx.queue.put(ctx.weight, lambda: grouped_mm_weight_grad(grad, rows, counts))
-        return grouped_mm_input_grad(grad, weight, counts), None, None, None
+            ctx.queue.put(ctx.weight, lambda: grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype))
+        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), None, None, None
 
 
 def accumulate(gradients: Gradients) -> None:

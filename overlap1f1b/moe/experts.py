@@ -96,7 +96,8 @@ class GroupedExperts(nn.Module):
         route.arrive(self.exchange.counts(route.counts).finish())
         rows = GatherRows.apply(tokens, route.order, route.top_k)
         received = _Rows.apply(rows, self.exchange, route.send, route.receive)
-        result = _Ungroup.apply(self.compute(_Group.apply(received, route), route.expert_rows), route)
+        result = self.compute(_Group.apply(received, route), route.expert_rows).to(tokens.dtype)
+        result = _Ungroup.apply(result, route)
         returned = _Rows.apply(result, self.exchange, route.receive, route.send)
         return AggregateRows.apply(returned, route.order, weights)
 
