@@ -45,9 +45,9 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
         source = torch.cat([part(rank, to, rows, tag) for to, rows in enumerate(send)])
         counts = torch.arange(2 * size) + 100 * rank + 10_000 * tag
         ahead = exchange.expect_rows(source, receive, tag) if announced else None
-        control = exchange.expect_counts(counts, tag) if announced else None
+        control = exchange.expect_counts(counts, 100 + tag) if announced else None
         assert (ahead is not None) == (control is not None) == (announced and kind != "collective")
-        flying.append((exchange.counts(counts, tag, control), exchange.rows(source, send, receive, tag, ahead)))
+        flying.append((exchange.counts(counts, 100 + tag, control), exchange.rows(source, send, receive, tag, ahead)))
     for tag, (control, rows) in enumerate(flying):
         wanted = torch.cat([part(source, rank, sizes(size, tag)[source][rank], tag) for source in range(size)])
         right.append(torch.equal(rows.finish(), wanted))
