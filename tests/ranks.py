@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+CALLS = 10  # that a worker answers: each leaves groups behind, whose threads wake a hundred times a second
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -44,11 +45,15 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """`size` worker processes with a gloo group. They start at the first call, and again after a call that failed."""
+    """`size` worker processes with a gloo group.
+
+    They start at the first call, again after a call that failed, and now and then.
+    """
 
     def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S) -> None:
         self.size = size
         self.timeout, self.grace = timeout, grace
+        self._calls = 0
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
@@ -60,8 +65,11 @@ class Ranks:
         """
         timeout = self.timeout if timeout is None else timeout
         call = pickle.dumps((function, args, timeout))
+        if self._calls == CALLS:
+            self.close()
         if not self._workers:
             self._start()
+        self._calls += 1
         done = False
         try:
             for pipe in self._pipes:
@@ -83,7 +91,7 @@ class Ranks:
             pipe.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._workers, self._pipes, self._folder = [], [], None
+        self._workers, self._pipes, self._folder, self._calls = [], [], None, 0
 
     def _start(self) -> None:
         # The fork server imports torch once (2 s); a worker is then a fork (20 ms), which matters after a failure.

@@ -206,12 +206,12 @@ class Walk:
             apart.flush()
         self._finish_backward(action, run)
 
-    def _roots(self, action: Action, run: _Run) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
+    def _roots(self, action: Action, run: _Run) -> tuple[Tensor | None, Tensors, Tensors]:
         """The loss, or the outputs that have a gradient to come, and those."""
         if self._ends(action):
-            return run.loss, [], []
-        outputs = [t for t, differs in zip(run.outputs, run.differentiable, strict=True) if differs]
-        return None, outputs, list(self._take(action))
+            return run.loss, (), ()
+        outputs = tuple(t for t, differs in zip(run.outputs, run.differentiable, strict=True) if differs)
+        return None, outputs, self._take(action)
 
     def _finish_backward(self, action: Action, run: _Run) -> None:
         wanted = [t for t in run.inputs if t.requires_grad]
@@ -221,13 +221,13 @@ class Walk:
             self._input_grads[action.microbatch] = run.input_grads
 
     def _pair(self, forward: Action, backward: Action) -> None:
-        """Both at once, by the protocol of the module."""
+        """Both at once, by the protocol of the module; tuples, as autograd's engine wants them when called directly."""
         run0, run1 = self._begin(forward), self._runs[backward.stage, backward.microbatch]
         module0, module1 = (self.modules[action.stage] for action in (forward, backward))
         criterion0 = self.batch.criterion if self._ends(forward) else None
         loss1, outputs1, grads1 = self._roots(backward, run1)
         outputs0, loss0 = type(module0).overlapped_forward_backward(  # type: ignore[attr-defined]  # the protocol's
-            module0, run0.inputs, criterion0, list(run0.labels), module1, loss1, outputs1, grads1
+            module0, run0.inputs, criterion0, run0.labels, module1, loss1, outputs1, grads1
         )
         self._finish_forward(forward, run0, tensors(outputs0), loss0)
         self._finish_backward(backward, run1)
