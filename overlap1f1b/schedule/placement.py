@@ -84,7 +84,15 @@ class Placement:
 
     def places(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (pipe, stage) that a rank holds, pipe 0 first, stages ascending."""
-        return tuple((p, s) for p, pipe in enumerate(self.pipes) for s, held in enumerate(pipe) if held == rank)
+        return self._places.get(rank, ())
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        places: dict[int, list[tuple[int, int]]] = {}
+        for p, pipe in enumerate(self.pipes):
+            for s, rank in enumerate(pipe):
+                places.setdefault(rank, []).append((p, s))
+        return {rank: tuple(held) for rank, held in places.items()}
 
     def group(self, pipe: int, stage: int) -> int:
         """The parameter group of a place; places that hold the same parameters share it."""

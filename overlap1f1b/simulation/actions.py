@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class ProgramTimeline:
     ranks: tuple[tuple[StepSpan, ...], ...]
     transfers: tuple[TransferSpan, ...]
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """End of the last action."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)

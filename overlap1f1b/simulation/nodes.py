@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from overlap1f1b.plan import Lane, NodeCosts, Plan, play_ranks
@@ -27,7 +28,7 @@ class PlanTimeline:
     plan: Plan
     ranks: tuple[Timeline, ...]
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """End of the last node."""
         return max((rank.makespan for rank in self.ranks), default=0.0)

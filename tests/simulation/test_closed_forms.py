@@ -96,27 +96,49 @@ def test_no_rank_waits_in_zb_h2_and_zb_v(name: str, share: float, P: int, M: int
 @given(st.integers(1, 8), st.integers(0, 32), st.data())
 @few
 def test_bubble_of_dualpipe(half: int, more: int, data: st.DataObject) -> None:
-    """(P/2−1)(F&B + B − 3W) on the middle ranks, where W ≤ F = I and B ≤ F&B.
+    """(P/2−1)(F&B + B − 3W) where W ≤ F = I and B ≤ F&B: on every rank if a pair saves nothing, F&B = F + B.
 
-    Other ranks have fewer pairs, so where a pair saves time, their work is longer and their bubble smaller.
+    If it does, on the two middle ranks and their neighbours. A rank with h = min(r, P−1−r) below P/2−2 has that many
+    pairs fewer than these, so it works longer by what they would have saved, and waits for less.
     """
     P = 2 * half
     spec, fused = folded_costs(data)
     timeline = simulate(build_schedule("dualpipe", ranks=P, microbatches=2 * P + 2 * more), spec)
-    for middle in (half - 1, half):
-        assert timeline.bubble(middle) == pytest.approx((half - 1) * (fused + spec.backward - 3 * spec.weight))
-        assert timeline.bubble(middle) == pytest.approx(max(timeline.bubble(rank) for rank in range(P)))
+    saving = spec.forward + spec.backward - fused
+    for rank in range(P):
+        fewer = max(0, half - 2 - min(rank, P - 1 - rank))
+        want = (half - 1) * (fused + spec.backward - 3 * spec.weight) - fewer * saving
+        assert timeline.bubble(rank) == pytest.approx(want)
     check_work(timeline, spec)
 
 
 @given(ranks, st.integers(0, 32), st.data())
 @few
 def test_bubble_of_dualpipev(P: int, more: int, data: st.DataObject) -> None:
-    """(P−1)(F&B + B − 3W) in costs of a chunk, on the last rank, where W ≤ F = I and B ≤ F&B."""
+    """(P−1)(F&B + B − 3W) in costs of a chunk, likewise: if a pair saves time, on the last two ranks."""
     spec, fused = folded_costs(data)
     timeline = simulate(build_schedule("dualpipev", ranks=P, microbatches=2 * P + more), spec)
-    assert timeline.bubble(P - 1) == pytest.approx((P - 1) * (fused + spec.backward - 3 * spec.weight) / 2)
+    saving = spec.forward + spec.backward - fused
+    for rank in range(P):
+        want = (P - 1) * (fused + spec.backward - 3 * spec.weight) - max(0, P - 2 - rank) * saving
+        assert timeline.bubble(rank) == pytest.approx(want / 2)
     check_work(timeline, spec)
+
+
+@pytest.mark.parametrize(
+    ("F", "input_", "W", "pair", "bubbles"),
+    [
+        (1, 2, 1, 1.0, [11.0] * 8),  # I > F: the formula says 12
+        (2, 1, 1, 1.0, [12.0] * 8),  # I < F: 9
+        (1, 1, 1.5, 1.0, [6.0] * 8),  # W > F: 4.5
+        (1, 1, 1, 0.6, [1.2, 2.4, 3.6, 3.6, 3.6, 3.6, 2.4, 1.2]),  # B > F&B: 0, 1.2, 2.4, …
+    ],
+)
+def test_where_the_formula_of_dualpipe_does_not_hold(
+    F: float, input_: float, W: float, pair: float, bubbles: list[float]
+) -> None:
+    timeline = simulate(build_schedule("dualpipe", ranks=8, microbatches=20), costs(F, input_, W, pair))
+    assert [timeline.bubble(rank) for rank in range(8)] == pytest.approx(bubbles)
 
 
 def folded_costs(data: st.DataObject) -> tuple[Costs, float]:

@@ -19,7 +19,7 @@ from overlap1f1b.cli.plan.content import Played, content_of, found, row_of
 from overlap1f1b.cli.plan.grid import Grid
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.picture import paint
-from overlap1f1b.cli.plan.request import model_of, parse, read, requested, searched
+from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.rows import rows_of
 from overlap1f1b.cli.plan.tables import per_rank, per_schedule
 from overlap1f1b.schedule import Program
@@ -56,7 +56,7 @@ def plan(options: PlanOptions) -> None:
     screen = console(options.output.json)
     ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
     microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
-    model = model_of(options)
+    model, layers = model_of(options), options.sub_op_costs.layers
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
     if options.from_csv is not None:
@@ -67,10 +67,12 @@ def plan(options: PlanOptions) -> None:
             ranking = _search(options, ranks, microbatches, model, screen)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
+        check_scale(candidate, ranks, microbatches, layers)
         program = candidate.build(ranks, microbatches)
     timeline = model.play(program, None if candidate is None else candidate.overlap)
     rows = [row_of(program, timeline, candidate)]
     for other in map(parse, options.compare):
+        check_scale(other, len(program.ranks), program.microbatches, layers)
         further = other.build(len(program.ranks), program.microbatches)
         rows.append(row_of(further, model.play(further, other.overlap), other))
     content = content_of(program, timeline) | extra
@@ -85,6 +87,8 @@ def plan(options: PlanOptions) -> None:
 
 def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console) -> Ranking:
     tried = searched(options, model)
+    for candidate in tried:
+        check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     with _progress(len(tried), screen) as progress:
         ranking = search(
             tried,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor, log10
 from typing import NamedTuple
 
 
@@ -125,15 +125,11 @@ def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> list[Piece]:
 
 def _axis(end: float, scale: float, columns: int) -> str:
     """Marks at round times, so far apart that their numbers fit."""
-    step = 1.0
     widest = len(f"{end:g}") + 3
-    for power in range(-6, 12):
-        found = next((f * 10.0**power for f in (1, 2, 5) if f * 10.0**power * scale >= widest), None)
-        if found is not None:
-            step = found
-            break
+    power = floor(log10(widest / scale))
+    step = next(f * 10.0**p for p in (power - 1, power, power + 1) for f in (1, 2, 5) if f * 10.0**p * scale >= widest)
     line, count = "", 0
-    while count * step <= end + 1e-9:
+    while count * step <= end * (1 + 1e-9):
         mark = f"|{count * step:g}"
         at = round(count * step * scale)
         if at + len(mark) > columns:

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import tyro
 
+LARGEST = 1e100
+"""Of a cost."""
+
 
 def _by_default(metavar: str, default: object) -> Any:
     """How ``--help`` shows an option that is None unless it is given, so that contradictions can be told."""
@@ -135,6 +138,7 @@ def check_plan(options: PlanOptions) -> None:
         _refuse(options.sub_op_costs, names, needed="with --layers")
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
+    _check_costs(options)
     if not options.search:
         _refuse(options, ("memory",), needed="with --search")
     elif options.group_size is not None:
@@ -152,6 +156,14 @@ def check_plan(options: PlanOptions) -> None:
     _check_folders(options.output)
 
 
+def _check_costs(options: PlanOptions) -> None:
+    """Raises ``ValueError`` for costs whose sums could be no numbers."""
+    given = {**vars(options.action_costs), **vars(options.sub_op_costs), "send": options.send}
+    for name, value in given.items():
+        if isinstance(value, float) and LARGEST < value < float("inf"):
+            raise ValueError(f"--{name} {value:g}; allowed: at most {LARGEST:g}, so that sums are numbers")
+
+
 def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:
     for name in names:
         if (value := getattr(options, name)) is not None:
@@ -164,8 +176,10 @@ def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: s
 def _check_folders(output: OutputOptions) -> None:
     for name in ("png", "svg", "csv", "trace", "json"):
         value = getattr(output, name)
-        if value in (None, "-"):
+        if value is None or (name == "json" and value == "-"):
             continue
+        if str(value) == "-":
+            raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
         if not Path(value).parent.is_dir():
             raise ValueError(f"--{name} {value}: its folder does not exist; allowed: a file in a folder that does")
         if Path(value).is_dir():

@@ -10,17 +10,34 @@ from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, Program
 from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
 from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
+MOST = 10_000_000
+"""Actions, or nodes with --layers, beyond which memory and patience end before the simulation does."""
+
 _NUMBERS = ("chunks", "extra_warmup", "group_size", "overlap")
 
 
 def requested(options: PlanOptions) -> Candidate:
     """The candidate that the options describe."""
     return Candidate(
-        options.schedule or DEFAULT_PROGRAM,
+        DEFAULT_PROGRAM if options.schedule is None else options.schedule,
         chunks=1 if options.chunks is None else options.chunks,
         extra_warmup=options.extra_warmup,
         group_size=options.group_size,
     )
+
+
+def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
+    """Raises ``ValueError`` for a program that is too large to be simulated."""
+    if min(candidate.chunks, ranks, microbatches) < 1:  # refused where it is built
+        return
+    per_microbatch = 2 * candidate.chunks if layers is None else 13 * layers
+    count = per_microbatch * ranks * microbatches
+    if count > MOST:
+        sizes = {"ranks": ranks, "microbatches": microbatches}
+        sizes |= {"chunks": candidate.chunks} if layers is None else {"layers": layers}
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        what = "actions" if layers is None else "nodes"
+        raise ValueError(f"{candidate.schedule} with {named} has about {count} {what}; allowed: at most {MOST}")
 
 
 def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:

@@ -85,3 +85,21 @@ def test_short_cells_do_not_stretch_the_picture() -> None:
 
 def test_nothing_to_draw() -> None:
     assert Grid.of([Row("rank 0", [])], width=30).text.splitlines() == ["rank 0", "time   |0"]
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-9, 0.03, 1, 7e5, 2e14, 1e90])
+def test_the_axis_has_round_marks_whatever_the_unit(unit: float) -> None:
+    row = Row("rank 0", [Cell(f"F{m}", m * unit, (m + 1) * unit, "F") for m in range(10)])
+    drawn = Grid.of([row], width=120)
+    axis = drawn.text.splitlines()[-1].removeprefix("time   ")
+    marks = [float(mark) for mark in axis.split("|")[1:]]
+    assert 2 <= len(marks) <= 11
+    assert marks[0] == 0
+    assert f"{marks[1]:.0e}"[0] in "125"
+    assert marks == pytest.approx([index * marks[1] for index in range(len(marks))])
+    assert marks[-1] <= 10 * unit * (1 + 1e-9)
+
+
+def test_costs_that_lie_far_apart() -> None:
+    row = Row("rank 0", [Cell("F0", 0, 1e90, "F"), Cell("B0", 1e90, 1e90 + 1e-300, "B"), Cell("F1", 1e90, 2e90, "F")])
+    assert Grid.of([row], width=40).text.splitlines()[0] == "rank 0 F0-F1-"
