@@ -1,12 +1,11 @@
-"""The learning rate, what is decayed, and clipping."""
+"""The learning rate, and what is decayed."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
-from overlap1f1b.cli.optimizer import build_optimizer, clip, learning_rate, set_learning_rate, squared_norm
+from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
@@ -30,13 +29,3 @@ def test_only_matrices_are_decayed() -> None:
     assert [decayed[p] for p in model.parameters()] == [0.0, 0.1, 0.0, 0.0]
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
-def test_clipping() -> None:
-    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
-    assert squared_norm(grads) == pytest.approx(25.0)
-    clip(grads, 5.0, 10.0)
-    assert torch.equal(grads[0], torch.tensor([3.0, 0.0]))
-    clip(grads, 5.0, 1.0)
-    assert squared_norm(grads) == pytest.approx(1.0)
-    assert squared_norm([]) == 0.0
