@@ -29,7 +29,7 @@ def test_ctrl_c_at_any_time_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "overlap1f1b", "train", "--ranks", "0"],
+        [sys.executable, "-m", "overlap1f1b", "train", "--steps", "0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,7 +37,7 @@ def test_as_a_module() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "overlap1f1b: error: --ranks 0; allowed: 1 or more\n"
+    assert done.stderr == "overlap1f1b: error: --steps 0; allowed: 1 or more\n"
 
 
 WAITING = "import sys; sys.stdin.read(); from overlap1f1b.__main__ import run; sys.exit(run())"

@@ -53,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     """Starts the ranks; a single one without a wire is this process."""
-    for name, value in (("KINETO_LOG_LEVEL", "5"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(name, value)  # torch's profiler, which bench counts memory with, is chatty
     wire = options.wire if isinstance(options, BenchOptions) else None
     if wire is None:
         return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)
@@ -86,6 +84,9 @@ def _end_rank(options: RunOptions) -> NoReturn:
 
 
 def _run_rank(options: RunOptions) -> int:
+    # Before torch is loaded, whose profiler, by which bench counts memory, is chatty.
+    for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(name, value)
     from overlap1f1b.cli.ranks import joined
 
     verb: Callable[[Any, Rank], None]

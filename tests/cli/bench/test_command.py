@@ -47,6 +47,7 @@ def test_every_row_is_measured_and_only_json_on_standard_output(text: Path, rank
         "bench", "--text", text, *SMALL, "--ranks", ranks, "--compute", compute, "--json", "-", WORLD_SIZE="4"
     ).wait()
     assert status == 0, err
+    assert "profiler" not in err
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result["environment"]["ranks"] == ranks  # whatever WORLD_SIZE a shell has left
     rows = result["rows"]
