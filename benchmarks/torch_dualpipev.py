@@ -32,7 +32,8 @@ from overlap1f1b.cli.bench.hollow import HollowCompute, hollow
 from overlap1f1b.cli.bench.measure import FRAMES
 from overlap1f1b.cli.launch import STORE, run_ranks
 from overlap1f1b.cli.ranks import joined
-from overlap1f1b.cli.wire import INTERFACE, Wire, parse_rate, shape
+from overlap1f1b.cli.rate import parse_rate
+from overlap1f1b.cli.wire import INTERFACE, Wire, shape
 from overlap1f1b.cli.workload import loss_fn
 from overlap1f1b.integrations.torch_pipelining import register
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
