@@ -32,7 +32,8 @@ from overlap1f1b.cli.bench.hollow import HollowCompute, hollow
 from overlap1f1b.cli.bench.measure import FRAMES
 from overlap1f1b.cli.launch import STORE, run_ranks
 from overlap1f1b.cli.ranks import joined
-from overlap1f1b.cli.wire import INTERFACE, Wire, parse_rate, shape
+from overlap1f1b.cli.rate import parse_rate
+from overlap1f1b.cli.wire import INTERFACE, Wire, shape
 from overlap1f1b.cli.workload import loss_fn
 from overlap1f1b.integrations.torch_pipelining import register
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
@@ -195,7 +196,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     equal = rank.gradients_equal()
     compute = TimedCompute(float(os.environ[SPEED]) / options.slower)
     samples: dict[str, list[float]] = {str(row): [] for row in ROWS}
-    with hollow(rank.model), compute:  # the inner one answers; the outer leaves routers real
+    with hollow(rank.model, compute):
         rank.step(None)
         compute.total = 0.0
         sent = rank.counted()
@@ -248,7 +249,7 @@ def main() -> int:
         ranks = PIPELINE * options.ep
         with Wire(ranks) as wire:
             return run_ranks(sys.argv, ranks, wire=wire, command=(sys.executable,))
-    with joined(120.0) as rank:
+    with joined((PIPELINE, 1, options.ep), 120.0) as rank:
         result = measure(options)
         if rank.rank == 0:
             show(result, options.json)
