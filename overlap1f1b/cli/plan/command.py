@@ -30,6 +30,9 @@ Model = ActionModel | NodeModel
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 
+ROWS = 15
+"""Of the table of a search."""
+
 SECONDS_BETWEEN_LINES = 5.0
 """How often a search says how far it is, where it is no terminal."""
 
@@ -96,7 +99,7 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
             microbatches=microbatches,
             model=model,
             memory=options.memory,
-            top=options.top if isinstance(model, NodeModel) else None,
+            top=(options.top or 1) if isinstance(model, NodeModel) else None,
             progress=progress,
         )
     if not ranking.found and ranking.over:
@@ -131,21 +134,23 @@ def _progress(total: int, screen: Console) -> Iterator[Callable[[int], None]]:
     yield say
 
 
-def _show_search(result: dict[str, Any], top: int, screen: Console) -> None:
-    rows = result["rows"]
-    screen.print(per_schedule(rows[:top]))
-    if len(rows) > top:
-        screen.print(f"… {len(rows) - top} slower ones; --top {len(rows)} shows them")
+def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> None:
+    rows, shown = result["rows"], ROWS if top is None else top
+    screen.print(per_schedule(rows[:shown]))
+    if len(rows) > shown:
+        screen.print(f"… {len(rows) - shown} slower ones; --top {len(rows)} shows them")
+    if result["pruned"]:
+        pruned = result["pruned"]
+        place, further = (
+            (f"among the first {top}", "") if top else ("the fastest", "; --top N plays what the first N need")
+        )
+        screen.print(
+            f"not played: {len(pruned)} that cannot be {place}, none takes less than {pruned[0]['bound']:.6g}{further}",
+            highlight=False,
+        )
     if result["over_memory"]:
         over = result["over_memory"]
         screen.print(f"left out, over the memory limit: {len(over)}, the least with {over[0]['peak_activations']:g}")
-    if result["pruned"]:
-        pruned = result["pruned"]
-        screen.print(
-            f"not played, since they cannot be among the first {top}: {len(pruned)}, "
-            f"none of which takes less than {pruned[0]['bound']:.6g}",
-            highlight=False,
-        )
     if result["refused"]:
         refused = result["refused"]
         reasons = list(dict.fromkeys(row["reason"] for row in refused))

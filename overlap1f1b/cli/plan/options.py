@@ -120,9 +120,9 @@ class PlanOptions:
     draw the fastest. What is given is not varied."""
     memory: Annotated[float | None, _by_default("FLOAT", "none")] = None
     """Limit for --search: activations of a rank's whole share and one microbatch that may be alive at once."""
-    top: int = 15
-    """Rows of the table of --search; JSON has all that were played. With --layers, schedules that a bound shows to be
-    slower than these are not played."""
+    top: Annotated[int | None, _by_default("INT", 15)] = None
+    """Rows of the table of --search; JSON has all that were played. With --layers, schedules that cannot be among these
+    by a bound are not played; without --top, those that cannot be the fastest."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 
@@ -147,7 +147,7 @@ def check_plan(options: PlanOptions) -> None:
         raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ValueError(f"--memory {options.memory:g}; allowed: a finite number > 0")
-    if options.top < 1:
+    if options.top is not None and options.top < 1:
         raise ValueError(f"--top {options.top}; allowed: 1 or more")
     if options.output.width is not None and options.output.width < 20:
         raise ValueError(f"--width {options.output.width}; allowed: 20 or more")

@@ -166,7 +166,11 @@ def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
     assert few["pruned"]
     least = min(row["bound"] for row in few["pruned"])
     out = plan(capsys, *args, "--top", 1).out
-    assert f"cannot be among the first 1: {len(few['pruned'])}, none of which takes less than {least:.6g}\n" in out
+    assert (
+        f"\nnot played: {len(few['pruned'])} that cannot be among the first 1, none takes less than {least:.6g}" in out
+    )
+    assert content(capsys, *args)["search"] == few
+    assert f"\nnot played: {len(few['pruned'])} that cannot be the fastest, none " in plan(capsys, *args).out
 
 
 def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> None:
@@ -236,7 +240,7 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
     result = content(capsys, *SUB_OPS, "--compare", "1f1b:overlap=serial", "combined_1f1b:chunks=2,overlap=pairs")
     assert [row["overlap"] for row in result["compare"]] == ["3", "serial", "pairs"]
     assert result["compare"][0]["makespan"] < result["compare"][1]["makespan"]
-    found = content(capsys, *SUB_OPS, "--search", "--schedule", "combined_1f1b", "--chunks", 1)
+    found = content(capsys, *SUB_OPS, "--search", "--schedule", "combined_1f1b", "--chunks", 1, "--top", 99)
     rows = found["search"]["rows"]
     assert {row["overlap"] for row in rows} == {"serial", "pairs", 2, 3}
     assert found["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows)
