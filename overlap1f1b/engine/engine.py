@@ -23,7 +23,7 @@ from overlap1f1b.engine.mesh import DIMENSIONS, Dimension, Mesh
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.player import Pace, Place, Player
-from overlap1f1b.engine.reducer import Reducer
+from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, result_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
@@ -70,6 +70,7 @@ class Engine:
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
+            Modules under torch's FSDP2 have it reduce theirs.
         count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
             instead of microbatches, ``loss_fn`` being the mean over those of its own.
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
@@ -121,9 +122,11 @@ class Engine:
         replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
         own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
         experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
-        self.stages = stages_of(
+        self.stages, self.sharding = stages_of(
             model, placement, rank, self.exchange, reduce_own=own is not None, reduce_experts=experts is not None
         )
+        if self.sharding.groups and not reduce:
+            raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
         if not any(p.requires_grad for p in self.parameters()):
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.shapes = all_shapes(self.stages, placement, self.mesh)
@@ -140,17 +143,23 @@ class Engine:
             background=background,
             dynamic=dynamic_shapes,
         )
-        self.reducer: Reducer | None = None
-        if own is not None or experts is not None:
-            lane = Lane("reduce", limit, self.failures, background=background)
-            self.reducer = Reducer(self.stages, own, experts, lane)
+        self.reductions: list[Reduction] = reductions_of(
+            self.stages,
+            self.sharding,
+            self.mesh,
+            replicas,
+            dense=own,
+            experts=experts,
+            lane=Lane("reduce", limit, self.failures, background=background),
+            shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
+        )
         self._first_replica = replicas[0]
         self.player = Player(
             limit,
             self.failures,
             background=self.exchange.background,
             boundary=self.boundary,
-            reducer=self.reducer,
+            reductions=self.reductions,
             pace=pace,
         )
         self.costs = costs
@@ -217,11 +226,11 @@ class Engine:
         with self._guarded(plan):
             if measuring and self.mesh.group("ep") is not None:
                 self._measure(True)
-            if self.reducer is not None:
-                self.reducer.begin(plan.ranks[self._first_replica])
+            for reduction in self.reductions:
+                reduction.begin(plan.ranks[self._first_replica])
             result = self._play(plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-            if self.reducer is not None:
-                self.reducer.finish()
+            for reduction in self.reductions:
+                reduction.finish()
             if measuring and self._warm:
                 self.costs = measured_costs(plan.ranks[self.rank], result.overlap.spans, self.mesh)
             self._warm = True
@@ -235,7 +244,7 @@ class Engine:
             program = forwards_of(self.program)
             self._evaluation = (self.costs, self._compiled(program, self.costs or NodeCosts(), self.overlap))
         plan = self._evaluation[1]
-        with self._guarded(plan):
+        with self._guarded(plan), self.sharding.gathered():
             return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
 
     def mean_loss(self, result: StepResult) -> float:
@@ -272,8 +281,8 @@ class Engine:
             self.failures.post(f"{message}: {headline(error)}")
             self._failed = bool(where)
             self.boundary.forget()
-            if self.reducer is not None:
-                self.reducer.restore()
+            for reduction in self.reductions:
+                reduction.restore()
             raise
         finally:
             self._measure(False)
@@ -285,8 +294,8 @@ class Engine:
             stage.exchange = BackToBack(self.exchange) if on else self.exchange
 
     def _meet(self) -> None:
-        if self.reducer is not None:
-            self.reducer.settle()
+        for reduction in self.reductions:
+            reduction.settle()
         self.mesh.meet("ep")
 
     def _play(

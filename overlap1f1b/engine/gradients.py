@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.stage import Stage
+from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.schedule import Placement
 
 
@@ -17,7 +21,7 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
     """Scales the gradients so that their 2-norm over all ranks is at most ``max_norm``; returns the norm, a scalar.
 
     Every parameter counts once: those outside the experts on the first rank along "ep", those of a stage that several
-    pipeline ranks hold on the first of them.
+    pipeline ranks hold on the first of them. Of a parameter under FSDP2 every rank counts its shard.
 
     Raises:
         ValueError: A negative or undefined ``max_norm``.
@@ -26,20 +30,42 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
     experts: dict[nn.Parameter, None] = {}
     every: dict[nn.Parameter, None] = {}
-    for stage in stages.values():
-        for block in range(len(stage.blocks)):
-            experts |= dict.fromkeys(stage.expert_parameters_of(block))
-            every |= dict.fromkeys(stage.blocks[block].parameters())
+    for block in (block for stage in stages.values() for block in stage.blocks):
+        for module in block.modules():  # a stage knows them as FSDP2 gathers them, not as shards
+            if isinstance(module, GroupedExperts):
+                experts |= dict.fromkeys(module.parameters())
+        every |= dict.fromkeys(block.parameters())
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):
             mine = (p for block in stage.blocks for p in block.parameters())
             counted |= dict.fromkeys(p for p in mine if p in experts or mesh.rank("ep") == 0)
-    square = float(get_total_norm([p.grad for p in counted if p.grad is not None]).double()) ** 2
+    grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
+    shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 
-    def total(dimension: Dimension, squares: list[float]) -> float:
-        return squares[0] if dimension == "dp" else sum(squares)
+    def total(dimension: Dimension, squares: list[tuple[float, float]]) -> tuple[float, float]:
+        whole, sharded = zip(*squares, strict=True)
+        return whole[0] if dimension == "dp" else sum(whole), sum(sharded)
 
-    norm = torch.tensor(mesh.combined(square, total)).sqrt()
-    clip_grads_with_norm_(every, max_norm, norm)
+    norm = torch.tensor(sum(mesh.combined((_square(grads), _square_of_shards(shards)), total))).sqrt()
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in every:
+        over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        by_mesh.setdefault(over, []).append(parameter)
+    for parameters in by_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _square(grads: Iterable[Tensor]) -> float:
+    return float(get_total_norm(grads).double()) ** 2
+
+
+def _square_of_shards(grads: Iterable[DTensor]) -> float:
+    """This rank's part of the squared norm, which the ranks of a gradient's mesh sum."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+        copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        by_copies.setdefault(copies, []).append(grad.to_local())
+    return sum(_square(locals_) / copies for copies, locals_ in by_copies.items())

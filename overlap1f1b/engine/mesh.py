@@ -78,7 +78,7 @@ class Mesh:
     def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
         """Numbers in the default group of some pipeline ranks, over further dimensions, ascending."""
         if self._ranks is None:
-            return [0]
+            return [dist.get_rank() if dist.is_initialized() else 0]
         at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
         return sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
+from overlap1f1b.engine.sharding import Sharding
 from overlap1f1b.engine.stage import Stage, blocks_of
 from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.plan import StageShape
@@ -41,11 +42,12 @@ def stages_of(
     *,
     reduce_own: bool,
     reduce_experts: bool,
-) -> dict[int, Stage]:
-    """The stages that a pipeline rank holds, by their number.
+) -> tuple[dict[int, Stage], Sharding]:
+    """The stages that a pipeline rank holds, by their number, and what FSDP2 holds of them.
 
     Raises:
-        ValueError: Too few blocks, other stages than the rank holds, or a parameter in two stages.
+        ValueError: Too few blocks, other stages than the rank holds, a parameter in two stages, or one under FSDP2 that
+            cannot be gathered.
     """
     held = [stage for _, stage in placement.places(rank)]
     if len(set(held)) < len(held):
@@ -66,9 +68,17 @@ def stages_of(
     # Where nothing is summed over ranks, stages of one rank may tie parameters: each adds its own gradient.
     _refuse_shared(list(parts.values()), parameters=reduce_own or reduce_experts)
     reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
-    return {
-        stage: Stage(blocks, exchange, number=stage, first=first[stage], **reduced) for stage, blocks in parts.items()
-    }
+    # By number: the ranks that hold the same stages gather them in the same order.
+    tops = [model[stage] if isinstance(model, Mapping) else parts[stage] for stage in sorted(parts)]
+    if isinstance(model, nn.Module) and placement.ranks == 1:
+        tops = [model]
+    sharding = Sharding(*tops)
+    with sharding.gathered():
+        stages = {
+            stage: Stage(blocks, exchange, number=stage, first=first[stage], **reduced)
+            for stage, blocks in parts.items()
+        }
+    return stages, sharding
 
 
 def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = True) -> None:

@@ -13,7 +13,7 @@ from overlap1f1b.engine.cut import BlockRun
 from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
-from overlap1f1b.engine.reducer import Reducer
+from overlap1f1b.engine.reduction import Reduction
 from overlap1f1b.engine.weights import accumulate
 from overlap1f1b.plan import Lane as LaneName
 from overlap1f1b.plan import Node, Op, Span
@@ -35,7 +35,7 @@ class Player:
         failures: Where other ranks say that they failed.
         background: Whether exchanges are started and awaited by threads of the lanes.
         boundary: Carries out the ``send`` and ``receive`` nodes.
-        reducer: Carries out the ``reduce`` nodes.
+        reductions: Carry out the ``reduce`` nodes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
@@ -49,7 +49,7 @@ class Player:
         *,
         background: bool = False,
         boundary: Boundary | None = None,
-        reducer: Reducer | None = None,
+        reductions: Sequence[Reduction] = (),
         pace: Pace | None = None,
     ) -> None:
         def lane(name: str, *, background: bool = background) -> Lane:
@@ -65,7 +65,7 @@ class Player:
             (Op.COMBINE, Kind.I): back,
             (Op.DISPATCH, Kind.I): back,
         }
-        self.boundary, self.reducer, self.pace = boundary, reducer, pace
+        self.boundary, self.reductions, self.pace = boundary, reductions, pace
         self.before_launch: Callable[[], None] | None = None
         self.position = 0
         """Of the node that is played, in the list."""
@@ -88,8 +88,8 @@ class Player:
         try:
             for self.position, node in enumerate(nodes):
                 if node.op is Op.REDUCE:
-                    assert self.reducer is not None
-                    self._flights += self.reducer.launch(node)
+                    for reduction in self.reductions:
+                        self._flights += reduction.launch(node)
                 elif node.lane is LaneName.PEER:
                     self._pass(node, microbatches[node.stage, node.microbatch])
                 else:

@@ -1,8 +1,8 @@
-"""Sums gradients over the ranks that hold the same parameters."""
+"""Sums gradients of plain modules over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ class Reducer:
         dense: Ranks that hold the parameters outside the experts; None for this one alone.
         experts: Ranks that hold the same experts.
         lane: Where reductions travel.
+        apart: Parameters that something else reduces.
     """
 
     def __init__(
@@ -36,12 +37,20 @@ class Reducer:
         dense: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None,
         lane: Lane,
+        *,
+        apart: Set[nn.Parameter] = frozenset(),
     ) -> None:
-        self.stages, self.dense, self.experts, self.lane = stages, dense, experts, lane
+        self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
         self._before: dict[nn.Parameter, Tensor] = {}
         self._flights: list[tuple[list[nn.Parameter], Flight[Tensor]]] = []
         self._order: list[BlockPlace] = []  # of the launches still to come, the last first
         self._ready: dict[BlockPlace, Node] = {}
+
+    @property
+    def reduces(self) -> bool:
+        """Whether there is anything to reduce."""
+        blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
+        return any(parameters for place in blocks for parameters, _ in self._parameters(*place))
 
     def begin(self, order: Sequence[Node]) -> None:
         """Sets aside the gradients of earlier steps.
@@ -66,7 +75,7 @@ class Reducer:
         """What is summed with a block, and over which ranks."""
         held = self.stages[stage]
         both = ((held.own_parameters(block), self.dense), (held.expert_parameters_of(block), self.experts))
-        return [(parameters, group) for parameters, group in both if group is not None]
+        return [([p for p in part if p not in self.apart], group) for part, group in both if group is not None]
 
     def launch(self, node: Node) -> list[Flight[Tensor]]:
         """Starts the reduction of a block, and of those whose turn was after it."""

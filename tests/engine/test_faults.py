@@ -70,8 +70,8 @@ def _step(rank: int, size: int, folder: str, culprit: int, what: str, microbatch
     program = build_schedule("combined_1f1b", ranks=2, microbatches=M)
     engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=3, timeout=LIMIT)
     if rank == culprit and when == "reduce":
-        assert engine.reducer is not None
-        engine.reducer.launch = lambda node: die(folder)  # type: ignore[assignment,return-value]
+        (reduction,) = engine.reductions
+        reduction.launch = lambda node: die(folder)  # type: ignore[method-assign,return-value]
     inputs, target = models.batch(M, seed=rank)
     try:
         engine.step(inputs, target=target)

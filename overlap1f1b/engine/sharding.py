@@ -1,0 +1,139 @@
+"""Parameters that torch's FSDP2 holds, while the engine plays the modules that use them.
+
+``fully_shard`` and ``replicate`` gather a module's parameters in its forward and reduce their gradients in its
+backward, by hooks that expect one microbatch at a time, backward after forward. The engine keeps several open in each
+module, and cuts their backwards into parts. So while it plays, the parameters stay gathered and the hooks do no more
+than cast for mixed precision; :class:`ShardedReducer` has the gradients reduced once they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
+_PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
+
+
+class Sharding:
+    """What FSDP2 holds of one or more models; nothing, where it was not applied.
+
+    >>> sharding = Sharding(model)
+    >>> with sharding.gathered():
+    ...     stage = Stage(model, exchange)  # sees whole parameters, the same objects in every step
+
+    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` says.
+
+    Args:
+        models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order
+            on all ranks that hold them.
+
+    Raises:
+        ValueError: FSDP2 was applied to a module around the blocks, which is not given; or it was applied with mixed
+            precision, and torch is older than 2.13.
+    """
+
+    def __init__(self, *models: nn.Module | Sequence[nn.Module]) -> None:
+        tops = [m for model in models for m in ([model] if isinstance(model, nn.Module) else model)]
+        roots = [root for top in tops for root in _outermost(top)]
+        self._roots = _by_state(roots)
+        self._modules = _by_state(module for root in roots for module in _held(root))
+        self._uncalled = {id(model) for model in models}
+        self.groups: list[ParameterGroup] = [g for m in self._modules for g in _state(m)._fsdp_param_groups]
+        self._handles: list[Any] = []
+        for root in self._roots:
+            _state(root)._lazy_init()
+        self._check(tops)
+
+    def _check(self, tops: Sequence[nn.Module]) -> None:
+        held = {id(p.sharded_param) for group in self.groups for p in group.fsdp_params}
+        for top in tops:
+            for name, parameter in top.named_parameters():
+                if isinstance(parameter, DTensor) and id(parameter) not in held:
+                    raise ValueError(
+                        f"parameter {name} of {type(top).__name__} is sharded by a module around the blocks; "
+                        "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
+                    )
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        for group in self.groups:
+            if group.mp_policy.param_dtype is not None and version < _PASSIVE_CASTS:
+                raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+
+    def gather(self) -> None:
+        """Starts to gather all parameters, in order; a module's forward waits for its own. Holds the hooks still."""
+        self._handles = [module.unshard(async_op=True) for module in self._modules]
+        for module in self._modules:
+            # Else a forward would have the parameters resharded under another that is suspended, and a backward would
+            # end with the reduction of whatever is there.
+            _state(module)._training_state = TrainingState.PRE_BACKWARD
+        for module, handle in zip(self._modules, self._handles, strict=True):
+            if id(module) in self._uncalled:  # the engine calls its blocks alone
+                handle.wait()
+
+    def wait(self) -> None:
+        """Waits until all parameters are here."""
+        for handle in self._handles:
+            handle.wait()
+
+    def release(self) -> None:
+        """Frees the gathered parameters; the modules are FSDP2's again."""
+        self.wait()  # an unfinished gathering would pass for the next one
+        self._handles = []
+        for module in self._modules:
+            module.reshard()
+            _state(module)._training_state = TrainingState.IDLE
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """While it lasts, all parameters are whole."""
+        self.gather()
+        try:
+            self.wait()
+            yield
+        finally:
+            self.release()
+
+    def finalize(self) -> None:
+        """Ends FSDP2's backward: on CUDA, the current stream waits for the reductions."""
+        for root in self._roots:
+            _state(root)._root_post_backward_final_callback()
+
+    def forget(self) -> None:
+        """Drops gradients that were not reduced."""
+        for group in self.groups:
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+
+
+def _state(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _by_state(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
+    """The modules but for those that share their state with an earlier one, as of ``fully_shard([a, b])``."""
+    first: dict[int, FSDPModule] = {}
+    for module in modules:
+        first.setdefault(id(_state(module)), module)
+    return list(first.values())
+
+
+def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
+    if isinstance(module, FSDPModule):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _held(root: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(root, nn.Module)
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]

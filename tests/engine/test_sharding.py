@@ -1,0 +1,281 @@
+"""Blocks under torch's FSDP2: gradients against FSDP2's own loop, bit for bit, and against one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.moe.exchange import build_exchange
+from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Overlap
+from overlap1f1b.schedule import Program, build_schedule
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
+WRAPS = ["blocks", "hybrid", "replicate", "root", "some"]
+
+
+def programs(microbatches: int) -> list[Program]:
+    return [build_schedule(n, microbatches=microbatches, extra_warmup=w) for n, w in PROGRAMS]
+
+
+def wrapped(
+    wrap: str, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy | None = None, **options: Any
+) -> nn.Sequential:
+    """Experts are sharded over "dp", all the rest over both dimensions; ``"some"`` leaves every other block plain."""
+    model = models.build(mesh.get_group("ep"), **options)
+    every = init_device_mesh("cpu", (mesh.size(),))
+    if wrap == "hybrid":  # sharded over half of the ranks, the other half the same
+        every = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+    apply: Any = replicate if wrap == "replicate" else fully_shard
+    precision = {} if policy is None else {"mp_policy": policy}
+    for index, block in enumerate(model):
+        if wrap == "some" and index % 2 == 0:
+            continue
+        for experts in getattr(block, "experts", ()):
+            apply(experts, mesh=mesh["dp"], **precision)
+        if wrap != "root" or 0 < index < len(model) - 1:
+            apply(block, mesh=every, **precision)
+    if wrap == "root":  # holds what no block holds: the embedding and the head
+        apply(model, mesh=every, **precision)
+    return model
+
+
+def sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name; zeros where there is none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return found
+
+
+def own_loop(model: nn.Module, data: tuple[Tensor, Tensor], microbatches: int, ranks: int) -> dict[str, Tensor]:
+    """FSDP2's own gradients, summed over the ranks after the last microbatch."""
+    for module in sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)
+    parts = zip(data[0].chunk(microbatches), data[1].chunk(microbatches), strict=True)
+    for index, (x, y) in enumerate(parts):
+        for module in sharded(model):
+            module.set_requires_gradient_sync(index == microbatches - 1)
+        (models.loss_fn(model(x), y) * (1 / (microbatches * ranks))).backward()
+    return gradients(model)
+
+
+def meshed(size: int, dp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "ep"))
+
+
+def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh, **options: Any) -> Engine:
+    return Engine(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
+
+
+def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int, choose: str) -> list[str]:
+    mesh, problems = meshed(size, dp), []
+    options = {"choose": getattr(models, choose)}
+    data = [models.batch(microbatches, seed=r) for r in range(size)]
+    whole = models.build(**options)
+    for inputs, target in data:
+        _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
+    exchange = build_exchange(mesh.get_group("ep"))
+    reference: dict[str, Tensor] = {}
+    if wrap != "some":  # which has plain blocks that nothing else reduces
+        reference = own_loop(wrapped(wrap, mesh, **options), data[rank], microbatches, size)
+    for program in programs(microbatches):
+        for overlap in OVERLAPS:
+            model = wrapped(wrap, mesh, **options)
+            engine = engine_over(model, program, mesh, overlap=overlap, exchange=exchange)
+            engine.step(data[rank][0], target=data[rank][1])
+            found = gradients(model)
+            reference = reference or found
+            problems += [f"{program.name} {overlap}: {name}" for name in models.equal(found, reference)]
+    experts = models.E // (size // dp)
+    at = mesh.get_local_rank("ep") * experts
+    for name, gradient in reference.items():
+        full = expected[name][at : at + experts] if "experts" in name else expected[name]
+        if float((gradient - full).norm()) > 1e-5 * float(full.norm()):
+            problems.append(f"{name} differs from one process")
+    return problems
+
+
+@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_two_ranks_equal_fsdp2_bit_for_bit(ranks2: Ranks, dp: int, wrap: str, choose: str) -> None:
+    assert ranks2.run(_compare, dp, wrap, 3, choose) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_four_ranks_equal_fsdp2_bit_for_bit(ranks4: Ranks, wrap: str, choose: str) -> None:
+    assert ranks4.run(_compare, 2, wrap, 5, choose, timeout=120) == [[]] * 4
+
+
+def _mixed_precision(rank: int, size: int) -> list[str]:
+    """bfloat16 parameters whose gradients are summed in float32, over microbatches as over ranks."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = own_loop(wrapped("blocks", mesh, policy=policy), data, 3, size)
+    problems = []
+    for program in programs(3):
+        for overlap in ("serial", 3):
+            model = wrapped("blocks", mesh, policy=policy)
+            engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+            problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
+    return problems
+
+
+def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks) -> None:
+    assert ranks2.run(_mixed_precision) == [[], []]
+
+
+def _several_steps(rank: int, size: int) -> list[str]:
+    """Steps with an optimizer, one that accumulates, evaluations, and FSDP2's own loop before and after."""
+    mesh, problems = meshed(size, size), []
+    found = {}
+    for engine_drives in (False, True):
+        model = wrapped("root", mesh)
+        model[2].requires_grad_(False)
+        own_loop(model, models.batch(3, seed=rank), 3, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = engine_over(model, programs(3)[0], mesh)
+        for number in range(4):
+            data = models.batch(3, seed=10 * number + rank)
+            if engine_drives:
+                engine.evaluate(*data[:1], target=data[1])
+                engine.step(data[0], target=data[1])
+            else:
+                own_loop(model, data, 3, size)
+            if number != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        own_loop(model, models.batch(3, seed=rank), 3, size)
+        values = {f"{name} itself": p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        found[engine_drives] = gradients(model) | values
+    return problems + models.equal(found[False], found[True])
+
+
+def test_steps_mix_with_fsdp2s_own(ranks2: Ranks) -> None:
+    assert ranks2.run(_several_steps) == [[], []]
+
+
+def _settings(rank: int, size: int) -> list[str]:
+    """What a user has set stands after a step as it did, and the parameters are sharded again."""
+    mesh, data = meshed(size, size), models.batch(2, seed=rank)
+    model = wrapped("blocks", mesh)
+    expected = own_loop(wrapped("blocks", mesh), data, 2, size)
+    for module in sharded(model):
+        module.set_gradient_divide_factor(7.0)
+        module.set_requires_gradient_sync(False)
+    engine = engine_over(model, programs(2)[0], mesh)
+    engine.step(data[0], target=data[1])
+    problems = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) or p.grad is not None]
+    groups = [group for module in sharded(model) for group in module._get_fsdp_state()._fsdp_param_groups]
+    assert {group.gradient_divide_factor for group in groups} == {7.0}
+    for module in sharded(model):
+        module.set_requires_gradient_sync(True)
+    engine.step(data[0], target=data[1])
+    twice = {name: 2 * gradient for name, gradient in expected.items()}
+    for name, gradient in gradients(model).items():
+        if float((gradient - twice[name]).norm()) > 1e-5 * float(twice[name].norm()):
+            problems.append(f"{name}: both steps' gradients are not reduced together")
+    return problems
+
+
+def test_what_the_user_has_set_holds(ranks2: Ranks) -> None:
+    assert ranks2.run(_settings) == [[], []]
+
+
+def _failing(rank: int, size: int) -> list[str]:
+    """A step that fails leaves no gradient behind, and the next is right."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    expected = own_loop(wrapped("blocks", mesh), data, 3, size)
+    model, calls = wrapped("blocks", mesh), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(output)
+        if len(calls) == 3:
+            raise ArithmeticError("the third loss")
+        return models.loss_fn(output, target)
+
+    engine = engine_over(model, programs(3)[0], mesh, loss_fn=loss_fn)
+    with pytest.raises(ArithmeticError, match="the third loss"):
+        engine.step(data[0], target=data[1])
+    assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+    engine.step(data[0], target=data[1])
+    return models.equal(gradients(model), expected)
+
+
+def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
+    assert ranks2.run(_failing) == [[], []]
+
+
+def _hidden(rank: int, size: int) -> list[bool]:
+    """No reduction ends before the last node of compute, which yet is reached: they hold up another thread."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    expected, done = own_loop(wrapped("blocks", mesh), data, 3, size), threading.Event()
+    model = wrapped("blocks", mesh)
+    engine = engine_over(model, programs(3)[0], mesh)
+    computed = [node for node in engine.plan.ranks[0] if node.lane is Lane.COMPUTE]
+    reductions = [index for index, node in enumerate(engine.plan.ranks[0]) if node.op is Op.REDUCE]
+    assert reductions[-2] < engine.plan.ranks[0].index(computed[-1])
+
+    def last(node: Node) -> float:
+        if node == computed[-1]:
+            done.set()
+        return 0.0
+
+    engine.player.pace = last
+    reached = []
+    for group in engine.sharding.groups:
+
+        def late(reduce: Callable[[], None] = group.post_backward) -> None:
+            reached.append(done.wait(10))
+            reduce()
+
+        group.post_backward = late
+    engine.step(data[0], target=data[1])
+    assert not models.equal(gradients(model), expected)
+    return reached
+
+
+def test_reductions_travel_while_the_thread_computes(ranks2: Ranks) -> None:
+    assert ranks2.run(_hidden) == [[True] * 7] * 2
+
+
+def _refused(rank: int, size: int) -> None:
+    mesh, program = meshed(size, 1), programs(2)[0]
+    model = models.build(mesh.get_group("ep"))
+    for block in model:
+        fully_shard(block, mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ValueError, match="holds experts of FSDPBlock over 2 ranks; allowed: 1, whose"):
+        engine_over(model, program, mesh)
+    with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: set_requires_gradient_sync"):
+        engine_over(wrapped("blocks", mesh), program, mesh, reduce=False)
+    model = wrapped("root", meshed(size, size))
+    with pytest.raises(ValueError, match=r"parameter weight of Embedding is sharded by a module around the blocks"):
+        engine_over(list(model), program, meshed(size, size))  # type: ignore[arg-type]
+
+
+def test_what_would_be_reduced_wrongly_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_refused)
