@@ -66,7 +66,7 @@ class Forward(greenlet):
         """Runs the function up to its first call of experts."""
         return self._enter(args)
 
-    def resume(self, result: Tensor) -> Any:
+    def resume(self, result: Any) -> Any:
         """Hands the result of the call to the function and runs it up to the next."""
         return self._enter(result)
 
@@ -86,9 +86,8 @@ class Forward(greenlet):
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
 
-    def hand_out(self, call: SeamCall) -> Tensor:
-        """Called inside: leaves the function here, and returns the result once it is resumed."""
-        inside = call.state
+    def hand_out(self, what: object, inside: ThreadState) -> Any:
+        """Called inside, in the state ``inside``: leaves the function here, and returns what it is resumed with."""
         self._outside.restore(inside, self.name)
         assert self.parent is not None
         if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it will leave itself
@@ -96,11 +95,9 @@ class Forward(greenlet):
             modes = (*inside.function_modes[:own], self._once_hooks, *inside.function_modes[own:])
             inside = replace(inside, function_modes=modes)
         try:
-            result = self.parent.switch(call)
+            return self.parent.switch(what)
         finally:  # the function's own context managers must find the state that they left, also when it is stopped
             inside.restore(ThreadState.capture(self.device), self.name)
-        assert isinstance(result, Tensor)
-        return result
 
 
 def seam(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -110,7 +107,9 @@ def seam(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, 
         current = getcurrent()
         if isinstance(current, Forward):
             state = ThreadState.capture(current.device)
-            return current.hand_out(SeamCall(experts, tokens, indices, weights, state))
+            result = current.hand_out(SeamCall(experts, tokens, indices, weights, state), state)
+            assert isinstance(result, Tensor)
+            return result
         return plain(tokens, indices, weights)
 
     return call

@@ -44,10 +44,11 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 
     def total(dimension: Dimension, squares: list[tuple[float, float]]) -> tuple[float, float]:
-        whole, sharded = zip(*squares, strict=True)
-        return whole[0] if dimension == "dp" else sum(whole), sum(sharded)
+        once = squares[:1] if dimension == "dp" else squares
+        return sum(whole for whole, _ in once), sum(sharded for _, sharded in squares)
 
-    norm = torch.tensor(sum(mesh.combined((_square(grads), _square_of_shards(shards)), total))).sqrt()
+    whole, sharded = mesh.combined((_square(grads), _square_of_shards(shards)), total)
+    norm = torch.tensor(whole + sharded).sqrt()
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
         over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -39,7 +40,7 @@ class Player:
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
-    of a transfer does not contain one rank's wait for another.
+    of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Player:
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
         self.before_launch: Callable[[], None] | None = None
+        self.around: Callable[[Node], AbstractContextManager[object]] | None = None
         self.position = 0
         """Of the node that is played, in the list."""
         self.peak_activations = self.peak_held = 0
@@ -137,11 +139,12 @@ class Player:
             self.peak_held = max(self.peak_held, len(self._held))
         received = microbatch.await_input(node.kind)
         start = time.perf_counter()
-        if node.kind is Kind.W:
-            accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
-        else:
-            assert step is not None
-            step(received)
+        with self.around(node) if self.around is not None else nullcontext():
+            if node.kind is Kind.W:
+                accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+            else:
+                assert step is not None
+                step(received)
         if self.pace is not None:
             time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))

@@ -1,0 +1,81 @@
+"""An engine whose stages are model chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.engine.batch import Batch
+from overlap1f1b.engine.engine import Work
+from overlap1f1b.integrations.megatron.chunk import Chunk, Step
+from overlap1f1b.plan import Node
+from overlap1f1b.schedule import Program
+
+
+class ChunkEngine(Engine):
+    """Plays chunks that fetch their own data and divide their own losses.
+
+    Args:
+        chunks: Of this rank, by stage.
+        program: What to play.
+        options: Of the :class:`Engine`.
+    """
+
+    def __init__(self, chunks: Mapping[int, Chunk], program: Program, **options: Any) -> None:
+        blocks = {stage: chunk.segments for stage, chunk in chunks.items()}
+        super().__init__(blocks, program, loss_fn=_same, reduce=False, **options)
+        self.chunks = dict(chunks)
+        self._auxiliary = 1.0
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        around: Callable[[Node], AbstractContextManager[object]] | None,
+    ) -> None:
+        """Plays a step, in ``around`` at every node; None plays its forwards alone."""
+        self._auxiliary = steps[0].losses.auxiliary_scale
+
+        @contextmanager
+        def telling(node: Node) -> Iterator[None]:
+            self.chunks[node.stage].running = node.microbatch
+            with ExitStack() as stack:
+                if around is not None:
+                    stack.enter_context(around(node))
+                yield
+
+        with ExitStack() as stepping:
+            for chunk, step in zip(self.chunks.values(), steps, strict=True):
+                stepping.enter_context(chunk.stepping(step))
+            self.player.around = telling
+            stepping.callback(setattr, self.player, "around", None)
+            if around is None:
+                self.evaluate()
+            else:
+                self.step()
+
+    def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
+        """Microbatches without inputs or targets, whose losses count as they are."""
+        placement = self.program.placement
+        seed = int(torch.randint(2**62, ())) if grad else 0
+        microbatches = {
+            (number, index): self.stages[number].microbatch(
+                () if number == 0 else None,
+                index=index,
+                loss_fn=_same if number == placement.stages - 1 else None,
+                seed=seed + index * placement.stages + number,
+                grad=grad,
+            )
+            for pipe, number in placement.places(self.rank)
+            for index in self.program.microbatches_of(pipe)
+        }
+        return Work(microbatches, dict.fromkeys(range(self.program.microbatches), 1.0), self._auxiliary)
+
+
+def _same(loss: Tensor) -> Tensor:
+    """The chunk's forward has made the loss already."""
+    return loss

@@ -1,0 +1,76 @@
+"""Outputs whose values are given up while their graph is still needed, as Megatron-LM does.
+
+The engine needs neither of these: it keeps only the graph of what it has sent. They are here for code that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+Outputs = Tensor | Sequence["Outputs"] | Mapping[str, "Outputs"] | None
+
+
+def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = True) -> None:
+    """Gives up the values of an output that has been sent; its graph stays, for :func:`custom_backward`.
+
+    >>> out = torch.ones(1000, requires_grad=True) * 2
+    >>> deallocate_output_tensor(out)
+    >>> out.shape
+    torch.Size([1])
+
+    ``.data`` becomes one uninitialised element, so the tensor's own storage is freed unless something else holds it.
+    Everything that still reads the tensor's values, ``torch.autograd.backward`` included, must not be given it.
+
+    Args:
+        out: A tensor, a list or a mapping of them; None is passed over.
+        deallocate_pipeline_outputs: Megatron-Core's switch; False does nothing.
+
+    Raises:
+        ValueError: Something else, or a view, whose values another tensor holds.
+    """
+    if out is None or not deallocate_pipeline_outputs:
+        return
+    if isinstance(out, Mapping):
+        out = list(out.values())
+    if isinstance(out, list | tuple):
+        for part in out:
+            deallocate_output_tensor(part)
+        return
+    if not isinstance(out, Tensor):
+        raise ValueError(f"an output of type {type(out).__name__}; allowed: a tensor, or a list or mapping of tensors")
+    if out._base is not None:
+        raise ValueError(f"an output of shape {tuple(out.shape)} that is a view; allowed: a tensor of its own storage")
+    out.data = out.new_empty(1)
+
+
+def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """The backward of an output whose values were given up: autograd's engine without its check of shapes.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> out = x * 2
+    >>> deallocate_output_tensor(out)
+    >>> custom_backward(out, torch.ones(3))
+    >>> x.grad
+    tensor([2., 2., 2.])
+
+    Args:
+        output: What :func:`deallocate_output_tensor` left, or a scalar.
+        grad_output: Its gradient, in the shape that it had; None for 1.
+
+    Raises:
+        ValueError: An output of several elements, or something that is no tensor.
+    """
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        what = f"{output.numel()} elements" if isinstance(output, Tensor) else f"type {type(output).__name__}"
+        raise ValueError(f"an output of {what}; allowed: one element, as deallocate_output_tensor leaves it")
+    if grad_output is not None and not isinstance(grad_output, Tensor):
+        raise ValueError(f"grad_output of type {type(grad_output).__name__}; allowed: a tensor or None")
+    grad = torch.ones_like(output) if grad_output is None else grad_output
+    # torch.autograd.backward would compare the gradient's shape with the one element that is left.
+    Variable._execution_engine.run_backward(
+        (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
