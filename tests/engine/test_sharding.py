@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,7 +208,7 @@ def test_what_the_user_has_set_holds(ranks2: Ranks) -> None:
 
 
 def _failing(rank: int, size: int) -> list[str]:
-    """A step that fails leaves no gradient behind, and the next is right."""
+    """A step that fails leaves no gradient behind, and that of another engine is right."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     expected = own_loop(wrapped("blocks", mesh), data, 3, size)
     model, calls = wrapped("blocks", mesh), []
@@ -222,8 +223,16 @@ def _failing(rank: int, size: int) -> list[str]:
     with pytest.raises(ArithmeticError, match="the third loss"):
         engine.step(data[0], target=data[1])
     assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
-    engine.step(data[0], target=data[1])
-    return models.equal(gradients(model), expected)
+    engine_over(model, programs(3)[0], mesh).step(data[0], target=data[1])
+    problems = models.equal(gradients(model), expected)
+
+    def no_loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ArithmeticError("no loss")
+
+    engine = engine_over(model, programs(3)[0], mesh, loss_fn=no_loss)
+    with pytest.raises(ArithmeticError, match="no loss"):
+        engine.evaluate(data[0], target=data[1])
+    return problems + models.equal(gradients(model), expected)
 
 
 def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
@@ -263,12 +272,85 @@ def test_reductions_travel_while_the_thread_computes(ranks2: Ranks) -> None:
     assert ranks2.run(_hidden) == [[True] * 7] * 2
 
 
+def _stages(rank: int, size: int, name: str, shape: tuple[int, int, int]) -> list[str]:
+    """Two steps that add up, an evaluation, and the norm, of which every parameter is a part once."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
+    program = build_schedule(name, ranks=shape[0], microbatches=4)
+    _, *at = mesh.get_coordinate() or ()
+    data = [models.batch(4, seed=10 * step + at[0] * shape[2] + at[1]) for step in range(2)]
+    found, losses, norms = [], [], []
+    for shards in (False, True):
+        model = models.build(mesh.get_group("ep"), layers=4)
+        every, same = joined(mesh, program, "dp", "ep"), joined(mesh, program, "dp")
+        for index, block in enumerate(model):
+            if shards and index != 2:  # one is reduced by the engine
+                for experts in getattr(block, "experts", ()):
+                    fully_shard(experts, mesh=same)
+                fully_shard(block, mesh=every)
+        engine = engine_over(model, program, mesh)
+        for inputs, target in data:
+            engine.step(inputs, target=target)
+        losses.append(engine.mean_loss(engine.evaluate(data[0][0], target=data[0][1])))
+        here = set(engine.parameters())
+        held = {name for name, p in model.named_parameters() if p in here}
+        before = {name: grad for name, grad in gradients(model).items() if name in held}
+        norms.append(float(engine.clip_gradients(0.1)))
+        after = {f"{name} clipped": grad for name, grad in gradients(model).items() if name in held}
+        found.append(before | after)
+    assert norms[0] > 0.2
+    problems = [f"{what} {a} and {b}" for what, (a, b) in (("loss", losses), ("norm", norms)) if abs(a - b) > 1e-5 * a]
+    if shape[1:] == (2, 1) and len(program.placement.replicas(0)) == 1:  # two addends: the same in either order
+        problems += [name for name in models.equal(*found) if "clipped" not in name]
+    return problems + [
+        f"{name} differs"
+        for name, grad in found[0].items()
+        if float((grad - found[1][name]).norm()) > 1e-5 * float(grad.norm())
+    ]
+
+
+def joined(mesh: DeviceMesh, program: Program, *over: str) -> DeviceMesh:
+    """The ranks along some dimensions, with those of the pipeline that hold the same stages, in one dimension."""
+    names = ("pp", *over) if len(program.placement.replicas(0)) > 1 else over
+    order = sorted(("pp", "dp", "ep"), key=lambda name: name in names)
+    ranks = mesh.mesh.permute([("pp", "dp", "ep").index(name) for name in order])
+    size = math.prod(mesh[name].size() for name in names)
+    return DeviceMesh("cpu", ranks.reshape(-1, size), mesh_dim_names=("rest", "shards"))["shards"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipe"])
+def test_stages_over_four_ranks_equal_the_plain_engine(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_stages, name, (2, 2, 1)) == [[]] * 4
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+def test_shards_of_experts_count_once_in_the_norm(ranks4: Ranks, shape: tuple[int, int, int]) -> None:
+    assert ranks4.run(_stages, "interleaved_1f1b", shape) == [[]] * 4
+
+
+def _replicas(rank: int, size: int) -> list[float]:
+    """The norm where shards lie on several ranks each."""
+    mesh, norms = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), []
+    data = models.batch(3, seed=rank)
+    for wrap in (None, "hybrid", "replicate"):
+        model = models.build(mesh.get_group("ep")) if wrap is None else wrapped(wrap, mesh)
+        engine = engine_over(model, programs(3)[0], mesh)
+        engine.step(data[0], target=data[1])
+        norms += [float(engine.clip_gradients(0.1)), float(engine.clip_gradients(1.0))]
+    return norms
+
+
+def test_replicated_shards_count_once_in_the_norm(ranks4: Ranks) -> None:
+    for norms in ranks4.run(_replicas):
+        assert norms[::2] == pytest.approx(norms[:1] * 3)
+        assert norms[1::2] == pytest.approx([0.1] * 3, rel=1e-4)
+
+
 def _refused(rank: int, size: int) -> None:
     mesh, program = meshed(size, 1), programs(2)[0]
     model = models.build(mesh.get_group("ep"))
     for block in model:
         fully_shard(block, mesh=init_device_mesh("cpu", (size,)))
-    with pytest.raises(ValueError, match="holds experts of FSDPBlock over 2 ranks; allowed: 1, whose"):
+    with pytest.raises(ValueError, match=rf"experts of FSDPBlock over ranks \[0, 1\]; allowed: \[{rank}\], whose"):
         engine_over(model, program, mesh)
     with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: set_requires_gradient_sync"):
         engine_over(wrapped("blocks", mesh), program, mesh, reduce=False)
