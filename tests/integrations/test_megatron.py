@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from overlap1f1b.integrations.megatron import (
     custom_backward,
     deallocate_output_tensor,
     get_forward_backward_func,
+    release,
 )
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
@@ -664,6 +666,10 @@ def test_backward_through_a_released_output() -> None:
     custom_backward(out, grad)
     assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
     assert torch.equal(weight.grad, expected[1])  # type: ignore[arg-type]
+
+
+def test_examples_of_released_outputs() -> None:
+    assert doctest.testmod(release) == (0, 8)
 
 
 def test_backward_of_a_scalar_needs_no_gradient() -> None:

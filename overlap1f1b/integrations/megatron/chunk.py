@@ -160,9 +160,8 @@ class Chunk:
         if not at:
             raise ValueError(f"{self.name} calls its layer {index} without a tensor; allowed: at least one")
         given = tuple(_output(values[position]) for position in at)
-        for position, leaf in zip(
-            at, run.forward.hand_out(given, ThreadState.capture(run.forward.device)), strict=True
-        ):
+        leaves = run.forward.hand_out(given, ThreadState.capture(self.device))
+        for position, leaf in zip(at, leaves, strict=True):
             values[position] = leaf
         return tree_unflatten(values, spec)
 

@@ -90,13 +90,20 @@ def size_of(groups: object, name: str) -> int:
 
 
 def mesh_of(groups: object, device: torch.device) -> DeviceMesh | None:
-    """The mesh of "pp" and "ep" that this rank is in; None for one rank. All ranks along "ep" must call it."""
+    """The mesh of "pp" and "ep" that this rank is in; None for one rank. All ranks along "ep" must call it.
+
+    Raises:
+        ValueError: Groups that form no grid.
+    """
     pp, ep = group_of(groups, "pp"), group_of(groups, "ep")
     line = dist.get_process_group_ranks(pp) if pp is not None else [dist.get_rank()] if ep is not None else []
     lines: list[Any] = [line]
     if ep is not None:
         lines = [None] * ep.size()
         dist.all_gather_object(lines, line, group=ep)
+        own, column = 0 if pp is None else pp.rank(), dist.get_process_group_ranks(ep)
+        if [every[own : own + 1] for every in lines] != [[rank] for rank in column]:
+            raise ValueError(f"pp groups {lines} of the ep group {column}; allowed: a grid, one rank of ep in each")
     ranks = torch.tensor(lines).T  # [pp, ep]
     named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
     if not named:

@@ -138,7 +138,8 @@ class ForwardBackward:
         try:
             self._run(prepared, steps, config, forward_only=forward_only)
         except BaseException:
-            del self._prepared[key]  # its engine plays no more
+            # Its engine plays no more, and what was under way may still arrive in the exchange that all of them share.
+            self._prepared, self._exchange = {}, None
             raise
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = losses.tokens if config.calculate_per_token_loss else None
