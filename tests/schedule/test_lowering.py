@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -70,6 +71,30 @@ def test_lowered_schedules_pass_their_checks(name: str, ahead: int) -> None:
             groups = 0 if forward_only else program.placement.stages * len(program.placement.pipes)
             assert verbs[Verb.REDUCE_GRAD] == groups
             assert verbs[Verb.REDUCE_REPLICA] == (groups if name == "dualpipe" else 0)
+
+
+def calls_of_lowering(microbatches: int, ranks: int) -> float:
+    """Function calls, C functions included, that lowering and its check take for each instruction."""
+    program = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches, chunks=2)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        lowered = lower(program)
+        lowered.check()
+    finally:
+        sys.setprofile(None)
+    return calls / sum(map(len, lowered.ranks))
+
+
+def test_time_grows_linearly() -> None:
+    few = calls_of_lowering(microbatches=16, ranks=4)
+    assert calls_of_lowering(microbatches=64, ranks=4) < 1.1 * few
+    assert calls_of_lowering(microbatches=16, ranks=16) < 1.1 * few
 
 
 def edited(old: str, new: str, rank: int = 0) -> LoweredProgram:
