@@ -12,68 +12,19 @@ With several calls of experts in a block, 1 and 2 repeat in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
 from overlap1f1b.engine.microbatch import Microbatch, Tensors
-from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
-from overlap1f1b.moe.exchange import Exchange, Transfer
-from overlap1f1b.moe.experts import GroupedExperts
-from overlap1f1b.moe.route import Route
+from overlap1f1b.engine.roots import Root, dense, grad_of, gradients, leaf, present
+from overlap1f1b.engine.seam_run import SeamRun
+from overlap1f1b.engine.weights import WeightQueue, accumulate
+from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
-
-
-class SeamRun:
-    """One call of experts by one microbatch."""
-
-    def __init__(self, call: SeamCall, exchange: Exchange) -> None:
-        assert isinstance(call.experts, GroupedExperts)
-        self.experts, self.exchange = call.experts, exchange
-        self.tokens, self.weights, self.state = call.tokens, call.weights, call.state
-        self.queue = WeightQueue()
-        with torch.no_grad():
-            self.route = Route(call.indices, self.experts.experts, exchange.ranks)
-            self.rows: Tensor | None = self.route.gather(call.tokens.detach())
-        self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
-        self.result_dtype = call.tokens.dtype
-        self.leaf: Tensor | None = None  # their input
-        self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
-        self.y: Tensor | None = None
-
-
-class Root(NamedTuple):
-    """A tensor of which only the graph is left: where its gradient goes, and what that looks like."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Root | None:
-        """None where no gradient will come."""
-        if not tensor.requires_grad:
-            return None
-        return cls(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
-
-    def checked(self, grad: Tensor, name: str) -> Tensor:
-        """The gradient, broadcast from a scalar.
-
-        Raises:
-            ValueError: Another shape.
-        """
-        if grad.dim() and grad.shape != self.shape:
-            raise ValueError(
-                f"a gradient of shape {tuple(grad.shape)} for what {name} returns; allowed: {tuple(self.shape)}"
-            )
-        return grad.to(self.device, self.dtype).expand(self.shape)
 
 
 class BlockRun:
@@ -102,7 +53,7 @@ class BlockRun:
         x = self.microbatch.take_activations()
         if self.microbatch.grad:
             if self.block == 0:  # the user's own tensors; between blocks they are leaves already
-                x = tuple(_leaf(t) for t in x)
+                x = tuple(leaf(t) for t in x)
             self.x = list(x)
         self._go(x)
 
@@ -265,9 +216,9 @@ class BlockRun:
         grad = None
         if seam.y.requires_grad and self.roots:
             self.queue.probing = True
-            (grad,) = _grad(self.roots, [seam.y], self.root_grads, retain_graph=True)
+            (grad,) = grad_of(self.roots, [seam.y], self.root_grads, retain_graph=True)
             self.queue.probing = False
-        grad = _dense(grad, seam.y)
+        grad = dense(grad, seam.y)
         rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
@@ -282,9 +233,9 @@ class BlockRun:
         else:
             parameters = self.stage.expert_parameters[seam.experts]
             grad = seam.route.group(received).to(seam.result_dtype)
-            grads = _gradients([seam.result], [grad], [seam.leaf, *parameters])
-            seam.rows = seam.route.ungroup(_dense(grads[0], seam.leaf))
-            seam.queue.keep(_present(parameters, grads[1:]))
+            grads = gradients([seam.result], [grad], [seam.leaf, *parameters])
+            seam.rows = seam.route.ungroup(dense(grads[0], seam.leaf))
+            seam.queue.keep(present(parameters, grads[1:]))
         seam.result = seam.leaf = None
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
 
@@ -318,16 +269,16 @@ class BlockRun:
     def _finish_backward(self) -> None:
         parameters = self.stage.block_parameters[self.block]
         leaves = [t for t in self.x if t.requires_grad]
-        grads = _gradients(self.roots, self.root_grads, [*leaves, *parameters])
+        grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.roots, self.root_grads = [], []
         by_leaf = iter(grads)
-        passed = tuple(_dense(next(by_leaf), t) if t.requires_grad else None for t in self.x)
+        passed = tuple(dense(next(by_leaf), t) if t.requires_grad else None for t in self.x)
         self.x = []
         if self.block == 0:
             self.microbatch.input_grads = passed
         else:
             self.microbatch.output_grads = passed
-        self.queue.keep(self.stage.whole(self.microbatch, _present(parameters, grads[len(leaves) :]), self.block))
+        self.queue.keep(self.stage.whole(self.microbatch, present(parameters, grads[len(leaves) :]), self.block))
         if self.stage.shape[self.block].split:
             op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
             self.microbatch.queues[op, self.block, 0] = self.queue
@@ -344,46 +295,3 @@ class BlockRun:
         """Unwinds a suspended forward."""
         if self.forward is not None:
             self.forward.stop()
-
-
-def _grad(
-    roots: Sequence[Tensor | GradientEdge],
-    leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    retain_graph: bool = False,
-) -> tuple[Tensor | None, ...]:
-    # Its type allows tensors or edges, the function itself both together.
-    mixed = cast("Sequence[Tensor]", roots)
-    return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
-
-
-def _gradients(
-    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the leaves, whose own hooks wait: they see the whole gradient when it is accumulated."""
-    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    held = [dict(hook) for hook in hooks]
-    try:
-        for hook in hooks:
-            hook.clear()
-        if not roots or not leaves:
-            return (None,) * len(leaves)
-        return _grad(roots, leaves, grads)
-    finally:
-        for hook, content in zip(hooks, held, strict=True):
-            hook.update(content)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """A leaf of the same values; integers have no gradient and stay what they are."""
-    differs = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach().requires_grad_(tensor.requires_grad) if differs else tensor
-
-
-def _present(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Gradients:
-    return {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
-
-
-def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad

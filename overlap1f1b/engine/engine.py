@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,38 +12,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.batch import Batch, split
+from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.engine.gradients import clip
 from overlap1f1b.engine.lanes import Lane
 from overlap1f1b.engine.measure import BackToBack, agree, measured_costs
-from overlap1f1b.engine.mesh import DIMENSIONS, Dimension, Mesh
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
+from overlap1f1b.engine.mesh import DIMENSIONS, Mesh
+from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
-from overlap1f1b.engine.player import Pace, Place, Player
+from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
-from overlap1f1b.engine.result import StepResult, result_of
+from overlap1f1b.engine.result import StepResult, mean_loss, result_of
+from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
 from overlap1f1b.schedule import Program, forwards_of
-from overlap1f1b.simulation import Timeline
 
 DEFAULT_OVERLAP = 3
-
-
-class Work(NamedTuple):
-    """What a rank plays in a step.
-
-    Args:
-        microbatches: Those of each stage of the rank.
-        weights: What each counts for in the mean loss, by its number.
-        auxiliary: Scale of auxiliary losses; None for that of each router.
-    """
-
-    microbatches: dict[Place, Microbatch]
-    weights: dict[int, float]
-    auxiliary: float | None
 
 
 class Engine:
@@ -249,15 +234,10 @@ class Engine:
 
     def mean_loss(self, result: StepResult) -> float:
         """The loss of a step over all ranks. All of them must call this."""
-        mine = (sum(float(x) * w for x, w in zip(result.losses, result.weights, strict=True)), sum(result.weights))
-        total, weight = self.mesh.combined(mine, lambda _, every: (sum(t for t, _ in every), sum(w for _, w in every)))
-        return total / weight
+        return mean_loss(result, self.mesh)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm.
-
-        All ranks must call this.
-        """
+        """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. All ranks must call this."""
         return clip(self.stages, self.program.placement, self.mesh, max_norm)
 
     @contextlib.contextmanager
@@ -320,50 +300,9 @@ class Engine:
                 installed.enter_context(stage.installed(auxiliary))
             self.player.play(nodes, microbatches)
         ended = [m for (stage, _), m in microbatches.items() if stage == self.program.placement.stages - 1]
-        player = self.player
-        timeline = Timeline(player.spans())
-        return result_of(ended, [weights[m.index] for m in ended], timeline, player.peak_activations, player.peak_held)
+        return result_of(ended, [weights[m.index] for m in ended], self.player)
 
     def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
         """What a step plays, from what it was called with. A subclass may make it of something else."""
-        placement, count = self.program.placement, self.program.microbatches
-        last = placement.stages - 1
-        first_here, last_here = 0 in self.stages, last in self.stages
-        parts = split(inputs, count, "inputs") if first_here else []
-        targets = split(target, count, "target") if last_here else []
-        weights = self._weights(targets)
-        seed = int(torch.randint(2**62, ())) if grad else 0
-        microbatches: dict[Place, Microbatch] = {}
-        for pipe, number in placement.places(self.rank):
-            for index in self.program.microbatches_of(pipe):
-                microbatches[number, index] = self.stages[number].microbatch(
-                    parts[index] if number == 0 else None,
-                    targets[index] if number == last else None,
-                    index=index,
-                    loss_fn=self.loss_fn if number == last else None,
-                    loss_scale=weights[index] * loss_scale if number == last else 1.0,
-                    seed=seed + index * placement.stages + number,
-                    grad=grad,
-                    keep_outputs=keep,
-                )
-        return Work(microbatches, weights, loss_scale / (count * self.mesh.size("dp") * self.mesh.size("ep")))
-
-    def _weights(self, targets: list[Tensors]) -> dict[int, float]:
-        """Part of each microbatch in the mean loss over all ranks."""
-        count = self.program.microbatches
-        if self.count_tokens is None:
-            return dict.fromkeys(range(count), 1.0 / (count * self.mesh.size("dp") * self.mesh.size("ep")))
-        here = {i for pipe in self._last_pipes() for i in self.program.microbatches_of(pipe)}
-        tokens = {index: int(self.count_tokens(*targets[index])) for index in sorted(here)}
-
-        def summed(_: Dimension, every: list[int]) -> int:
-            return sum(every)
-
-        total = self.mesh.combined(sum(tokens.values()), summed)
-        if total <= 0:
-            raise ValueError(f"count_tokens gives {total} for the whole batch; allowed: 1 or more")
-        return {index: number / total for index, number in tokens.items()}
-
-    def _last_pipes(self) -> list[int]:
-        placement = self.program.placement
-        return [pipe for pipe, stage in placement.places(self.rank) if stage == placement.stages - 1]
+        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
+        return work_of(self.stages, self.program, self.mesh, loss, inputs, target, grad=grad, keep=keep)

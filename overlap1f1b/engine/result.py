@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors, one
+from overlap1f1b.engine.player import Player
 from overlap1f1b.simulation import Timeline
 
 
@@ -48,11 +50,17 @@ class StepResult:
         return (losses * weights).sum() / weights.sum()
 
 
-def result_of(
-    ended: Sequence[Microbatch], weights: Sequence[float], timeline: Timeline, peak_activations: int, peak_held: int
-) -> StepResult:
-    """The result of a step whose last stage ended these microbatches."""
-    losses = [outputs[0] for m in ended if (outputs := m.outputs) is not None]
+def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Player) -> StepResult:
+    """The result of a step that was played, whose last stage ended these microbatches."""
+    losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
-    return StepResult(tuple(losses), tuple(weights), kept, timeline, peak_activations, peak_held)
+    timeline = Timeline(player.spans())
+    return StepResult(losses, tuple(weights), kept, timeline, player.peak_activations, player.peak_held)
+
+
+def mean_loss(result: StepResult, mesh: Mesh) -> float:
+    """The loss of a step over all ranks, which must all call this."""
+    mine = (sum(float(x) * w for x, w in zip(result.losses, result.weights, strict=True)), sum(result.weights))
+    total, weight = mesh.combined(mine, lambda _, every: (sum(t for t, _ in every), sum(w for _, w in every)))
+    return total / weight

@@ -32,7 +32,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     >>> costs, shape = NodeCosts.uniform(attention=3, experts=4, dispatch=5), (BlockShape(seams=1),)
     >>> program = build_schedule("1f1b", ranks=4, microbatches=8)
     >>> [(bound(program, shape, costs, k), compile(program, shape, costs, k).predicted) for k in ("serial", 3)]
-    [(451.0, 451.0), (382.0, 394.0)]
+    [(377.0, 451.0), (377.0, 377.0)]
 
     At most k consecutive actions of a rank are open at once. So an action begins when all but k − 1 of those before it
     have ended, and what it needs of other ranks has come; on a rank of one stage, a forward also when there is room for

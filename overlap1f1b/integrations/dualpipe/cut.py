@@ -9,9 +9,9 @@ from torch import Tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine import batch as engine_batch
-from overlap1f1b.engine.engine import Work
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, OptionalTensors
 from overlap1f1b.engine.player import Place
+from overlap1f1b.engine.work import Work
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 
 

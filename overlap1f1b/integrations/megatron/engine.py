@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.batch import Batch
-from overlap1f1b.engine.engine import Work
+from overlap1f1b.engine.work import Work
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Program

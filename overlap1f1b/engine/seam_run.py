@@ -1,0 +1,31 @@
+"""One call of experts by one microbatch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from overlap1f1b.engine.forward import SeamCall
+from overlap1f1b.engine.weights import WeightQueue
+from overlap1f1b.moe.exchange import Exchange
+from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.route import Route
+
+
+class SeamRun:
+    """One call of experts by one microbatch."""
+
+    def __init__(self, call: SeamCall, exchange: Exchange) -> None:
+        assert isinstance(call.experts, GroupedExperts)
+        self.experts, self.exchange = call.experts, exchange
+        self.tokens, self.weights, self.state = call.tokens, call.weights, call.state
+        self.queue = WeightQueue()
+        with torch.no_grad():
+            self.route = Route(call.indices, self.experts.experts, exchange.ranks)
+            self.rows: Tensor | None = self.route.gather(call.tokens.detach())
+        self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
+        self.result_dtype = call.tokens.dtype
+        self.leaf: Tensor | None = None  # their input
+        self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
+        self.y: Tensor | None = None

@@ -1,0 +1,99 @@
+"""What a rank plays in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from overlap1f1b.engine.batch import Batch, split
+from overlap1f1b.engine.mesh import Dimension, Mesh
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
+from overlap1f1b.engine.player import Place
+from overlap1f1b.engine.stage import Stage
+from overlap1f1b.schedule import Program
+
+
+class Work(NamedTuple):
+    """What a rank plays in a step.
+
+    Args:
+        microbatches: Those of each stage of the rank.
+        weights: What each counts for in the mean loss, by its number.
+        auxiliary: Scale of auxiliary losses; None for that of each router.
+    """
+
+    microbatches: dict[Place, Microbatch]
+    weights: dict[int, float]
+    auxiliary: float | None
+
+
+class Loss(NamedTuple):
+    """How the loss of a step is made of its microbatches'.
+
+    Args:
+        function: ``(*outputs, *targets) → scalar`` of one microbatch.
+        count_tokens: Tokens that a microbatch's target counts for; None for a mean over microbatches.
+        scale: Factor of all gradients.
+    """
+
+    function: LossFunction
+    count_tokens: Callable[..., int] | None
+    scale: float
+
+
+def work_of(
+    stages: Mapping[int, Stage],
+    program: Program,
+    mesh: Mesh,
+    loss: Loss,
+    inputs: Batch | None,
+    target: Batch | None,
+    *,
+    grad: bool,
+    keep: bool,
+) -> Work:
+    """The microbatches of every stage of this rank, cut from a batch.
+
+    Raises:
+        ValueError: A batch that is missing or cannot be cut, or counts for no token.
+    """
+    placement, count, rank = program.placement, program.microbatches, mesh.rank("pp")
+    last = placement.stages - 1
+    parts = split(inputs, count, "inputs") if 0 in stages else []
+    targets = split(target, count, "target") if last in stages else []
+    weights = _weights(program, mesh, loss, targets)
+    seed = int(torch.randint(2**62, ())) if grad else 0
+    microbatches: dict[Place, Microbatch] = {}
+    for pipe, number in placement.places(rank):
+        for index in program.microbatches_of(pipe):
+            microbatches[number, index] = stages[number].microbatch(
+                parts[index] if number == 0 else None,
+                targets[index] if number == last else None,
+                index=index,
+                loss_fn=loss.function if number == last else None,
+                loss_scale=weights[index] * loss.scale if number == last else 1.0,
+                seed=seed + index * placement.stages + number,
+                grad=grad,
+                keep_outputs=keep,
+            )
+    return Work(microbatches, weights, loss.scale / (count * mesh.size("dp") * mesh.size("ep")))
+
+
+def _weights(program: Program, mesh: Mesh, loss: Loss, targets: list[Tensors]) -> dict[int, float]:
+    """Part of each microbatch in the mean loss over all ranks."""
+    count, placement = program.microbatches, program.placement
+    if loss.count_tokens is None:
+        return dict.fromkeys(range(count), 1.0 / (count * mesh.size("dp") * mesh.size("ep")))
+    pipes = [pipe for pipe, stage in placement.places(mesh.rank("pp")) if stage == placement.stages - 1]
+    here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
+    tokens = {index: int(loss.count_tokens(*targets[index])) for index in here}
+
+    def summed(_: Dimension, every: list[int]) -> int:
+        return sum(every)
+
+    total = mesh.combined(sum(tokens.values()), summed)
+    if total <= 0:
+        raise ValueError(f"count_tokens gives {total} for the whole batch; allowed: 1 or more")
+    return {index: number / total for index, number in tokens.items()}
