@@ -237,7 +237,7 @@ class Engine:
         return mean_loss(result, self.mesh)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. All ranks must call this."""
+        """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. Collective."""
         return clip(self.stages, self.program.placement, self.mesh, max_norm)
 
     @contextlib.contextmanager
