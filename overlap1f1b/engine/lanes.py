@@ -143,7 +143,8 @@ class Lane:
         self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
-        self.close = weakref.finalize(self, self._starting.put, None)
+        self._threads: list[threading.Thread] = []
+        self.close = weakref.finalize(self, _end, self._starting, self._threads)
         """Ends the threads."""
 
     def launch(self, node: Node, post: Post[T]) -> Flight[T]:
@@ -160,10 +161,19 @@ class Lane:
                 ("watch", _watch, (landing,)),
             ):
                 name = f"overlap1f1b-{self.name}-{role}"
-                threading.Thread(target=target, args=args, name=name, daemon=True).start()
+                self._threads.append(threading.Thread(target=target, args=args, name=name, daemon=True))
+                self._threads[-1].start()
             self._started = True
         self._starting.put((flight, post))
         return flight
+
+
+def _end(starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], threads: list[threading.Thread]) -> None:
+    """Lets the threads go; one that is still inside gloo when the interpreter ends would abort the process."""
+    starting.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(1.0)
 
 
 def _start(
