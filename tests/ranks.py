@@ -18,6 +18,8 @@ are pickled. `torch.manual_seed(0)` runs before every call, so that a test does 
 from __future__ import annotations
 
 import faulthandler
+import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -32,7 +34,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-CALLS = 10  # that a worker answers: each leaves groups behind, whose threads wake a hundred times a second
+LEAVE = b""  # to a worker: the call is over on all ranks
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -47,13 +49,13 @@ class RankError(RuntimeError):
 class Ranks:
     """`size` worker processes with a gloo group.
 
-    They start at the first call, again after a call that failed, and now and then.
+    They start at the first call and again after one that failed. Every call has process groups of its own: torch's run
+    three threads each, which wake a hundred times a second until all groups are destroyed.
     """
 
     def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S) -> None:
         self.size = size
         self.timeout, self.grace = timeout, grace
-        self._calls = 0
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
@@ -65,16 +67,15 @@ class Ranks:
         """
         timeout = self.timeout if timeout is None else timeout
         call = pickle.dumps((function, args, timeout))
-        if self._calls == CALLS:
-            self.close()
         if not self._workers:
             self._start()
-        self._calls += 1
         done = False
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(call)
             results = self._collect(timeout)
+            for pipe in self._pipes:  # only now: a rank that leaves early breaks the others' last transfers
+                pipe.send_bytes(LEAVE)
             done = True
         finally:
             if not done:
@@ -91,7 +92,7 @@ class Ranks:
             pipe.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._workers, self._pipes, self._folder, self._calls = [], [], None, 0
+        self._workers, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
         # The fork server imports torch once (2 s); a worker is then a fork (20 ms), which matters after a failure.
@@ -159,24 +160,24 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 6
 
 
 def _work(rank: int, size: int, pipe: Connection, folder: Path) -> None:
-    """The body of a worker: join the group, then answer calls until the pipe closes."""
+    """The body of a worker: answer calls, and leave their groups, until the pipe closes."""
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    joined = False
-    while True:
+    for number in itertools.count():
         try:
             call = pipe.recv_bytes()
         except EOFError:
             return
+        if call == LEAVE:
+            _leave()
+            continue
         try:
             function, args, timeout = pickle.loads(call)
             signal.setitimer(signal.ITIMER_REAL, timeout + 10)  # ends this process even if nobody watches it any more
             import torch
 
-            if not joined:
-                _join(rank, size, folder, timeout)
-                joined = True
+            _join(rank, size, folder / f"store{number}", timeout)
             torch.manual_seed(0)
             answer = pickle.dumps((True, function(rank, size, *args)))
         except BaseException:
@@ -185,10 +186,18 @@ def _work(rank: int, size: int, pipe: Connection, folder: Path) -> None:
         pipe.send_bytes(answer)
 
 
-def _join(rank: int, size: int, folder: Path, timeout: float) -> None:
+def _join(rank: int, size: int, store: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # a test may have ended it
+        dist.destroy_process_group()
+    gc.collect()  # engines and meshes hold groups

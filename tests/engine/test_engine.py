@@ -268,7 +268,7 @@ def test_bad_input_is_named() -> None:
         Engine(model, programs(1)[0], loss_fn=lambda o, t: o.flatten()[:4]).step(data[0], target=data[1])
     with pytest.raises(ValueError, match="program '1f1b' over 2 pipeline ranks on a mesh with 1 along 'pp'"):
         Engine(models.build(), build_schedule("1f1b", ranks=2, microbatches=4), loss_fn=models.loss_fn)
-    with pytest.raises(ValueError, match="a stage without blocks"):
+    with pytest.raises(ValueError, match="a model without blocks"):
         Engine([], program, loss_fn=models.loss_fn)
     frozen = models.build().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, split_blocks
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import simulate
 from tests import models
@@ -28,9 +29,10 @@ LAYERS = {2: 3, 4: 5}  # with embedding, dense block and head 6 and 8 blocks: st
 ODD = {"dualpipe": {2: 4, 4: 10}, "dualpipev": {2: 5, 4: 9}}
 
 
-def programs(name: str, ranks: int) -> list[Program]:
+def programs(name: str, ranks: int, most: bool) -> list[Program]:
     microbatches = ODD.get(name, {2: 3, 4: 5})[ranks]
-    several = [1, CHUNKED[name]] if name in CHUNKED else [1]
+    chunks = CHUNKED.get(name, 1)
+    several = sorted({1, chunks}) if most else [chunks]
     return [build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks) for chunks in several]
 
 
@@ -58,10 +60,41 @@ def slice_of(full: Tensor, module: nn.Module, ep_rank: int) -> Tensor:
     return full[ep_rank * module.local_experts : (ep_rank + 1) * module.local_experts]
 
 
+def compiled(program: Program, shapes: tuple[StageShape, ...], overlap: Overlap) -> Plan | None:
+    """Where there are more ranks than processors, one compiles for all."""
+    if dist.get_world_size() == 2:
+        return None
+    plan = [compile(program, shapes, COSTS, overlap) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plan)
+    return plan[0]
+
+
+def compared(
+    engine: Engine, model: nn.Module, expected: dict[str, Tensor], ep_rank: int, limit: float
+) -> tuple[dict[str, Tensor], list[str]]:
+    """This rank's gradients, and where they differ from those of one process."""
+    found: dict[str, Tensor] = {}
+    problems = []
+    held = set(engine.parameters())
+    for path, module in model.named_modules():
+        for label, parameter in module.named_parameters(prefix=path, recurse=False):
+            if parameter not in held:
+                if parameter.grad is not None:
+                    problems.append(f"{label} has a gradient on a rank without its stage")
+                continue
+            found[label] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            full = slice_of(expected[label], module, ep_rank)
+            error = float((found[label] - full).norm() / full.norm().clamp_min(1e-30))
+            if error > limit and float(full.norm()) > 0:
+                problems.append(f"{label} differs by {error:.1e} from one process")
+    return found, problems
+
+
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int, double: bool) -> list[str]:
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     try:
-        return [problem for program in programs(name, pp) for problem in _compared(rank, program, pp, dp, ep, double)]
+        several = programs(name, pp, most=size < 8)
+        return [problem for program in several for problem in _compared(rank, program, pp, dp, ep, double)]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -79,26 +112,18 @@ def _compared(rank: int, program: Program, pp: int, dp: int, ep: int, double: bo
     inputs, target = shards[at[1] * ep + at[2]]
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
+    shapes: tuple[StageShape, ...] = ()
     for overlap in OVERLAPS:
         blocks = build(pp, mesh.get_group("ep"), rank)
-        engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, costs=COSTS, timeout=30)
+        plan = compiled(program, shapes, overlap) if shapes else None
+        engine = Engine(
+            blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, costs=COSTS, plan=plan, timeout=30
+        )
         where = f"{program.name} chunks {program.placement.stages // pp} {overlap}"
         result = engine.step(inputs, target=target)
-        found: dict[str, Tensor] = {}
-        model = nn.Sequential(*blocks)
-        held = set(engine.parameters())
-        for path, module in model.named_modules():
-            for label, parameter in module.named_parameters(prefix=path, recurse=False):
-                if parameter not in held:
-                    if parameter.grad is not None:
-                        problems.append(f"{where}: {label} has a gradient on a rank without its stage")
-                    continue
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-                found[label] = grad
-                full = slice_of(expected[label], module, at[2])
-                error = float((grad - full).norm() / full.norm().clamp_min(1e-30))
-                if error > (1e-12 if double else 1e-5) and float(full.norm()) > 0:
-                    problems.append(f"{where}: {label} differs by {error:.1e} from one process")
+        shapes = engine.shapes
+        found, wrong = compared(engine, nn.Sequential(*blocks), expected, at[2], 1e-12 if double else 1e-5)
+        problems += [f"{where}: {problem}" for problem in wrong]
         reference = reference or found
         problems += [f"{where}: {label} differs from serial" for label in models.equal(found, reference)]
         every = losses[at[1] * ep + at[2]]
@@ -110,13 +135,12 @@ def _compared(rank: int, program: Program, pp: int, dp: int, ep: int, double: bo
         ]
         for index, loss in zip(ended, result.losses, strict=True):
             torch.testing.assert_close(loss, every[index], rtol=1e-12 if double else 1e-5, atol=0.0)
-        plan = engine.plan
-        timeline = simulate(plan, COSTS)
+        timeline = simulate(engine.plan, COSTS)
         share = program.placement.share
         if result.peak_activations * share != timeline.peak_activations(at[0]):
             problems.append(f"{where}: {result.peak_activations} alive, simulated {timeline.peak_activations(at[0])}")
-        if result.peak_held != plan.held(at[0]):
-            problems.append(f"{where}: {result.peak_held} held, planned {plan.held(at[0])}")
+        if result.peak_held != engine.plan.held(at[0]):
+            problems.append(f"{where}: {result.peak_held} held, planned {engine.plan.held(at[0])}")
         if overlap == "pairs":
             again = engine.evaluate(inputs, target=target)
             problems += [
