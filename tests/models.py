@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,15 +71,20 @@ def build(
     *,
     layers: int = 2,
     seams: int = 1,
-    choose: Choose = top_k,
+    choose: Sequence[Choose] = (top_k, first_experts),
     dropout: float = 0.0,
     tied: bool = False,
     block: type[Block] = Block,
 ) -> nn.Sequential:
-    """Embedding, blocks, a dense block in between, head: the same weights for every group."""
+    """Embedding, blocks, a dense block in between, head: the same weights for every group.
+
+    The blocks take turns with ``choose``.
+    """
     torch.manual_seed(11)
     embedding = nn.Embedding(V, H)
-    blocks: list[nn.Module] = [block(group, seams=seams, choose=choose, dropout=dropout) for _ in range(layers)]
+    blocks: list[nn.Module] = [
+        block(group, seams=seams, choose=choose[layer % len(choose)], dropout=dropout) for layer in range(layers)
+    ]
     blocks.insert(1, nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H), nn.Tanh()))
     return nn.Sequential(embedding, *blocks, Tied(embedding) if tied else nn.Linear(H, V))
 

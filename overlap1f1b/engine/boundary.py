@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -151,10 +152,11 @@ class Boundary:
         if self._receives[peer]:
             node = self._receives[peer].pop()
             link = self._in[peer]
-            self._posted[node] = link.lane.launch(node, lambda: self._post_receive(node, link))
+            specs = self._known.get(_key(node)) if self._remember else None
+            post = partial(self._post_receive, node, link, specs)
+            self._posted[node] = link.lane.launch(node, post, late=specs is None)
 
-    def _post_receive(self, node: Node, link: _Link) -> Transfer[Tensors]:
-        specs = self._known.get(_key(node)) if self._remember else None
+    def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             link.header.recv([header], link.peer, 0).wait(self.timeout)

@@ -44,6 +44,7 @@ class Flight(Generic[T]):
             RuntimeError: It failed here or on another rank, or did not arrive within the limit.
         """
         if self._arrived is None:
+            self.lane.depart_late(self)
             self.land()
         elif not self._arrived.wait(_LOOK_S):
             self._wait_long(self._arrived)
@@ -73,7 +74,7 @@ class Flight(Generic[T]):
         """Whether :meth:`wait` would return at once."""
         if self._arrived is not None:
             return self._arrived.is_set()
-        return self._transfer is None or self._transfer.done
+        return self not in self.lane.late and (self._transfer is None or self._transfer.done)
 
     def drained(self, seconds: float) -> None:
         """Gives the exchange that long to end; its result can still be had."""
@@ -83,6 +84,7 @@ class Flight(Generic[T]):
     def drain(self, seconds: float) -> None:
         """The same, and gives up on it."""
         self.drained(seconds)
+        self.lane.late.pop(self, None)
         self._transfer = None
 
     def depart(self, post: Post[T]) -> None:
@@ -144,14 +146,24 @@ class Lane:
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
         self._threads: list[threading.Thread] = []
+        self.late: dict[Flight[Any], Post[Any]] = {}
+        """Not yet started, in order."""
         self.close = weakref.finalize(self, _end, self._starting, self._threads)
         """Ends the threads."""
 
-    def launch(self, node: Node, post: Post[T]) -> Flight[T]:
-        """Has the transfer started, after those launched before."""
+    def launch(self, node: Node, post: Post[T], *, late: bool = False) -> Flight[T]:
+        """Has the transfer started, after those launched before.
+
+        Args:
+            node: What it carries out.
+            post: Starts it.
+            late: Whether starting it waits for another rank. Without threads that is put off until it is awaited.
+        """
         flight: Flight[T] = Flight(node, self)
         if not self.background:
-            flight.depart(post)
+            self.late[flight] = post
+            if not late:
+                self.depart_late(flight)
             return flight
         flight.watch()
         if not self._started:
@@ -166,6 +178,12 @@ class Lane:
             self._started = True
         self._starting.put((flight, post))
         return flight
+
+    def depart_late(self, flight: Flight[Any]) -> None:
+        """Starts those that were put off, up to this one."""
+        while flight in self.late:
+            earlier = next(iter(self.late))
+            earlier.depart(self.late.pop(earlier))
 
 
 def _end(starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], threads: list[threading.Thread]) -> None:

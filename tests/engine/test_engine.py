@@ -140,8 +140,8 @@ class Delayed:
         self.ranks, self.rank, self.background = self.real.ranks, self.real.rank, self.real.background
 
     def _pause(self) -> None:
-        if self.random.random() < 0.3:
-            time.sleep(self.random.random() * 0.004)
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 0.003)
 
     def rows(self, *args: Any) -> Transfer:
         self._pause()
@@ -163,28 +163,27 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
 
-def _compare(rank: int, size: int, microbatches: int, choose: str, double: bool) -> list[str]:
+def _compare(rank: int, size: int, microbatches: int, double: bool) -> list[str]:
     """Every program and overlap on all ranks, against plain autograd on the whole model in this process."""
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     try:
-        return _compared(rank, size, microbatches, choose, double)
+        return _compared(rank, size, microbatches, double)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _compared(rank: int, size: int, microbatches: int, choose: str, double: bool) -> list[str]:
+def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str]:
     mesh, problems = _mesh(size), []
-    options = {"choose": getattr(models, choose)}
     data = [models.batch(microbatches, seed=r, sequence=7) for r in range(size)]
-    whole = models.build(**options)
+    whole = models.build()
     for inputs, target in data:
         _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
     group = mesh.get_group("ep")
     exchange = Delayed(build_exchange(group), seed=rank)
     reference: dict[str, Tensor] = {}
     for program in programs(microbatches):
-        for overlap in OVERLAPS:
-            model = models.build(group, **options)
+        for overlap in OVERLAPS if size == 2 else (*OVERLAPS[:2], 2, 3):
+            model = models.build(group)
             _, result = step(model, program, overlap, data[rank], mesh=mesh, exchange=exchange, timeout=20)
             found = models.gradients(model)
             reference = reference or found
@@ -205,22 +204,20 @@ def _compared(rank: int, size: int, microbatches: int, choose: str, double: bool
     return problems
 
 
-@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
-def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int, choose: str) -> None:
-    assert ranks2.run(_compare, microbatches, choose, False) == [[], []]
+def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
+    assert ranks2.run(_compare, microbatches, False) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", ["top_k", "first_experts"])
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
-def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int, choose: str) -> None:
-    assert ranks4.run(_compare, microbatches, choose, False, timeout=120) == [[]] * 4
+def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int) -> None:
+    assert ranks4.run(_compare, microbatches, False, timeout=120) == [[]] * 4
 
 
 @pytest.mark.parametrize("microbatches", [3, 4])
 def test_two_ranks_in_double_precision(ranks2: Ranks, microbatches: int) -> None:
-    assert ranks2.run(_compare, microbatches, "top_k", True) == [[], []]
+    assert ranks2.run(_compare, microbatches, True) == [[], []]
 
 
 def _carry_on(rank: int, size: int) -> list[bool]:

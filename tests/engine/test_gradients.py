@@ -14,7 +14,7 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 IGNORED = -100
@@ -98,9 +98,9 @@ def test_tokens_norm_and_scale_on_four_ranks(ranks4: Ranks, shape: tuple[int, in
 
 
 @pytest.mark.slow
-def test_tokens_norm_and_scale_on_eight_ranks() -> None:
+def test_tokens_norm_and_scale_on_eight_ranks(ranks8: Ranks) -> None:
     for name in ("interleaved_1f1b", "dualpipe"):
-        assert run(_whole_mesh, 8, (2, 2, 2), name, timeout=120) == [[]] * 8
+        assert ranks8.run(_whole_mesh, (2, 2, 2), name) == [[]] * 8
 
 
 class Autocast(nn.Module):
