@@ -3,45 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from overlap1f1b.moe.router import Router
 
-_aten = torch.ops.aten
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-class HollowCompute(TorchDispatchMode):
-    """Matrix products, attention and SwiGLU return zeros at once; all else is real: tensors, autograd, exchanges.
+class HollowCompute:
+    """While it is entered, matrix products, attention and SwiGLU return zeros at once; all else is real: tensors,
+    autograd, exchanges.
 
-    Together with an engine's ``pace`` this leaves the processor to the transport, as a GPU would. Routers stay real,
-    so that routing is as uneven as the text.
+    Together with an engine's ``pace`` this leaves the processor to the transport, as a GPU would. The kernels of those
+    operators are replaced, which costs the others nothing, as a dispatch mode would.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._stand_ins: dict[Any, Callable[..., Any]] = {
-            _aten.mm.default: self._mm,
-            _aten.mm.out: self._mm_out,
-            _aten.addmm.default: self._addmm,
-            _aten.bmm.default: self._bmm,
-            _aten._scaled_dot_product_flash_attention_for_cpu.default: self._attention,
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: self._attention_backward,
-            _aten.silu.default: self._like,
-            _aten.silu_backward.default: self._like,
+        self._computes = False
+        self._library: torch.library.Library | None = None
+        self._stand_ins: dict[str, Callable[..., Any]] = {
+            "mm": self._mm,
+            "mm.out": self._mm_out,
+            "addmm": self._addmm,
+            "bmm": self._bmm,
+            "_scaled_dot_product_flash_attention_for_cpu": self._attention,
+            "_scaled_dot_product_flash_attention_for_cpu_backward": self._attention_backward,
+            "silu": self._like,
+            "silu_backward": self._like,
         }
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        stand_in = self._stand_ins.get(func)
-        return func(*args, **(kwargs or {})) if stand_in is None else stand_in(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():  # that kernels are replaced
+            warnings.simplefilter("ignore")
+            for name, stand_in in self._stand_ins.items():
+                self._library.impl(name, self._switch(name, stand_in), "CPU", allow_override=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._library = None  # which puts torch's kernels back
+
+    def _switch(self, name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return kernel.call_boxed(_CPU, *args, **kwargs) if self._computes else stand_in(*args, **kwargs)
+
+        return call
+
+    def real(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, computing as it would outside."""
+
+        def call(*args: Any) -> Any:
+            self._computes = True
+            try:
+                return function(*args)
+            finally:
+                self._computes = False
+
+        return call
 
     def _zero(self, like: Tensor, *shape: int) -> Tensor:
         """A part of one buffer of zeros, which nothing writes to: filling new ones would take the processor's time."""
@@ -75,20 +101,13 @@ class HollowCompute(TorchDispatchMode):
 
 @contextmanager
 def hollow(model: nn.Module, compute: HollowCompute | None = None) -> Iterator[None]:
-    """While it lasts, ``model`` computes hollowly, its routers apart."""
+    """While it lasts, ``model`` computes hollowly, its routers apart, so that routing is as uneven as the text."""
+    compute = compute or HollowCompute()
     routers = [m for m in model.modules() if isinstance(m, Router)]
-
-    def real(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with _disable_current_modes():
-                return forward(*args)
-
-        return call
-
     for router in routers:
-        router.__dict__["forward"] = real(router.forward)
+        router.__dict__["forward"] = compute.real(router.forward)
     try:
-        with compute or HollowCompute():
+        with compute:
             yield
     finally:
         for router in routers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -17,16 +17,28 @@ from torch.distributed.pipelining.schedules import (
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.workload import loss_fn
 from overlap1f1b.engine import split_blocks
+from overlap1f1b.integrations.torch_pipelining import register
 from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.schedule import Placement
 
-PEERS: dict[str, tuple[Any, str]] = {
-    "1F1B": (Schedule1F1B, "single"),
-    "Interleaved1F1B": (ScheduleInterleaved1F1B, "loop"),
-    "ZBV": (ScheduleZBVZeroBubble, "v"),
-    "DualPipeV": (ScheduleDualPipeV, "v"),
+
+class Kind(NamedTuple):
+    """torch's schedule, where its stages lie, and whether the engine plays its compute."""
+
+    schedule: Any
+    shape: str
+    registered: bool = False
+
+
+PEERS = {
+    "1F1B": Kind(Schedule1F1B, "single"),
+    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, "loop"),
+    "ZBV": Kind(ScheduleZBVZeroBubble, "v"),
+    "DualPipeV": Kind(ScheduleDualPipeV, "v"),
+    "DualPipeV, registered": Kind(ScheduleDualPipeV, "v", registered=True),
 }
-"""torch's class and where its stages lie, by the name in tables."""
+"""By the name in tables."""
 
 
 class Peer:
@@ -37,18 +49,22 @@ class Peer:
         blocks: The whole model.
         rank: This process.
         microbatches: Of a step.
+        exchange: Between the ranks that share the experts, where the engine plays the compute.
     """
 
-    def __init__(self, name: str, blocks: Sequence[nn.Module], rank: Rank, microbatches: int) -> None:
-        schedule, shape = PEERS[name]
+    def __init__(
+        self, name: str, blocks: Sequence[nn.Module], rank: Rank, microbatches: int, exchange: Exchange
+    ) -> None:
+        kind = PEERS[name]
         assert rank.mesh is not None
         group = rank.mesh.get_group("pp")
         ranks = group.size()
+        self.registered = kind.registered
         self.placement = {
             "single": Placement.loop(ranks),
             "loop": Placement.loop(ranks, 2),
             "v": Placement.v(ranks),
-        }[shape]
+        }[kind.shape]
         parts = split_blocks(blocks, self.placement.stages)
         held = [stage for _, stage in self.placement.places(group.rank())]
         self.modules = {stage: nn.Sequential(*parts[stage]) for stage in held}
@@ -58,7 +74,9 @@ class Peer:
         ]
         self.first, self.last = 0 in held, self.placement.stages - 1 in held
         self.microbatches = microbatches
-        self.schedule = schedule(stages[0] if shape == "single" else stages, microbatches, loss_fn)
+        self.schedule = kind.schedule(stages[0] if kind.shape == "single" else stages, microbatches, loss_fn)
+        if kind.registered:
+            register(self.schedule, exchange=exchange)
 
     def step(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
         """Forward and backward of a batch; the losses of its microbatches, where the last stage is."""

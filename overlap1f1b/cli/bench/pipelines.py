@@ -6,7 +6,7 @@ import math
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -21,14 +21,14 @@ from overlap1f1b.cli.bench.measure import FRAMES, Report
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.cli.bench.peers import PEERS, Peer
 from overlap1f1b.cli.bench.rows import Row, Samples, pipeline_rows
-from overlap1f1b.cli.bench.timed import TimedCompute, products_per_second
+from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
-from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
+from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn, model_config
 from overlap1f1b.engine import Engine, blocks_of
-from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
 from overlap1f1b.plan import Lane, Node, NodeCosts, Op, parse_overlap
 from overlap1f1b.schedule import Program
@@ -59,14 +59,17 @@ class PipelineBench:
         )
         self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
         self.recording = RecordingExchange(self.real)
-        # Of all ranks the slowest speed: they take turns on fewer processors.
-        self.compute = TimedCompute(-_largest(-products_per_second()))
+        self.compute = TimedCompute(self._speed() if options.compute == "timed" else math.inf)
 
     def run(self) -> dict[str, Any]:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
         options = self.options
         engines = {row.key: self._engine(row) for row in self.rows}
-        peers = {name: Peer(name, self.blocks, self.rank, options.microbatches) for name in PEERS if options.peers}
+        peers = {
+            name: Peer(name, self.blocks, self.rank, options.microbatches, self.recording)
+            for name in PEERS
+            if options.peers
+        }
         self.report("comparing gradients")
         checked = self._check(engines, peers)
         timed: AbstractContextManager[None] = (
@@ -85,7 +88,19 @@ class PipelineBench:
                 by_program[row.program] = engine.costs
             measured = self._rounds(engines, peers)
             exchange_only = median(self._exchange_only(default) for _ in range(3))
-        return self._summary(engines, measured, checked, rate, seconds, exchange_only)
+        return self._summary(engines, peers, measured, checked, rate, seconds, exchange_only)
+
+    def _speed(self) -> float:
+        """Operations a second that every rank's compute is timed by: those of the slowest, measured one by one."""
+        self.report("measuring compute")
+        options, found = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0)), 0.0
+        model = MoETransformer(model_config(options), seed=options.seed)
+        count = options.microbatches
+        for rank in range(self.rank.size):
+            dist.barrier()
+            if rank == self.rank.rank:
+                found = operations_per_second(model, self.inputs.chunk(count)[0], self.target.chunk(count)[0])
+        return -_largest(-found)
 
     def _engine(self, row: Row) -> Engine:
         return Engine(
@@ -116,7 +131,7 @@ class PipelineBench:
         """Shapes this rank's end of the wire; returns the rate in bits a second and the busiest rank's compute."""
         for _ in range(2):
             self._step(default)
-        self.compute.total = 0.0
+        self.compute.operations = 0.0
         _, result = self._step(default)
         if self.options.compute == "timed":
             seconds = _largest(self.compute.total)
@@ -184,6 +199,7 @@ class PipelineBench:
     def _summary(
         self,
         engines: dict[str, Engine],
+        peers: dict[str, Peer],
         measured: dict[str, Samples],
         checked: dict[str, dict[str, Any]],
         rate: float | None,
@@ -218,8 +234,8 @@ class PipelineBench:
                 | checked[key]
             )
         sent = self._sent()
-        torchs = [row["step_ms"]["median"] for row in table if row["program"].startswith("torch ")]
-        ours = [row["step_ms"]["median"] for row in table if not row["program"].startswith("torch ")]
+        torchs = [median(measured[name].seconds) for name, peer in peers.items() if not peer.registered]
+        ours = [median(measured[key].seconds) for key in engines]
         return {
             "wire": {
                 "kind": "loopback" if rate is None else "shaped",

@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from overlap1f1b.cli.bench.hollow import HollowCompute
+from overlap1f1b.cli.bench.hollow import HollowCompute, hollow
+from overlap1f1b.cli.workload import loss_fn
 
 SHORTEST_S = 5e-4  # sleeping is no finer: shorter waits are gathered
-ROWS, INNER, COLUMNS = 256, 256, 1024
+PASSES = 3
 
 
-def products_per_second() -> float:
-    """Multiplications and additions a second in a matrix product of an expert's size, on one thread."""
-    threads, seconds = torch.get_num_threads(), []
+def operations_per_second(model: nn.Module, inputs: Tensor, target: Tensor) -> float:
+    """The speed at which a pass that waits for its products takes as long as one that computes them, on one thread.
+
+    Args:
+        model: Runs forward and backward, for real and hollowly: what is no product takes its time both ways.
+        inputs: ``[B, S]``, one microbatch.
+        target: ``[B, S]``.
+    """
+
+    def took() -> float:
+        start = time.perf_counter()
+        loss_fn(model(inputs), target).backward()
+        return time.perf_counter() - start
+
+    threads, counting = torch.get_num_threads(), TimedCompute(math.inf)
     torch.set_num_threads(1)
     try:
-        a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
-        for _ in range(50):
-            start = time.perf_counter()
-            a @ b
-            seconds.append(time.perf_counter() - start)
+        took()
+        real = median(took() for _ in range(PASSES))
+        with hollow(model, counting):
+            took()
+            counting.operations = 0.0
+            rest = median(took() for _ in range(PASSES))
     finally:
         torch.set_num_threads(threads)
-    return 2 * ROWS * INNER * COLUMNS / median(seconds)
+    return counting.operations / PASSES / max(real - rest, 1e-9)
 
 
 class TimedCompute(HollowCompute):
-    """Products wait for the time of their operations instead of computing; ``total`` sums it, in seconds.
+    """Products wait for the time of their operations, which are counted, instead of computing.
 
     Args:
-        speed: Operations a second, from :func:`products_per_second`.
+        speed: Operations (multiplications and additions) a second.
     """
 
     def __init__(self, speed: float) -> None:
         super().__init__()
-        self.speed, self.total, self._owed = speed, 0.0, 0.0
+        self.speed, self.operations, self._owed = speed, 0.0, 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds waited for."""
+        return self.operations / self.speed
 
     def _wait(self, operations: float) -> None:
-        self.total += operations / self.speed
+        self.operations += operations
         self._owed += operations / self.speed
         if self._owed > SHORTEST_S:
             start = time.perf_counter()
