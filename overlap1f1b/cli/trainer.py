@@ -18,7 +18,7 @@ from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learni
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.workload import build_model, loss_fn
+from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts, Router
 from overlap1f1b.plan import Overlap
@@ -67,7 +67,13 @@ class Trainer:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model = build_model(options, rank)
         self.engine = Engine(
-            self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=overlap, timeout=options.timeout
+            self.model,
+            program,
+            mesh=rank.mesh,
+            loss_fn=loss_fn,
+            weights=block_weights(options),
+            overlap=overlap,
+            timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         self.blocks = {name: block for name, block in self.model.named_children() if block in held}

@@ -39,6 +39,11 @@ def build_model(options: RunOptions, rank: Rank) -> MoETransformer:
     return MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
 
 
+def block_weights(options: RunOptions) -> list[float]:
+    """Of the model's blocks: layers, between an embedding and a head that take little time."""
+    return [0.0, *[1.0] * options.model.layers, 0.0]
+
+
 def load_corpus(options: RunOptions) -> Corpus:
     """The text of the options."""
     return Corpus.load(options.text, sequence=options.sequence)

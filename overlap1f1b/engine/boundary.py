@@ -127,6 +127,8 @@ class Boundary:
                 links[peer] = _Link(payload, header, lane, mesh.number(peer))
         self._known: dict[_Key, Specs] = {}
         self._remember = False
+        self.announced = dynamic
+        """Whether a header precedes everything, known or not; it also shows how long the rest takes."""
         self._receives: dict[int, list[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
@@ -152,7 +154,7 @@ class Boundary:
         if self._receives[peer]:
             node = self._receives[peer].pop()
             link = self._in[peer]
-            specs = self._known.get(_key(node)) if self._remember else None
+            specs = self._known.get(_key(node)) if self._remember and not self.announced else None
             post = partial(self._post_receive, node, link, specs)
             self._posted[node] = link.lane.launch(node, post, late=specs is None)
 
@@ -180,7 +182,7 @@ class Boundary:
             )
         if self._remember:
             self._known[_key(node)] = specs
-        header = encode(specs) if known is None else None
+        header = encode(specs) if known is None or self.announced else None
         link = self._out[self._peer(node)]
         return link.lane.launch(node, lambda: self._post_send(link, tensors, header))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -44,13 +44,14 @@ class Engine:
     The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
 
     Args:
-        model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equally many;
+        model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equal weight;
             or the stages of this rank by their number. A block maps one tensor or several to one tensor or a tuple; it
             may hold any number of :class:`GroupedExperts`.
         program: What to play, over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
             *targets)``.
+        weights: Of the blocks of a whole model, where stages are not to have equally many: see :func:`split_blocks`.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
@@ -75,6 +76,7 @@ class Engine:
         *,
         mesh: DeviceMesh | None = None,
         loss_fn: LossFunction,
+        weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
@@ -108,7 +110,13 @@ class Engine:
         own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
         experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
         self.stages, self.sharding = stages_of(
-            model, placement, rank, self.exchange, reduce_own=own is not None, reduce_experts=experts is not None
+            model,
+            placement,
+            rank,
+            self.exchange,
+            weights,
+            reduce_own=own is not None,
+            reduce_experts=experts is not None,
         )
         if self.sharding.groups and not reduce:
             raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -147,7 +155,7 @@ class Engine:
             reductions=self.reductions,
             pace=pace,
         )
-        self.costs = costs
+        self._costs = costs
         if plan is not None and (plan.program != program or plan.shapes != self.shapes):
             raise ValueError(
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
@@ -164,6 +172,15 @@ class Engine:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of this rank's stages."""
         return (p for stage in self.stages.values() for block in stage.blocks for p in block.parameters())
+
+    @property
+    def costs(self) -> NodeCosts | None:
+        """Seconds of every node. Others compile another plan; with None the next steps measure them anew."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: NodeCosts | None) -> None:
+        self._costs, self._plan = costs, None
 
     @property
     def plan(self) -> Plan:
@@ -209,7 +226,7 @@ class Engine:
         plan = self.plan
         measuring = self.costs is None and self._plan is None
         with self._guarded(plan):
-            if measuring and self.mesh.group("ep") is not None:
+            if measuring:
                 self._measure(True)
             for reduction in self.reductions:
                 reduction.begin(plan.ranks[self._first_replica])
@@ -268,10 +285,12 @@ class Engine:
             self._measure(False)
 
     def _measure(self, on: bool) -> None:
-        """While nodes are measured, the ranks meet before every exchange and send each twice."""
-        self.player.before_launch = self._meet if on else None
+        """While nodes are measured, ranks meet before every exchange, send each twice, and announce what they pass."""
+        self.boundary.announced = on or self.boundary.dynamic
+        meets = on and self.mesh.group("ep") is not None
+        self.player.before_launch = self._meet if meets else None
         for stage in self.stages.values():
-            stage.exchange = BackToBack(self.exchange) if on else self.exchange
+            stage.exchange = BackToBack(self.exchange) if meets else self.exchange
 
     def _meet(self) -> None:
         for reduction in self.reductions:

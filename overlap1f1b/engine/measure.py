@@ -12,6 +12,7 @@ from torch import Tensor
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.moe.exchange import Exchange, Expected, Transfer
 from overlap1f1b.plan import LANE_OF, CostKey, Lane, Node, NodeCosts, Op, Plan, Span, cost_key
+from overlap1f1b.schedule import Kind
 
 _Links = dict[CostKey, tuple[float, ...]]
 
@@ -50,7 +51,10 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh) -> 
     took = {span.node: span.end - span.start for span in spans}
     by_key: dict[CostKey, list[float]] = {}
     for node in nodes:
-        if node.op is not Op.RECEIVE:
+        if node.op is Op.RECEIVE:  # the receiver sees how long a transfer takes, from its announcement on
+            sender = node._replace(op=Op.SEND, stage=node.stage + (-1 if node.kind is Kind.F else 1))
+            by_key.setdefault(cost_key(sender), []).append(took[node])
+        elif node.op is not Op.SEND:
             by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
     mine: _Links = {key: (min(times) if key[0] is Op.SEND else fmean(times),) for key, times in by_key.items()}
     merged = mesh.combined(mine, _slowest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -18,20 +19,44 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.M
 """An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
 
 
-def split_blocks(blocks: Sequence[nn.Module], stages: int) -> list[list[nn.Module]]:
-    """Consecutive blocks for every stage, as equal in number as can be, the first stages one more.
+def split_blocks(
+    blocks: Sequence[nn.Module], stages: int, weights: Sequence[float] | None = None
+) -> list[list[nn.Module]]:
+    """Consecutive blocks for every stage, as equal in weight as can be, the first stages rather more.
 
     >>> [len(part) for part in split_blocks([nn.Identity()] * 5, 3)]
     [2, 2, 1]
+    >>> [len(part) for part in split_blocks([nn.Identity()] * 6, 2, [0, 1, 1, 2, 1, 1])]
+    [4, 2]
+
+    Args:
+        blocks: The whole model.
+        stages: How many parts, each of a block or more.
+        weights: Of the blocks; by default all weigh the same.
 
     Raises:
-        ValueError: Fewer blocks than stages.
+        ValueError: Fewer blocks than stages, or weights of another number, negative or infinite.
     """
-    if len(blocks) < stages:
-        raise ValueError(f"{len(blocks)} blocks for {stages} stages; allowed: at least one a stage")
-    size, more = divmod(len(blocks), stages)
-    starts = [stage * size + min(stage, more) for stage in range(stages + 1)]
-    return [list(blocks[a:b]) for a, b in pairwise(starts)]
+    count = len(blocks)
+    if count < stages:
+        raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")
+    weights = [1.0] * count if weights is None else weights
+    if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights {list(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
+    sums = [0.0, *accumulate(weights)]
+    # From each block on: the least sum of squares of the stages that remain, and where they end.
+    least: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
+    for _ in range(stages):
+        least = {
+            start: min(
+                ((sums[end] - sums[start]) ** 2 + rest, (-end, *ends))
+                for end, (rest, ends) in least.items()
+                if end > start
+            )
+            for start in range(max(least))
+        }
+    starts = [0, *(-end for end in least[0][1])]
+    return [list(blocks[start:end]) for start, end in pairwise(starts)]
 
 
 def stages_of(
@@ -39,6 +64,7 @@ def stages_of(
     placement: Placement,
     rank: int,
     exchange: Exchange,
+    weights: Sequence[float] | None,
     *,
     reduce_own: bool,
     reduce_experts: bool,
@@ -54,6 +80,8 @@ def stages_of(
         raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
     first = dict.fromkeys(held, 0)
     if isinstance(model, Mapping):
+        if weights is not None:
+            raise ValueError("weights of stages that are given; allowed: of the blocks of a whole model")
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
         parts = {stage: blocks_of(model[stage]) for stage in held}
@@ -61,7 +89,7 @@ def stages_of(
         every = blocks_of(model)
         if not every:
             raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
-        split = split_blocks(every, placement.stages)
+        split = split_blocks(every, placement.stages, weights)
         _refuse_shared(split)
         parts = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}

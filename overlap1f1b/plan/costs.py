@@ -16,7 +16,9 @@ Cost = float | tuple[float, ...]
 
 
 def cost_key(node: Node) -> CostKey:
-    """What the cost of a node is kept by: it is the same for every microbatch and pipe."""
+    """What the cost of a node is kept by: it is the same for every microbatch and pipe; of a transfer for the stage."""
+    if node.op is Op.SEND:
+        return Op.SEND, node.kind, node.stage, 0, 0
     return node.op, node.kind, node.stage, node.block, node.seam
 
 

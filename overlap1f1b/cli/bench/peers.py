@@ -47,13 +47,20 @@ class Peer:
     Args:
         name: One of ``PEERS``.
         blocks: The whole model.
+        weights: Of its blocks, as they are cut into stages.
         rank: This process.
         microbatches: Of a step.
         exchange: Between the ranks that share the experts, where the engine plays the compute.
     """
 
     def __init__(
-        self, name: str, blocks: Sequence[nn.Module], rank: Rank, microbatches: int, exchange: Exchange
+        self,
+        name: str,
+        blocks: Sequence[nn.Module],
+        weights: Sequence[float],
+        rank: Rank,
+        microbatches: int,
+        exchange: Exchange,
     ) -> None:
         kind = PEERS[name]
         assert rank.mesh is not None
@@ -65,7 +72,7 @@ class Peer:
             "loop": Placement.loop(ranks, 2),
             "v": Placement.v(ranks),
         }[kind.shape]
-        parts = split_blocks(blocks, self.placement.stages)
+        parts = split_blocks(blocks, self.placement.stages, weights)
         held = [stage for _, stage in self.placement.places(group.rank())]
         self.modules = {stage: nn.Sequential(*parts[stage]) for stage in held}
         stages = [

@@ -26,7 +26,7 @@ from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
-from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn, model_config
+from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, loss_fn, model_config
 from overlap1f1b.engine import Engine, blocks_of
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
@@ -66,7 +66,7 @@ class PipelineBench:
         options = self.options
         engines = {row.key: self._engine(row) for row in self.rows}
         peers = {
-            name: Peer(name, self.blocks, self.rank, options.microbatches, self.recording)
+            name: Peer(name, self.blocks, block_weights(options), self.rank, options.microbatches, self.recording)
             for name in PEERS
             if options.peers
         }
@@ -108,6 +108,7 @@ class PipelineBench:
             row.program,
             mesh=self.rank.mesh,
             loss_fn=loss_fn,
+            weights=block_weights(self.options),
             overlap=row.overlap,
             reduce=self.options.reduce,
             timeout=self.options.timeout,
@@ -131,12 +132,8 @@ class PipelineBench:
         """Shapes this rank's end of the wire; returns the rate in bits a second and the busiest rank's compute."""
         for _ in range(2):
             self._step(default)
-        self.compute.operations = 0.0
         _, result = self._step(default)
-        if self.options.compute == "timed":
-            seconds = _largest(self.compute.total)
-        else:
-            seconds = _largest(sum(s.end - s.start for s in result.overlap.spans if s.node.lane is Lane.COMPUTE))
+        seconds = _largest(sum(s.end - s.start for s in result.overlap.spans if s.node.lane is Lane.COMPUTE))
         self._sizes = [self.recording.sizes[node.tag] for node in self._exchanges(default)]
         if self.options.wire is None:
             return None, seconds

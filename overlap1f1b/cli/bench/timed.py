@@ -56,11 +56,6 @@ class TimedCompute(HollowCompute):
         super().__init__()
         self.speed, self.operations, self._owed = speed, 0.0, 0.0
 
-    @property
-    def total(self) -> float:
-        """Seconds waited for."""
-        return self.operations / self.speed
-
     def _wait(self, operations: float) -> None:
         self.operations += operations
         self._owed += operations / self.speed
