@@ -126,6 +126,7 @@ class Engine:
         self.failures = Failures(self.mesh.name)
         groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
         background = any(dist.get_backend(group) == "gloo" for group in groups)
+        self._shared_links = background  # all of gloo's transfers pass the host's network
         device = next(iter(self.stages.values())).device
         self.boundary = Boundary(
             self.mesh,
@@ -234,7 +235,8 @@ class Engine:
             for reduction in self.reductions:
                 reduction.finish()
             if measuring and self._warm:
-                self.costs = measured_costs(plan.ranks[self.rank], result.overlap.spans, self.mesh)
+                nodes, spans = plan.ranks[self.rank], result.overlap.spans
+                self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
         return result
 

@@ -41,7 +41,7 @@ class BackToBack:
         return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
 
 
-def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh) -> NodeCosts:
+def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool) -> NodeCosts:
     """Costs in seconds, the same on all ranks: the mean over microbatches of each node.
 
     Of a compute node that of the slowest rank; of an exchange one for every rank that shares the experts, the time
@@ -58,7 +58,8 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh) -> 
             by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
     mine: _Links = {key: (min(times) if key[0] is Op.SEND else fmean(times),) for key, times in by_key.items()}
     merged = mesh.combined(mine, _slowest)
-    return NodeCosts(by_node={key: links if len(links) > 1 else links[0] for key, links in merged.items()})
+    by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
+    return NodeCosts(by_node=by_node, shared_links=shared_links)
 
 
 def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:

@@ -62,6 +62,7 @@ class Clock:
         """Time at which the issuing thread takes its next node."""
         self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
         self.sent: dict[int, float] = {}  # end of the last send to each rank
+        self.sending = 0.0  # end of the last send to any rank
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
         self.inputs: dict[tuple[object, ...], float] = {}  # end of input gradients, by node without its kind
@@ -118,7 +119,14 @@ class Clock:
         key = pipe, stage, _, _ = destination(node)
         to = self.placement.rank(pipe, stage)
         start = max(launched, self.sent.get(to, 0.0))
-        end = self.sent[to] = self.arrivals[key] = start + self._cost(node)[0]
+        end = start + self._cost(node)[0]
+        if self.costs.shared_links:
+            free, cost = self.free[Lane.EXCHANGE], end - start
+            queued = max(free, default=start) - start
+            free[:] = [at + max(0.0, min(at - start, cost)) for at in free]
+            end += max(0.0, min(queued, cost))
+            self.sending = max(self.sending, end)
+        self.sent[to] = self.arrivals[key] = end
         return start, end
 
     def _cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
@@ -133,6 +141,9 @@ class Clock:
     def _travel(self, node: Node, launched: float, free: list[float]) -> tuple[float, float]:
         """First start and last end over the links, each of which is first in, first out."""
         costs = self._cost(node)[1]
+        if self.sending > launched and node.op is not Op.COUNTS:
+            begun = max(launched, *free) if free else launched
+            costs = tuple(cost + max(0.0, min(cost, self.sending - begun)) for cost in costs)
         if len(costs) == len(free) == 1:
             start = max(launched, free[0])
             free[0] = start + costs[0]

@@ -35,6 +35,8 @@ class NodeCosts:
         by_node: Costs of single (sub-op, kind, stage, block, seam), which come first: a measured step fills these. An
             exchange whose rows are spread unevenly loads the links unevenly; another may load them the other way round,
             so the links are told apart.
+        shared_links: Whether transfers between stages travel over the links of the exchanges, as through one network
+            interface: then each takes half of a link while the other is there.
 
     Raises:
         ValueError: A malformed key, a negative or infinite cost, or exchanges over different numbers of links.
@@ -42,6 +44,7 @@ class NodeCosts:
 
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
     by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
+    shared_links: bool = False
 
     def __post_init__(self) -> None:
         links: set[int] = set()

@@ -108,6 +108,20 @@ def test_steps_add_to_gradients_and_costs_are_measured_in_the_first_two() -> Non
     assert not models.equal(models.gradients(model), expected)
 
 
+def test_costs_can_be_replaced_and_measured_anew() -> None:
+    data = models.batch(4)
+    engine = Engine(models.build(), programs(4)[2], loss_fn=models.loss_fn, costs=COSTS)
+    compiled = engine.plan
+    engine.costs = NodeCosts.uniform(attention=1, experts=1, dispatch=1, dense=1)
+    assert engine.plan.predicted < compiled.predicted
+    engine.costs = None
+    assert engine.plan.order == "serial"
+    for _ in range(2):
+        engine.step(data[0], target=data[1])
+    assert engine.costs is not None
+    assert engine.plan.overlap == 3
+
+
 def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
     data, model = models.batch(3), models.build()
     engine = Engine(model, programs(3)[2], loss_fn=models.loss_fn)

@@ -60,7 +60,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         screen.print("ranks outnumber processors: compute waits for its measured time instead of taking it")
     table = Table(box=None, pad_edge=False)
     for name in ("program", "overlap", "order"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", "over contended", "exposed ms"):
         table.add_column(name, justify="right")
     for name in ("hidden", "predicted ms", "peak MiB", "gradients"):
