@@ -39,7 +39,8 @@ class Clock:
 
     The issuing thread computes. It launches an exchange or a send without waiting for it, and waits where a compute
     node needs a result. A lane runs its nodes in the order of their launch. A dispatch needs counts: the lane waits for
-    them, or, if ``counts_block``, the issuing thread does.
+    them, or, if ``counts_block``, the issuing thread does. Where a transfer between stages and an exchange share links,
+    each has half of one as long as both are there; this delays what follows, not what has already been played.
 
     Args:
         costs: How long each node takes.

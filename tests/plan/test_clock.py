@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from overlap1f1b.plan import Node, NodeCosts, Op
+from overlap1f1b.plan.clock import Clock
 from overlap1f1b.plan.orders import serial, with_reductions
-from overlap1f1b.schedule import Kind, forward_only, sequential
+from overlap1f1b.schedule import Kind, Placement, forward_only, sequential
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
@@ -146,3 +147,29 @@ def test_nothing_takes_no_time(counts_block: bool) -> None:
     assert makespan((), COSTS, counts_block=counts_block) == 0
     nodes = tuple(serial(forward_only(2).actions(0), chains_of((MOE, DENSE))))
     assert makespan(nodes, NodeCosts(), counts_block=counts_block) == 0
+
+
+def passed(texts: str, shared: bool) -> list[tuple[float, float]]:
+    """The same on the first of two stages, with transfers of 4 between them and exchanges of 10."""
+    costs = NodeCosts(
+        {(Op.DISPATCH, Kind.F): 10.0, (Op.SEND, Kind.F): 4.0, (Op.COMBINE, Kind.F): 3.0}, shared_links=shared
+    )
+    clock = Clock(costs, placement=Placement.loop(2))
+    return [(span.start, span.end) for span in map(clock.play, map(node, texts.split(", ")))]
+
+
+def test_transfers_have_links_of_their_own_unless_they_share() -> None:
+    texts = "dispatch.f 0, send.f 1, dispatch.f 2"
+    assert passed(texts, shared=False) == [(0, 10), (0, 4), (10, 20)]
+    # The transfer has half of the link, and so has what is on it; what is already on its way is not moved, the next is.
+    assert passed(texts, shared=True) == [(0, 10), (0, 8), (14, 24)]
+
+
+def test_an_exchange_behind_a_transfer_shares_what_is_left_of_it() -> None:
+    assert passed("send.f 0, dispatch.f 1", shared=False) == [(0, 4), (0, 10)]
+    assert passed("send.f 0, dispatch.f 1", shared=True) == [(0, 4), (0, 14)]
+    assert passed("send.f 0, send.f 1, combine.f 2", shared=True) == [(0, 4), (4, 8), (0, 6)]
+
+
+def test_counts_are_too_small_to_share() -> None:
+    assert passed("send.f 0, counts.f 1, dispatch.f 1", shared=True) == [(0, 4), (0, 0), (0, 14)]
