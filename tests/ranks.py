@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 LEAVE = b""  # to a worker: the call is over on all ranks
+LEAVE_S = 10.0
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -76,6 +77,7 @@ class Ranks:
             results = self._collect(timeout)
             for pipe in self._pipes:  # only now: a rank that leaves early breaks the others' last transfers
                 pipe.send_bytes(LEAVE)
+            self._collect(timeout)
             done = True
         finally:
             if not done:
@@ -169,16 +171,14 @@ def _work(rank: int, size: int, pipe: Connection, folder: Path) -> None:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        if call == LEAVE:
-            _leave()
-            continue
         try:
-            function, args, timeout = pickle.loads(call)
+            function, args, timeout = (_leave, (), LEAVE_S) if call == LEAVE else pickle.loads(call)
             signal.setitimer(signal.ITIMER_REAL, timeout + 10)  # ends this process even if nobody watches it any more
             import torch
 
-            _join(rank, size, folder / f"store{number}", timeout)
-            torch.manual_seed(0)
+            if call != LEAVE:
+                _join(rank, size, folder / f"store{number}", timeout)
+                torch.manual_seed(0)
             answer = pickle.dumps((True, function(rank, size, *args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
@@ -195,7 +195,7 @@ def _join(rank: int, size: int, store: Path, timeout: float) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
 
 
-def _leave() -> None:
+def _leave(rank: int, size: int) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():  # a test may have ended it

@@ -150,7 +150,8 @@ class BenchOptions(RunOptions):
     """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
     rate. Needs root and iproute2. Without it the loopback is used."""
     compute: Literal["real", "timed"] = "real"
-    """timed: a node waits for its measured time instead of computing, as a GPU would leave the processor."""
+    """timed: compute waits for its measured time instead of taking it, as a GPU would leave the processor: each node on
+    one stage, each matrix product over several."""
     reduce: bool = False
     """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not contain it."""
     rounds: int = 5

@@ -17,17 +17,18 @@ from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.engine.gradients import clip
 from overlap1f1b.engine.lanes import Lane
-from overlap1f1b.engine.measure import BackToBack, agree, measured_costs
+from overlap1f1b.engine.measure import BackToBack, measured_costs
 from overlap1f1b.engine.mesh import DIMENSIONS, Mesh
 from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
+from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
-from overlap1f1b.schedule import Program, forwards_of
+from overlap1f1b.schedule import Program
 
 DEFAULT_OVERLAP = 3
 
@@ -126,7 +127,7 @@ class Engine:
         self.failures = Failures(self.mesh.name)
         groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
         background = any(dist.get_backend(group) == "gloo" for group in groups)
-        self._shared_links = background  # all of gloo's transfers pass the host's network
+        self._shared_links = background  # gloo uses one interface for all its groups
         device = next(iter(self.stages.values())).device
         self.boundary = Boundary(
             self.mesh,
@@ -156,18 +157,10 @@ class Engine:
             reductions=self.reductions,
             pace=pace,
         )
-        self._costs = costs
-        if plan is not None and (plan.program != program or plan.shapes != self.shapes):
-            raise ValueError(
-                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
-                f"allowed: one of {program.name!r} with {program.microbatches} for {self.shapes}"
-            )
-        if plan is not None:
-            planning.check(plan)
-        self._plan = plan
-        self._serial: Plan | None = None
-        self._evaluation: tuple[NodeCosts | None, Plan] | None = None
-        self._agreed: set[str] = set()
+        counts_block = not self.exchange.background
+        self._plans = Plans(
+            program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
+        )
         self._warm = self._failed = False
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -176,28 +169,20 @@ class Engine:
 
     @property
     def costs(self) -> NodeCosts | None:
-        """Seconds of every node. Others compile another plan; with None the next steps measure them anew."""
-        return self._costs
+        """Seconds of every node. Others compile another plan; with None the next steps measure them anew.
+
+        To be set between steps, on all ranks alike.
+        """
+        return self._plans.costs
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._costs, self._plan = costs, None
+        self._plans.costs = costs
 
     @property
     def plan(self) -> Plan:
         """What the next step plays: the compiled plan, or the serial one as long as there are no costs."""
-        if self._plan is None and self.costs is not None:
-            self._plan = self._compiled(self.program, self.costs, self.overlap)
-        if self._plan is not None:
-            return self._plan
-        if self._serial is None:
-            self._serial = self._compiled(self.program, NodeCosts(), "serial")
-        return self._serial
-
-    def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
-        plan = planning.compile(program, self.shapes, costs, overlap, counts_block=not self.exchange.background)
-        planning.check(plan)
-        return plan
+        return self._plans.of_step
 
     def step(
         self,
@@ -225,7 +210,7 @@ class Engine:
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
         plan = self.plan
-        measuring = self.costs is None and self._plan is None
+        measuring = self._plans.measuring
         with self._guarded(plan):
             if measuring:
                 self._measure(True)
@@ -244,10 +229,7 @@ class Engine:
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """The loss of a batch of any size that divides into the microbatches, without gradients."""
-        if self._evaluation is None or self._evaluation[0] is not self.costs:
-            program = forwards_of(self.program)
-            self._evaluation = (self.costs, self._compiled(program, self.costs or NodeCosts(), self.overlap))
-        plan = self._evaluation[1]
+        plan = self._plans.of_evaluation
         with self._guarded(plan), self.sharding.gathered():
             return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
 
@@ -265,9 +247,7 @@ class Engine:
         if self._failed:
             raise ValueError("this engine failed in an earlier step; allowed: a new one, on all ranks")
         try:
-            if plan.fingerprint not in self._agreed:
-                agree(plan, self.mesh)
-                self._agreed.add(plan.fingerprint)
+            self._plans.agree(plan)
             yield
         except BaseException as error:
             where = ", ".join(f"{name} {self.mesh.rank(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1)

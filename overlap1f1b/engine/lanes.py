@@ -74,7 +74,7 @@ class Flight(Generic[T]):
         """Whether :meth:`wait` would return at once."""
         if self._arrived is not None:
             return self._arrived.is_set()
-        return self not in self.lane.late and (self._transfer is None or self._transfer.done)
+        return not self.lane.puts_off(self) and (self._transfer is None or self._transfer.done)
 
     def drained(self, seconds: float) -> None:
         """Gives the exchange that long to end; its result can still be had."""
@@ -84,7 +84,7 @@ class Flight(Generic[T]):
     def drain(self, seconds: float) -> None:
         """The same, and gives up on it."""
         self.drained(seconds)
-        self.lane.late.pop(self, None)
+        self.lane.forgo(self)
         self._transfer = None
 
     def depart(self, post: Post[T]) -> None:
@@ -146,8 +146,7 @@ class Lane:
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
         self._threads: list[threading.Thread] = []
-        self.late: dict[Flight[Any], Post[Any]] = {}
-        """Not yet started, in order."""
+        self._late: dict[Flight[Any], Post[Any]] = {}  # not yet started, in order
         self.close = weakref.finalize(self, _end, self._starting, self._threads)
         """Ends the threads."""
 
@@ -161,9 +160,11 @@ class Lane:
         """
         flight: Flight[T] = Flight(node, self)
         if not self.background:
-            self.late[flight] = post
-            if not late:
-                self.depart_late(flight)
+            if late:
+                self._late[flight] = post
+            else:
+                assert not self._late, "what is put off would be overtaken"
+                flight.depart(post)
             return flight
         flight.watch()
         if not self._started:
@@ -179,11 +180,19 @@ class Lane:
         self._starting.put((flight, post))
         return flight
 
+    def puts_off(self, flight: Flight[Any]) -> bool:
+        """Whether it has not been started yet."""
+        return flight in self._late
+
     def depart_late(self, flight: Flight[Any]) -> None:
         """Starts those that were put off, up to this one."""
-        while flight in self.late:
-            earlier = next(iter(self.late))
-            earlier.depart(self.late.pop(earlier))
+        while flight in self._late:
+            earlier = next(iter(self._late))
+            earlier.depart(self._late.pop(earlier))
+
+    def forgo(self, flight: Flight[Any]) -> None:
+        """Does not start it any more."""
+        self._late.pop(flight, None)
 
 
 def _end(starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], threads: list[threading.Thread]) -> None:

@@ -46,7 +46,7 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, 
 
     Of a compute node that of the slowest rank; of an exchange one for every rank that shares the experts, the time
     until it had received all its rows, since the ranks' links carry different numbers of them; of a transfer between
-    stages the fastest, which did not wait for the other rank.
+    stages the time from its announcement to its arrival.
     """
     took = {span.node: span.end - span.start for span in spans}
     by_key: dict[CostKey, list[float]] = {}
@@ -56,7 +56,7 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, 
             by_key.setdefault(cost_key(sender), []).append(took[node])
         elif node.op is not Op.SEND:
             by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
-    mine: _Links = {key: (min(times) if key[0] is Op.SEND else fmean(times),) for key, times in by_key.items()}
+    mine: _Links = {key: (fmean(times),) for key, times in by_key.items()}
     merged = mesh.combined(mine, _slowest)
     by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
     return NodeCosts(by_node=by_node, shared_links=shared_links)
@@ -74,12 +74,12 @@ def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
     return merged
 
 
-def agree(plan: Plan, mesh: Mesh) -> None:
-    """Raises ``RuntimeError`` where ranks hold plans of different orders, which would deadlock."""
+def agree(plan: Plan, mesh: Mesh, *, measuring: bool) -> None:
+    """Raises ``RuntimeError`` where ranks hold plans of different orders, or not all measure: they would deadlock."""
 
     def same(dimension: Dimension, prints: list[str]) -> str:
         if len(set(prints)) > 1:
             raise RuntimeError(f"the ranks along {dimension!r} have different plans of {plan.program.name!r}: {prints}")
         return prints[0]
 
-    mesh.combined(plan.fingerprint, same)
+    mesh.combined(plan.fingerprint + ", measuring" * measuring, same)

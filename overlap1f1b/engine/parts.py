@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from torch import nn
@@ -22,7 +22,7 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.M
 def split_blocks(
     blocks: Sequence[nn.Module], stages: int, weights: Sequence[float] | None = None
 ) -> list[list[nn.Module]]:
-    """Consecutive blocks for every stage, as equal in weight as can be, the first stages rather more.
+    """Consecutive blocks for every stage: the heaviest as light as can be, then all as equal, the first rather more.
 
     >>> [len(part) for part in split_blocks([nn.Identity()] * 5, 3)]
     [2, 2, 1]
@@ -44,19 +44,29 @@ def split_blocks(
     if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights {list(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
     sums = [0.0, *accumulate(weights)]
-    # From each block on: the least sum of squares of the stages that remain, and where they end.
-    least: dict[int, tuple[float, tuple[int, ...]]] = {count: (0.0, ())}
-    for _ in range(stages):
-        least = {
-            start: min(
-                ((sums[end] - sums[start]) ** 2 + rest, (-end, *ends))
-                for end, (rest, ends) in least.items()
-                if end > start
-            )
-            for start in range(max(least))
-        }
-    starts = [0, *(-end for end in least[0][1])]
+    heaviest = _cut(sums, stages, max)[0]  # it sets the pace; of cuts with no heavier stage the most even one is taken
+    starts = [0, *_cut(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]
     return [list(blocks[start:end]) for start, end in pairwise(starts)]
+
+
+def _cut(
+    sums: Sequence[float], stages: int, combine: Callable[[float, float], float], heaviest: float = math.inf
+) -> tuple[float, tuple[int, ...]]:
+    """The least of what the stages' weights combine to, and where the stages end: the first as late as can be."""
+    least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # from each block to the last
+    for _ in range(stages):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start in range(max(least)):
+            candidates = [
+                (combine(sums[end] - sums[start], rest), (-end, *ends))
+                for end, (rest, ends) in least.items()
+                if start < end and sums[end] - sums[start] <= heaviest
+            ]
+            if candidates:
+                found[start] = min(candidates)
+        least = found
+    cost, ends = least[0]
+    return cost, tuple(-end for end in ends)
 
 
 def stages_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
@@ -64,6 +65,7 @@ class Clock:
         self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
         self.sent: dict[int, float] = {}  # end of the last send to each rank
         self.sending = 0.0  # end of the last send to any rank
+        self.since: list[float] = []  # how long every link of the exchanges has been busy without a break
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
         self.inputs: dict[tuple[object, ...], float] = {}  # end of input gradients, by node without its kind
@@ -122,10 +124,10 @@ class Clock:
         start = max(launched, self.sent.get(to, 0.0))
         end = start + self._cost(node)[0]
         if self.costs.shared_links:
-            free, cost = self.free[Lane.EXCHANGE], end - start
-            queued = max(free, default=start) - start
-            free[:] = [at + max(0.0, min(at - start, cost)) for at in free]
-            end += max(0.0, min(queued, cost))
+            free = self.free[Lane.EXCHANGE]
+            both = [max(0.0, min(at, end) - max(start, since)) for at, since in zip(free, self.since, strict=True)]
+            free[:] = map(add, free, both)
+            end += max(both, default=0.0)
             self.sending = max(self.sending, end)
         self.sent[to] = self.arrivals[key] = end
         return start, end
@@ -142,10 +144,8 @@ class Clock:
     def _travel(self, node: Node, launched: float, free: list[float]) -> tuple[float, float]:
         """First start and last end over the links, each of which is first in, first out."""
         costs = self._cost(node)[1]
-        if self.sending > launched and node.op is not Op.COUNTS:
-            begun = max(launched, *free) if free else launched
-            costs = tuple(cost + max(0.0, min(cost, self.sending - begun)) for cost in costs)
-        if len(costs) == len(free) == 1:
+        shares = self.costs.shared_links and node.op is not Op.COUNTS
+        if len(costs) == len(free) == 1 and not shares:
             start = max(launched, free[0])
             free[0] = start + costs[0]
             return start, free[0]
@@ -153,7 +153,11 @@ class Clock:
         if len(costs) == 1:  # a single time holds for every link
             costs = costs * len(free)
         starts = [max(launched, at) for at in free]
-        free[:] = [start + cost for start, cost in zip(starts, costs, strict=True)]
+        if shares:
+            self.since.extend([0.0] * (len(free) - len(self.since)))
+            self.since = [launched if launched > at else since for at, since in zip(free, self.since, strict=True)]
+            costs = tuple(c + max(0.0, min(c, self.sending - start)) for c, start in zip(costs, starts, strict=True))
+        free[:] = map(add, starts, costs)
         return min(starts), max(free)
 
 

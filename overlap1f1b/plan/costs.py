@@ -34,7 +34,7 @@ class NodeCosts:
         by_op: Cost of a (sub-op, kind) in every block; absent ones cost nothing.
         by_node: Costs of single (sub-op, kind, stage, block, seam), which come first: a measured step fills these. An
             exchange whose rows are spread unevenly loads the links unevenly; another may load them the other way round,
-            so the links are told apart.
+            so the links are told apart. A transfer between stages is kept by the one that sends, block and seam 0.
         shared_links: Whether transfers between stages travel over the links of the exchanges, as through one network
             interface: then each takes half of a link while the other is there.
 
@@ -82,6 +82,7 @@ class NodeCosts:
         dense: float = 0.0,
         reduce: float = 0.0,
         send: float = 0.0,
+        shared_links: bool = False,
     ) -> NodeCosts:
         """Every block alike; input and weight gradients each cost what the forward does, as matrix products do."""
         combine = dispatch if combine is None else combine
@@ -90,7 +91,7 @@ class NodeCosts:
         table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
-        return cls(table)
+        return cls(table, shared_links=shared_links)
 
 
 def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
@@ -98,4 +99,6 @@ def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
     if not isinstance(op, Op) or not isinstance(kind, Kind):
         names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, seam)"
         raise ValueError(f"a cost of {key}; allowed: a key {names}")
+    if op is Op.SEND and length == 5 and key[3:] != (0, 0):
+        raise ValueError(f"a cost of {key}; allowed: block 0 and seam 0, since a transfer is kept by its stage")
     return op, kind

@@ -116,7 +116,7 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
     if wrap != "some":  # which has plain blocks that nothing else reduces
         reference = own_loop(wrapped(wrap, mesh), data[rank], microbatches, size)
     for number, program in enumerate(programs(microbatches)):
-        for overlap in OVERLAPS[number:]:
+        for overlap in OVERLAPS[number:]:  # each program, and each overlap, several times
             model = wrapped(wrap, mesh)
             engine = engine_over(model, program, mesh, overlap=overlap, exchange=exchange)
             engine.step(data[rank][0], target=data[rank][1])

@@ -87,7 +87,8 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
         block = draw(st.integers(0, len(shape) - 1))
         seam = draw(st.integers(0, max(0, shape[block].seams - 1)))
         several = LANE_OF[key[0]] is not Lane.COMPUTE
-        by_node[(*key, 0, block, seam)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
+        place = (0, 0, 0) if key[0] is Op.SEND else (0, block, seam)
+        by_node[(*key, *place)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
     return NodeCosts(by_op, by_node)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from overlap1f1b.plan import Node, NodeCosts, Op
+from overlap1f1b.plan import CostKey, Node, NodeCosts, Op
 from overlap1f1b.plan.clock import Clock
+from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, Placement, forward_only, sequential
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
@@ -149,11 +152,10 @@ def test_nothing_takes_no_time(counts_block: bool) -> None:
     assert makespan(nodes, NodeCosts(), counts_block=counts_block) == 0
 
 
-def passed(texts: str, shared: bool) -> list[tuple[float, float]]:
+def passed(texts: str, shared: bool, by_node: Mapping[CostKey, Cost] | None = None) -> list[tuple[float, float]]:
     """The same on the first of two stages, with transfers of 4 between them and exchanges of 10."""
-    costs = NodeCosts(
-        {(Op.DISPATCH, Kind.F): 10.0, (Op.SEND, Kind.F): 4.0, (Op.COMBINE, Kind.F): 3.0}, shared_links=shared
-    )
+    by_op = {(Op.DISPATCH, Kind.F): 10.0, (Op.SEND, Kind.F): 4.0, (Op.COMBINE, Kind.F): 3.0, (Op.COUNTS, Kind.F): 5.0}
+    costs = NodeCosts(by_op, by_node or {}, shared_links=shared)
     clock = Clock(costs, placement=Placement.loop(2))
     return [(span.start, span.end) for span in map(clock.play, map(node, texts.split(", ")))]
 
@@ -172,4 +174,16 @@ def test_an_exchange_behind_a_transfer_shares_what_is_left_of_it() -> None:
 
 
 def test_counts_are_too_small_to_share() -> None:
-    assert passed("send.f 0, counts.f 1, dispatch.f 1", shared=True) == [(0, 4), (0, 0), (0, 14)]
+    assert passed("send.f 0, counts.f 1", shared=True) == [(0, 4), (0, 5)]
+
+
+def test_a_transfer_shares_no_link_that_waits() -> None:
+    # The dispatch waits for its counts until 5: the first transfer is over, the second is there for another 3.
+    assert passed("counts.f 0, dispatch.f 0, send.f 1", shared=True) == [(0, 5), (5, 15), (0, 4)]
+    texts = "counts.f 0, dispatch.f 0, send.f 1, send.f 2, dispatch.f 3"
+    assert passed(texts, shared=True) == [(0, 5), (5, 15), (0, 4), (4, 11), (18, 28)]
+
+
+def test_each_link_shares_as_long_as_it_is_busy_itself() -> None:
+    uneven: Mapping[CostKey, Cost] = {(Op.DISPATCH, Kind.F, 0, 0, 0): (2.0, 10.0)}
+    assert passed("dispatch.f 0, send.f 1, dispatch.f 2", True, uneven) == [(0, 10), (0, 8), (4, 24)]

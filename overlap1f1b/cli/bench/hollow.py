@@ -21,7 +21,7 @@ class HollowCompute:
     autograd, exchanges.
 
     Together with an engine's ``pace`` this leaves the processor to the transport, as a GPU would. The kernels of those
-    operators are replaced, which costs the others nothing, as a dispatch mode would.
+    operators are replaced, for the whole process; unlike a dispatch mode this costs the others nothing.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,12 @@ class HollowCompute:
         }
 
     def __enter__(self) -> None:
+        switches = {name: self._switch(name, stand_in) for name, stand_in in self._stand_ins.items()}
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():  # that kernels are replaced
             warnings.simplefilter("ignore")
-            for name, stand_in in self._stand_ins.items():
-                self._library.impl(name, self._switch(name, stand_in), "CPU", allow_override=True)
+            for name, switch in switches.items():
+                self._library.impl(name, switch, "CPU", allow_override=True)
 
     def __exit__(self, *error: object) -> None:
         self._library = None  # which puts torch's kernels back
@@ -61,11 +62,11 @@ class HollowCompute:
         """The function, computing as it would outside."""
 
         def call(*args: Any) -> Any:
-            self._computes = True
+            before, self._computes = self._computes, True
             try:
                 return function(*args)
             finally:
-                self._computes = False
+                self._computes = before
 
         return call
 

@@ -23,7 +23,7 @@ from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.schedule import Placement
 
 
-class Kind(NamedTuple):
+class PeerShape(NamedTuple):
     """torch's schedule, where its stages lie, and whether the engine plays its compute."""
 
     schedule: Any
@@ -32,11 +32,11 @@ class Kind(NamedTuple):
 
 
 PEERS = {
-    "1F1B": Kind(Schedule1F1B, "single"),
-    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, "loop"),
-    "ZBV": Kind(ScheduleZBVZeroBubble, "v"),
-    "DualPipeV": Kind(ScheduleDualPipeV, "v"),
-    "DualPipeV, registered": Kind(ScheduleDualPipeV, "v", registered=True),
+    "1F1B": PeerShape(Schedule1F1B, "single"),
+    "Interleaved1F1B": PeerShape(ScheduleInterleaved1F1B, "loop"),
+    "ZBV": PeerShape(ScheduleZBVZeroBubble, "v"),
+    "DualPipeV": PeerShape(ScheduleDualPipeV, "v"),
+    "DualPipeV, registered": PeerShape(ScheduleDualPipeV, "v", registered=True),
 }
 """By the name in tables."""
 
@@ -51,6 +51,7 @@ class Peer:
         rank: This process.
         microbatches: Of a step.
         exchange: Between the ranks that share the experts, where the engine plays the compute.
+        timeout: Limit of its waits, in seconds.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Peer:
         rank: Rank,
         microbatches: int,
         exchange: Exchange,
+        timeout: float,
     ) -> None:
         kind = PEERS[name]
         assert rank.mesh is not None
@@ -83,7 +85,7 @@ class Peer:
         self.microbatches = microbatches
         self.schedule = kind.schedule(stages[0] if kind.shape == "single" else stages, microbatches, loss_fn)
         if kind.registered:
-            register(self.schedule, exchange=exchange)
+            register(self.schedule, exchange=exchange, timeout=timeout)
 
     def step(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
         """Forward and backward of a batch; the losses of its microbatches, where the last stage is."""

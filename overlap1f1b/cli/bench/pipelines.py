@@ -65,11 +65,7 @@ class PipelineBench:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
         options = self.options
         engines = {row.key: self._engine(row) for row in self.rows}
-        peers = {
-            name: Peer(name, self.blocks, block_weights(options), self.rank, options.microbatches, self.recording)
-            for name in PEERS
-            if options.peers
-        }
+        peers = {name: self._peer(name) for name in PEERS if options.peers}
         self.report("comparing gradients")
         checked = self._check(engines, peers)
         timed: AbstractContextManager[None] = (
@@ -93,7 +89,8 @@ class PipelineBench:
     def _speed(self) -> float:
         """Operations a second that every rank's compute is timed by: those of the slowest, measured one by one."""
         self.report("measuring compute")
-        options, found = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0)), 0.0
+        options = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0))
+        found = 0.0
         model = MoETransformer(model_config(options), seed=options.seed)
         count = options.microbatches
         for rank in range(self.rank.size):
@@ -115,6 +112,10 @@ class PipelineBench:
             exchange=self.recording,
         )
 
+    def _peer(self, name: str) -> Peer:
+        options, weights = self.options, block_weights(self.options)
+        return Peer(name, self.blocks, weights, self.rank, options.microbatches, self.recording, options.timeout)
+
     def _step(self, engine: Engine | Peer) -> tuple[float, Any]:
         """One step from a common start; seconds until the slowest rank is done."""
         for parameter in engine.parameters():
@@ -130,10 +131,13 @@ class PipelineBench:
 
     def _shape_wire(self, default: Engine) -> tuple[float | None, float]:
         """Shapes this rank's end of the wire; returns the rate in bits a second and the busiest rank's compute."""
-        for _ in range(2):
-            self._step(default)
-        _, result = self._step(default)
-        seconds = _largest(sum(s.end - s.start for s in result.overlap.spans if s.node.lane is Lane.COMPUTE))
+        computed = []
+        for turn in range(5):
+            _, result = self._step(default)
+            if turn > 1:  # the first measure nodes
+                spans = [span for span in result.overlap.spans if span.node.lane is Lane.COMPUTE]
+                computed.append(_largest(sum(span.end - span.start for span in spans)))
+        seconds = median(computed)
         self._sizes = [self.recording.sizes[node.tag] for node in self._exchanges(default)]
         if self.options.wire is None:
             return None, seconds
@@ -210,7 +214,8 @@ class PipelineBench:
         table = []
         for key, samples in measured.items():
             step, row = median(samples.seconds), of_row.get(key)
-            entry: dict[str, Any] = {"program": f"torch {key}", "overlap": "", "default": False, "order": ""}
+            pairs = "pairs" if key in peers and peers[key].registered else ""
+            entry: dict[str, Any] = {"program": f"torch {key}", "overlap": pairs, "default": False, "order": ""}
             predicted = None
             if row is not None:
                 engine = engines[key]

@@ -24,6 +24,9 @@ def operations_per_second(model: nn.Module, inputs: Tensor, target: Tensor) -> f
         model: Runs forward and backward, for real and hollowly: what is no product takes its time both ways.
         inputs: ``[B, S]``, one microbatch.
         target: ``[B, S]``.
+
+    Raises:
+        RuntimeError: What was measured makes no sense.
     """
 
     def took() -> float:
@@ -42,7 +45,18 @@ def operations_per_second(model: nn.Module, inputs: Tensor, target: Tensor) -> f
             rest = median(took() for _ in range(PASSES))
     finally:
         torch.set_num_threads(threads)
-    return counting.operations / PASSES / max(real - rest, 1e-9)
+    return speed(counting.operations / PASSES, real, rest)
+
+
+def speed(operations: float, real: float, rest: float) -> float:
+    """Operations a second of a pass that took ``real`` seconds, and ``rest`` without them.
+
+    Raises:
+        RuntimeError: It took no longer with them.
+    """
+    if real <= rest:
+        raise RuntimeError(f"a pass took {real:.4f} s, without its products {rest:.4f} s: measure on a quieter machine")
+    return operations / (real - rest)
 
 
 class TimedCompute(HollowCompute):

@@ -117,3 +117,22 @@ def test_a_wire_under_torchrun() -> None:
 
 def test_half_of_torchruns_environment() -> None:
     assert refused("bench", RANK="1", WORLD_SIZE="2").startswith("RANK=1 and WORLD_SIZE=2 in the environment without ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["real", "timed"])
+def test_pipelines_beside_torchs(text: Path, compute: str) -> None:
+    sizes = ("--layers", 4, "--hidden", 64, "--intermediate", 128, "--sequence", 64, "--microbatches", 4, "--batch", 4)
+    pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers", "--compute", compute)
+    status, out, err = Run("bench", "--text", text, *sizes, *pipeline, "--json", "-").wait()
+    assert status == 0, err
+    result = json.loads(out)
+    rows = {row["program"]: row for row in result["rows"]}
+    ours = {"combined_1f1b", "combined_1f1b, 2 chunks", "zb_v, 2 chunks", "dualpipev, 2 chunks"}
+    torchs = {f"torch {name}" for name in ("1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")}
+    assert rows.keys() == ours | torchs | {"torch DualPipeV, registered"}
+    assert all(row.keys() >= KEYS for row in rows.values())
+    assert all(row["max_grad_diff"] < 1e-6 for row in rows.values())
+    best = min(row["step_ms"]["median"] for row in result["rows"] if row["program"] in ours)
+    peer = min(rows[name]["step_ms"]["median"] for name in torchs)
+    assert result["best_over_peers"] == pytest.approx(peer / best)

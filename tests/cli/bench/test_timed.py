@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.hollow import HollowCompute, hollow
-from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
+from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second, speed
 from overlap1f1b.moe import MoEConfig, MoETransformer
 
 CONFIG = MoEConfig(vocabulary=256, layers=1, hidden=32, heads=2, experts=4, intermediate=24, sequence=8)
@@ -59,6 +60,14 @@ def test_operations_are_counted() -> None:
     assert compute.operations == 3 * 2 * 5 * 8 * 6  # forward, and gradients of input and weight
 
 
-def test_speed_is_finite() -> None:
-    tokens = torch.randint(256, (2, 8))
-    assert 0 < operations_per_second(MoETransformer(CONFIG), tokens, tokens) < math.inf
+def test_speed_makes_up_for_what_is_left_out() -> None:
+    assert speed(100.0, real=3.0, rest=1.0) == 50.0
+    with pytest.raises(RuntimeError, match=r"without its products 2\.0000 s: measure"):
+        speed(100.0, real=1.5, rest=2.0)
+
+
+def test_a_pass_is_measured() -> None:
+    tokens = torch.randint(256, (4, 64))
+    model = MoETransformer(replace(CONFIG, hidden=128, intermediate=256, sequence=64))
+    assert operations_per_second(model, tokens, tokens) > 0
+    assert model(tokens).any()
