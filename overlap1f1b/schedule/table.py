@@ -100,7 +100,11 @@ def _check_header(key: str, value: str, where: str) -> None:
 
 def _row(line: str, where: str) -> tuple[Step, ...]:
     steps: list[Step] = []
-    for column, cell in enumerate(next(csv.reader([line]), []), 1):
+    try:
+        cells = next(csv.reader([line], strict=True), [])
+    except csv.Error as error:
+        raise ValueError(f"{where}: {error} in {line.strip()!r}; allowed: steps between commas") from None
+    for column, cell in enumerate(cells, 1):
         text = cell.strip()
         if not text or _TRAFFIC.fullmatch(text):
             continue

@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
-OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3, 4]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3]
 MICROBATCHES = [1, 2, 3, 4, 7]
 
 
@@ -33,9 +33,8 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
     return engine, engine.step(data[0], target=data[1])
 
 
-@pytest.mark.parametrize("seams", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
-def test_one_rank_equals_plain_autograd_bit_for_bit(microbatches: int, seams: int) -> None:
+@pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 1), (2, 4), (3, 3), (3, 7)])
+def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: int) -> None:
     data = models.batch(microbatches)
     losses, expected = models.plain_gradients(models.build(seams=seams), *data, microbatches)
     for program in (*programs(microbatches), build_schedule("zb_h1", microbatches=microbatches)):

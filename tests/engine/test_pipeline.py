@@ -97,7 +97,7 @@ def compared(
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int, double: bool) -> list[str]:
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     try:
-        several = programs(name, pp, most=size < 8)
+        several = programs(name, pp, most=size < 4)
         return [problem for program in several for problem in _compared(rank, program, pp, dp, ep, double)]
     finally:
         torch.set_default_dtype(torch.float32)

@@ -99,7 +99,7 @@ def _equal(
 
 
 @pytest.mark.parametrize("overlap", ["serial", "pairs", 1, 2])
-@pytest.mark.parametrize("microbatches", [4, 5, 8])
+@pytest.mark.parametrize("microbatches", [5, 8])
 def test_dualpipev_on_two_ranks(ranks2: Ranks, microbatches: int, overlap: Overlap) -> None:
     assert ranks2.run(_equal, 1, "ScheduleDualPipeV", microbatches, overlap, {}) == [[], []]
 
@@ -114,12 +114,11 @@ def test_dropout_draws_what_torch_draws(ranks4: Ranks) -> None:
     assert ranks4.run(_equal, 2, "ScheduleDualPipeV", 6, "pairs", {"dropout": 0.3}) == [[]] * 4
 
 
-@pytest.mark.parametrize("overlap", ["pairs", 1])
 @pytest.mark.parametrize(
     "name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
 )
-def test_schedules_without_pairs(ranks4: Ranks, name: str, overlap: Overlap) -> None:
-    assert ranks4.run(_equal, 2, name, 6, overlap, {}) == [[]] * 4
+def test_schedules_without_pairs(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_equal, 2, name, 6, 1, {}) == [[]] * 4
 
 
 def _table(rank: int, size: int, text: str | None, path: str) -> list[str]:

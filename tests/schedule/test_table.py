@@ -65,6 +65,7 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Pat
         ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
         ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
         ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
+        ('0F0,"0B0\n', "unexpected end of data in '0F0,\"0B0'; allowed: steps between commas"),
         ("0F0\n\n1F0\n", r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last holds a stage"),
     ],
 )

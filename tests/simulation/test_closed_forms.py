@@ -229,6 +229,18 @@ def test_peaks_of_folded_schedules(P: int, more: int) -> None:
 
 @given(ranks, microbatches, chunks)
 @few
+def test_peaks_of_few_microbatches(P: int, M: int, v: int) -> None:
+    chunked = simulate(build_schedule("zb_h1", ranks=P, microbatches=M, chunks=v), Costs())
+    program = build_schedule("zb_h1", ranks=P, microbatches=M, chunks=v)
+    first = -(-M // (M // P or 1))  # of groups as equal as can be
+    want = min(P + (v - 1) * first, v * M) / v
+    assert [chunked.peak_activations(rank) for rank in range(P)] == [want] * P, program
+    folded = simulate(build_schedule("zb_v", ranks=P, microbatches=M), Costs())
+    assert all(folded.peak_activations(rank) <= P for rank in range(P))
+
+
+@given(ranks, microbatches, chunks)
+@few
 def test_fused_pairs_a_rank(P: int, M: int, v: int) -> None:
     rank_range = range(P)
     whole = P * (M // P or 1)  # so that groups are of P

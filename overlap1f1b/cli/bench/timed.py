@@ -55,7 +55,9 @@ def speed(operations: float, real: float, rest: float) -> float:
         RuntimeError: It took no longer with them.
     """
     if real <= rest:
-        raise RuntimeError(f"a pass took {real:.4f} s, without its products {rest:.4f} s: measure on a quieter machine")
+        raise RuntimeError(
+            f"a pass took {real:.4f} s, without its products {rest:.4f} s: measure larger blocks on a quieter machine"
+        )
     return operations / (real - rest)
 
 

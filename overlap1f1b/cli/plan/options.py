@@ -100,9 +100,9 @@ class PlanOptions:
     """Pipeline ranks."""
     microbatches: Annotated[int | None, _by_default("INT", 8)] = None
     """Microbatches of a step."""
-    chunks: Annotated[int | None, _by_default("INT", 1)] = None
+    chunks: Annotated[int | None, _by_default("INT", "1; 2 for zb_v and dualpipev")] = None
     """Stages of a rank."""
-    extra_warmup: Annotated[int | None, _by_default("INT", 0)] = None
+    extra_warmup: Annotated[int | None, _by_default("INT", "0; 1 for combined_1f1b on one rank")] = None
     """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
     group_size: Annotated[int | None, _by_default("INT", "groups as equal as can be")] = None
     """Microbatches that pass one chunk before a rank turns to the next."""

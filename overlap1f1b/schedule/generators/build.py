@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from overlap1f1b.schedule.generators.all_forward import afab
 from overlap1f1b.schedule.generators.bidirectional import dualpipe, dualpipev
 from overlap1f1b.schedule.generators.combined import combined_1f1b
@@ -71,7 +73,8 @@ def build_schedule(
         ValueError: An unknown name or an impossible combination, with the numbers and what is allowed.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}")
+        nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
+        raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}{nearest}")
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         check_size(what, value)
     _check_options(name, chunks, extra_warmup, group_size)
@@ -121,9 +124,11 @@ def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | Non
         ]
         if group_size not in fitting:
             closest = min(fitting, key=lambda size: abs(size - group_size))
+            allowed = f"{fitting[0]} to {microbatches} with a last group of {ranks} or more, nearest {closest}"
+            if len(fitting) == 1:
+                allowed = f"{closest}, all in one group"
             raise ValueError(
-                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: {fitting[0]} "
-                f"to {microbatches} with a last group of {ranks} or more, nearest {closest}"
+                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: {allowed}"
             )
     if name == "dualpipe" and ranks % 2:
         nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"

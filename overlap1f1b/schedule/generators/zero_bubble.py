@@ -21,7 +21,8 @@ def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | 
         rank 2:       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
     Rank r begins with P−r−1 forwards and lets r weight gradients wait. Bubble (P−1)(F+B−2W) where W is no longer than F
-    and I; peak min(P, M) on every rank. With chunks, as torch has it, (v−1)G forwards more.
+    and I, and M ≥ P; peak min(P, M) on every rank. With chunks, as torch has it, (v−1)G forwards more, and peak
+    min(P + (v−1)G, vM)/v.
     """
     groups = groups_of(microbatches, ranks, group_size)
     rows = [
@@ -40,8 +41,8 @@ def zb_h2(microbatches: int, ranks: int = 1) -> Program:
         rank 1:    F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 F6 I4 W2 I5 W3 I6 W4 W5 W6
         rank 2:       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 F6 I6 W2 W3 W4 W5 W6
 
-    Rank r begins with 2(P−r)−1 forwards and lets 2r weight gradients wait. If F = I = W, every rank works without a
-    gap, from r·F on: the makespan is M(F+B) + (P−1)F. Peak min(2P−1, M).
+    Rank r begins with 2(P−r)−1 forwards and lets 2r weight gradients wait. If F = I = W and M ≥ 2P−1, every rank
+    works without a gap, from r·F on: the makespan is M(F+B) + (P−1)F. Peak min(2P−1, M).
     """
     groups = groups_of(microbatches, ranks)
     rows = [_delayed(rank, ranks, 1, groups, 2 * (ranks - rank - 1), 2 * rank) for rank in range(ranks)]

@@ -18,7 +18,8 @@ def zb_v(microbatches: int, ranks: int = 1) -> Program:
 
     (The second row is drawn without its waits.) Chunk 0 of rank r is stage r, chunk 1 stage 2P−1−r. If F = I = W, no
     rank waits between its first and its last action; makespan M(F+B) + (P−1)F/2. Peak P of a rank's activations (2P
-    chunks), the same on every rank. Fewer than 2P−1 microbatches are the table of 2P−1 with the others left out.
+    chunks), the same on every rank. Fewer than 2P−1 microbatches are the table of 2P−1 with the others left out: the
+    formulas do not hold there, and the peak is P at most.
     """
     return assemble(
         "zb_v", microbatches, Placement.v(ranks), [_row(rank, ranks, microbatches) for rank in range(ranks)]

@@ -120,10 +120,9 @@ def test_half_of_torchruns_environment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", ["real", "timed"])
-def test_pipelines_beside_torchs(text: Path, compute: str) -> None:
+def test_pipelines_beside_torchs(text: Path) -> None:
     sizes = ("--layers", 4, "--hidden", 64, "--intermediate", 128, "--sequence", 64, "--microbatches", 4, "--batch", 4)
-    pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers", "--compute", compute)
+    pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers")
     status, out, err = Run("bench", "--text", text, *sizes, *pipeline, "--json", "-").wait()
     assert status == 0, err
     result = json.loads(out)
