@@ -65,7 +65,7 @@ class Clock:
         self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
         self.sent: dict[int, float] = {}  # end of the last send to each rank
         self.sending = 0.0  # end of the last send to any rank
-        self.since: list[float] = []  # how long every link of the exchanges has been busy without a break
+        self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
         self.inputs: dict[tuple[object, ...], float] = {}  # end of input gradients, by node without its kind
