@@ -12,6 +12,8 @@ With several calls of experts in a block, 1 and 2 repeat in reverse order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
 from overlap1f1b.engine.microbatch import Microbatch, Tensors
-from overlap1f1b.engine.roots import Root, dense, grad_of, gradients, leaf, present
+from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.weights import WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Transfer
@@ -267,9 +269,12 @@ class BlockRun:
         self._add_root(seam.tokens, seam.route.gather_backward(received))
 
     def _finish_backward(self) -> None:
-        parameters = self.stage.block_parameters[self.block]
         leaves = [t for t in self.x if t.requires_grad]
-        grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
+        grads: Sequence[Tensor | None]
+        if self.stage.whole_backward[self.block]:
+            grads = accumulated(self.roots, self.root_grads, leaves, self.stage.block_parameters[self.block])
+        else:
+            grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []
         by_leaf = iter(grads)
         passed = tuple(dense(next(by_leaf), t) if t.requires_grad else None for t in self.x)
@@ -278,13 +283,18 @@ class BlockRun:
             self.microbatch.input_grads = passed
         else:
             self.microbatch.output_grads = passed
+        self._leave(ends=self.block == 0)
+
+    def _leave_weights(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of the leaves; those of the block's parameters are left for its weight node, if it has one."""
+        parameters, shape = self.stage.block_parameters[self.block], self.stage.shape[self.block]
+        grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.queue.keep(self.stage.whole(self.microbatch, present(parameters, grads[len(leaves) :]), self.block))
-        if self.stage.shape[self.block].split:
-            op = Op.ATTENTION if self.stage.shape[self.block].seams else Op.DENSE
-            self.microbatch.queues[op, self.block, 0] = self.queue
+        if shape.split:
+            self.microbatch.queues[Op.ATTENTION if shape.seams else Op.DENSE, self.block, 0] = self.queue
         else:
             accumulate(self.queue.compute())
-        self._leave(ends=self.block == 0)
+        return grads[: len(leaves)]
 
     def _leave(self, *, ends: bool) -> None:
         """The microbatch needs this block no more; ``ends`` says that nothing but weight gradients is left of it."""

@@ -290,9 +290,6 @@ class Engine:
         keep: bool,
     ) -> StepResult:
         microbatches, weights, auxiliary = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
-        for (number, index), microbatch in microbatches.items():
-            microbatch.before = microbatches.get((number - 1, index))
-            microbatch.after = microbatches.get((number + 1, index))
         nodes = plan.ranks[self.rank]
         self.player.position = 0
         self.boundary.begin(nodes, remember=grad)
@@ -300,7 +297,7 @@ class Engine:
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(auxiliary))
             self.player.play(nodes, microbatches)
-        ended = [m for (stage, _), m in microbatches.items() if stage == self.program.placement.stages - 1]
+        ended = microbatches.of_stage(self.program.placement.stages - 1)
         return result_of(ended, [weights[m.index] for m in ended], self.player)
 
     def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:

@@ -72,7 +72,7 @@ class Microbatch:
         self.flights: dict[Kind, Flight[Tensor]] = {}
         self.arriving: dict[Kind, Flight[Tensors]] = {}  # from another rank's stage
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
-        self.random = RandomStream(seed, stage.device)
+        self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
 
     @property
@@ -108,10 +108,10 @@ class Microbatch:
     def take_activations(self) -> Tensors:
         """The input of the next block, which this lets go of."""
         if self.activations is None and self.before is not None:
-            passed, self.before.outputs = self.before.outputs, None
+            before, self.before = self.before, None
+            passed, before.outputs = before.outputs, None
             assert passed is not None
-            requires = self.before.differentiable
-            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, requires, strict=True))
+            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, before.differentiable, strict=True))
         taken, self.activations = self.activations, None
         assert taken is not None, f"microbatch {self.index} has no input"
         return taken
@@ -119,7 +119,8 @@ class Microbatch:
     def take_output_grads(self) -> OptionalTensors:
         """The gradients of what the next block of the backward returned, which this lets go of."""
         if self.output_grads is None and self.after is not None:
-            self.output_grads, self.after.input_grads = self.after.input_grads, ()
+            after, self.after = self.after, None
+            self.output_grads, after.input_grads = after.input_grads, ()
         taken, self.output_grads = self.output_grads, None
         assert taken is not None, f"microbatch {self.index} has no gradient of its output"
         return taken
@@ -129,6 +130,11 @@ class Microbatch:
         with torch.no_grad():
             for place in list(self.queues):
                 accumulate(self.queues.pop(place).compute())
+
+    def finish(self) -> None:
+        """Lets go of everything but results: nothing of it is left to play but what it sends."""
+        self.target = ()
+        self.random.forget()
 
     def stop(self) -> None:
         """Unwinds suspended forwards and lets go of everything."""
@@ -154,13 +160,15 @@ def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | Non
 class RandomStream:
     """A stream of random numbers of its own: dropout does not depend on what runs in between.
 
-    Without a seed it is the thread's stream, as it stands.
+    Args:
+        seed: Where it starts; without one it is the thread's stream, as it stands.
+        generators: Which draw from it.
     """
 
-    def __init__(self, seed: int | None, device: torch.device) -> None:
-        self._generators = [] if seed is None else [torch.default_generator]
-        if seed is not None and device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+    __slots__ = ("_generators", "_outside", "_seed", "_states")
+
+    def __init__(self, seed: int | None, generators: tuple[torch.Generator, ...]) -> None:
+        self._generators = () if seed is None else generators
         self._seed = seed or 0
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
@@ -177,3 +185,15 @@ class RandomStream:
         self._states = [generator.get_state() for generator in self._generators]
         for generator, state in zip(self._generators, self._outside, strict=True):
             generator.set_state(state)
+        self._outside = []
+
+    def forget(self) -> None:
+        """Lets go of its state: no number will be drawn any more."""
+        self._states = None
+
+
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that a forward on this device may draw from."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    return (torch.default_generator, torch.cuda.default_generators[device.index or 0])

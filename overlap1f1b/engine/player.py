@@ -152,6 +152,7 @@ class Player:
             self._live.discard(place)
             if not microbatch.queues:
                 self._held.discard(place)
+                microbatch.finish()
 
     def spans(self) -> tuple[Span, ...]:
         """What the last :meth:`play` did, in seconds from its start; on CUDA only what the thread saw."""

@@ -37,7 +37,8 @@ class Root(NamedTuple):
             raise ValueError(
                 f"a gradient of shape {tuple(grad.shape)} for what {name} returns; allowed: {tuple(self.shape)}"
             )
-        return grad.to(self.device, self.dtype).expand(self.shape)
+        grad = grad.to(self.device, self.dtype)
+        return grad if grad.shape == self.shape else grad.expand(self.shape)
 
 
 def grad_of(
@@ -67,6 +68,18 @@ def gradients(
     finally:
         for hook, content in zip(hooks, held, strict=True):
             hook.update(content)
+
+
+def accumulated(
+    roots: Sequence[Tensor | GradientEdge],
+    grads: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
+) -> list[Tensor | None]:
+    """Gradients of the leaves; those of the parameters are added to ``.grad`` on the way."""
+    if roots and (leaves or parameters):
+        torch.autograd.backward(cast("Sequence[Tensor]", roots), grads, inputs=[*leaves, *parameters])
+    return [leaf.grad for leaf in leaves]
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.forward import seam
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, generators_of
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
@@ -53,6 +53,7 @@ class Stage:
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.generators = generators_of(self.device)
         self.expert_parameters: dict[nn.Module, list[nn.Parameter]] = {}
         self.block_parameters: list[list[nn.Parameter]] = []
         self._find_parameters()
@@ -69,6 +70,11 @@ class Stage:
             )
             for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
         )
+        self.whole_backward = [
+            not shape.split and not any(p in self.tied for p in own)
+            for shape, own in zip(self.shape, self.block_parameters, strict=True)
+        ]
+        """Blocks whose backward may add to gradients at once: nothing of them waits for another node."""
         every = [m for block in self.blocks for m in block.modules() if isinstance(m, GroupedExperts)]
         self.alike = len({(m.experts, m.gate_up.shape[2], m.gate_up.dtype) for m in every}) <= 1
         """Whether one call of experts tells the sizes of the next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,45 @@ from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
 from overlap1f1b.engine.player import Place
 from overlap1f1b.engine.stage import Stage
-from overlap1f1b.schedule import Program
+from overlap1f1b.schedule import Placement, Program
+
+
+class Microbatches(dict[Place, Microbatch]):
+    """Those of a step by (stage, number), each made when its first node is played.
+
+    Args:
+        stages: Of this rank.
+        placement: Of all stages.
+        given: What a microbatch is made of: arguments of :meth:`Stage.microbatch` by stage and number.
+        grad: Whether a backward follows.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        placement: Placement,
+        given: Callable[[int, int], Mapping[str, Any]],
+        *,
+        grad: bool,
+    ) -> None:
+        self._stages, self._count, self._given, self._grad = stages, placement.stages, given, grad
+        self._seed = int(torch.randint(2**62, ())) if grad else 0
+
+    def __missing__(self, place: Place) -> Microbatch:
+        number, index = place
+        seed = self._seed + index * self._count + number
+        given = self._given(number, index)
+        made = self[place] = self._stages[number].microbatch(**given, index=index, seed=seed, grad=self._grad)
+        made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
+        if made.before is not None:
+            made.before.after = made
+        if made.after is not None:
+            made.after.before = made
+        return made
+
+    def of_stage(self, number: int) -> list[Microbatch]:
+        """Those of one stage that were played, in their order."""
+        return [microbatch for (stage, _), microbatch in sorted(self.items()) if stage == number]
 
 
 class Work(NamedTuple):
@@ -24,7 +62,7 @@ class Work(NamedTuple):
         auxiliary: Scale of auxiliary losses; None for that of each router.
     """
 
-    microbatches: dict[Place, Microbatch]
+    microbatches: Microbatches
     weights: dict[int, float]
     auxiliary: float | None
 
@@ -59,26 +97,21 @@ def work_of(
     Raises:
         ValueError: A batch that is missing or cannot be cut, or counts for no token.
     """
-    placement, count, rank = program.placement, program.microbatches, mesh.rank("pp")
+    placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     parts = split(inputs, count, "inputs") if 0 in stages else []
     targets = split(target, count, "target") if last in stages else []
     weights = _weights(program, mesh, loss, targets)
-    seed = int(torch.randint(2**62, ())) if grad else 0
-    microbatches: dict[Place, Microbatch] = {}
-    for pipe, number in placement.places(rank):
-        for index in program.microbatches_of(pipe):
-            microbatches[number, index] = stages[number].microbatch(
-                parts[index] if number == 0 else None,
-                targets[index] if number == last else None,
-                index=index,
-                loss_fn=loss.function if number == last else None,
-                loss_scale=weights[index] * loss.scale if number == last else 1.0,
-                seed=seed + index * placement.stages + number,
-                grad=grad,
-                keep_outputs=keep,
-            )
-    return Work(microbatches, weights, loss.scale / (count * mesh.size("dp") * mesh.size("ep")))
+
+    def given(number: int, index: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"inputs": parts[index]} if number == 0 else {}
+        if number == last:
+            scale = weights[index] * loss.scale
+            arguments |= {"target": targets[index], "loss_fn": loss.function, "loss_scale": scale, "keep_outputs": keep}
+        return arguments
+
+    auxiliary = loss.scale / (count * mesh.size("dp") * mesh.size("ep"))
+    return Work(Microbatches(stages, placement, given, grad=grad), weights, auxiliary)
 
 
 def _weights(program: Program, mesh: Mesh, loss: Loss, targets: list[Tensors]) -> dict[int, float]:

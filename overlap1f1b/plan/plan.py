@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from overlap1f1b.plan.node import Node, Op, StageShape
@@ -47,7 +48,7 @@ class Plan:
         (shape,) = self.shapes
         return shape
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
         lines = (" ".join(map(str, nodes)) for nodes in self.ranks)

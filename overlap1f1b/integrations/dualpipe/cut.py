@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine import batch as engine_batch
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch, OptionalTensors
-from overlap1f1b.engine.player import Place
-from overlap1f1b.engine.work import Work
+from overlap1f1b.engine.microbatch import LossFunction, OptionalTensors
+from overlap1f1b.engine.work import Microbatches, Work
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 
 
@@ -25,21 +23,20 @@ class CutModules(Engine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options, loss_fn=_unused, reduce=False)
         self._batch: Batch | None = None
-        self._made: dict[Place, Microbatch] = {}
+        self._made: Microbatches | None = None
 
     def run(self, batch: Batch, *, grad: bool) -> Ended:
         """Plays a step, or its forwards alone."""
         self._batch = batch
         try:
             self.step() if grad else self.evaluate()
-            return self._ended(batch)
+            assert self._made is not None
+            return self._ended(batch, self._made)
         finally:
-            self._batch, self._made = None, {}
+            self._batch = self._made = None
 
-    def _ended(self, batch: Batch) -> Ended:
-        last = self.program.placement.stages - 1
-        begun = [m for (stage, _), m in self._made.items() if stage == 0]
-        ended = [m for (stage, _), m in self._made.items() if stage == last]
+    def _ended(self, batch: Batch, made: Microbatches) -> Ended:
+        begun, ended = made.of_stage(0), made.of_stage(self.program.placement.stages - 1)
         results = [m.outputs for m in ended if m.outputs is not None]
         assert len(results) == len(ended)
         input_grads = [tuple(g for g in m.input_grads if g is not None) for m in begun]
@@ -61,22 +58,21 @@ class CutModules(Engine):
         """The microbatches of both ends; auxiliary losses count as each router says."""
         batch, placement = self._batch, self.program.placement
         assert batch is not None
-        self._made = {}
-        seed = int(torch.randint(2**62, ())) if grad else 0
-        for pipe, number in placement.places(self.rank):
-            indices = self.program.microbatches_of(pipe)
-            first, last = number == 0, number == placement.stages - 1
-            parts = batch.parts(len(indices)) if first else []
-            labels = batch.labels_of(len(indices)) if last else []
-            for at, index in enumerate(indices):
-                self._made[number, index] = self.stages[number].microbatch(
-                    parts[at] if first else None,
-                    index=index,
-                    loss_fn=_labelled(batch.criterion, labels[at]) if last and batch.criterion is not None else None,
-                    seed=seed + index * placement.stages + number,
-                    grad=grad,
-                    keep_outputs=batch.keep_outputs,
-                )
+        first, last = 0, placement.stages - 1
+        pipe_of = {number: pipe for pipe, number in placement.places(self.rank)}
+        indices = {number: self.program.microbatches_of(pipe) for number, pipe in pipe_of.items()}
+        parts = batch.parts(len(indices[first])) if first in indices else []
+        labels = batch.labels_of(len(indices[last])) if last in indices else []
+
+        def given(number: int, index: int) -> dict[str, Any]:
+            at, criterion = indices[number].index(index), batch.criterion if number == last else None
+            return {
+                "inputs": parts[at] if number == first else None,
+                "loss_fn": None if criterion is None else _labelled(criterion, labels[at]),
+                "keep_outputs": batch.keep_outputs,
+            }
+
+        self._made = Microbatches(self.stages, placement, given, grad=grad)
         return Work(self._made, dict.fromkeys(range(self.program.microbatches), 1.0), None)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.batch import Batch
-from overlap1f1b.engine.work import Work
+from overlap1f1b.engine.work import Microbatches, Work
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Program
@@ -61,18 +60,14 @@ class ChunkEngine(Engine):
     def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
         """Microbatches without inputs or targets, whose losses count as they are."""
         placement = self.program.placement
-        seed = int(torch.randint(2**62, ())) if grad else 0
-        microbatches = {
-            (number, index): self.stages[number].microbatch(
-                () if number == 0 else None,
-                index=index,
-                loss_fn=_same if number == placement.stages - 1 else None,
-                seed=seed + index * placement.stages + number,
-                grad=grad,
-            )
-            for pipe, number in placement.places(self.rank)
-            for index in self.program.microbatches_of(pipe)
-        }
+
+        def given(number: int, index: int) -> dict[str, Any]:
+            return {
+                "inputs": () if number == 0 else None,
+                "loss_fn": _same if number == placement.stages - 1 else None,
+            }
+
+        microbatches = Microbatches(self.stages, placement, given, grad=grad)
         return Work(microbatches, dict.fromkeys(range(self.program.microbatches), 1.0), self._auxiliary)
 
 
