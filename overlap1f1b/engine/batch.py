@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +13,12 @@ Batch = Tensor | tuple[Tensor, ...] | Sequence[Tensor | tuple[Tensor, ...]]
 """A tensor or a tuple of several, to be cut along the first dimension; or a list of either, one a microbatch."""
 
 
-def split(batch: Batch | None, count: int, name: str) -> list[Tensors]:
-    """The tensors of each microbatch.
+def cut(batch: Batch | None, count: int, name: str) -> Callable[[int], Tensors]:
+    """What gives the tensors of a microbatch by its number.
 
-    >>> [part[0].tolist() for part in split(torch.arange(4), 2, "inputs")]
-    [[0, 1], [2, 3]]
+    >>> part = cut(torch.arange(4), 2, "inputs")
+    >>> part(0)[0].tolist(), part(1)[0].tolist()
+    ([0, 1], [2, 3])
 
     Args:
         batch: What to cut; a list has one entry a microbatch, of any sizes.
@@ -32,18 +33,19 @@ def split(batch: Batch | None, count: int, name: str) -> list[Tensors]:
     if isinstance(batch, list):
         if len(batch) != count:
             raise ValueError(f"{name}: {len(batch)} microbatches for a program of {count}; allowed: as many")
-        return [tensors(_checked(part, name)) for part in batch]
-    cut = [_chunks(part, count, name) for part in tensors(_checked(batch, name))]
-    if not cut:
+        return [tensors(_checked(part, name)) for part in batch].__getitem__
+    whole = tensors(_checked(batch, name))
+    if not whole:
         raise ValueError(f"{name}: no tensor; allowed: at least one")
-    return list(zip(*cut, strict=True))
+    parts = [tensor.split(_size_of_part(tensor, count, name)) for tensor in whole]
+    return lambda index: tuple([part[index] for part in parts])
 
 
-def _chunks(part: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
-    size = part.shape[0] if part.dim() else 0
+def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
+    size = tensor.shape[0] if tensor.dim() else 0
     if size == 0 or size % count:
         raise ValueError(f"{name}: a batch of {size} cannot be cut into {count} microbatches; allowed: a multiple")
-    return part.split(size // count)
+    return size // count
 
 
 def _checked(value: Any, name: str) -> Tensor | tuple[Tensor, ...]:

@@ -71,7 +71,8 @@ class BlockRun:
         seam = self.seams[-1]
         leaf = seam.route.group(received)
         name, grad = self.stage.names[self.block], self.microbatch.grad
-        with self.stage.splitting(seam.queue), seam.state.applied(name, device=self.stage.device, grad=grad):
+        self.stage.leave_to(seam.queue)
+        with seam.state.applied(name, device=self.stage.device, grad=grad):
             leaf = leaf.detach().requires_grad_(seam.state.grad and grad)
             result = seam.experts.compute(leaf, seam.route.expert_rows)
         seam.rows = seam.route.ungroup(result.detach().to(seam.tokens.dtype))
@@ -92,7 +93,8 @@ class BlockRun:
     def _go(self, value: Tensor | Tensors) -> None:
         """Runs the forward to its next call of experts, or to its end."""
         stage = self.stage
-        with stage.splitting(self.queue), self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
+        stage.leave_to(self.queue)
+        with self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
             if isinstance(value, Tensor):
                 assert self.forward is not None
                 step = self.forward.resume(value)

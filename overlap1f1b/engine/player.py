@@ -26,6 +26,15 @@ Place = tuple[int, int]
 
 
 _METHOD = {(op, kind): f"{op.value}_{'f' if kind is Kind.F else 'b'}" for op in Op for kind in (Kind.F, Kind.I)}
+_NO_CONTEXT = nullcontext()
+
+
+def _step(node: Node, microbatch: Microbatch) -> Callable[[Any], Any]:
+    """The method that is the node, of the block's run."""
+    run = microbatch.runs.get(node.block)
+    if run is None:
+        run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
+    return getattr(run, _METHOD[node.op, node.kind])
 
 
 class Player:
@@ -89,13 +98,16 @@ class Player:
         self.peak_activations = self.peak_held = 0
         try:
             for self.position, node in enumerate(nodes):
-                if node.op is Op.REDUCE:
+                lane = node.lane
+                if lane is LaneName.COMPUTE:
+                    self._compute(node, microbatches[node.stage, node.microbatch])
+                elif node.op is Op.REDUCE:
                     for reduction in self.reductions:
                         self._flights += reduction.launch(node)
-                elif node.lane is LaneName.PEER:
+                elif lane is LaneName.PEER:
                     self._pass(node, microbatches[node.stage, node.microbatch])
                 else:
-                    self._node(node, microbatches[node.stage, node.microbatch])
+                    self._launch(node, microbatches[node.stage, node.microbatch])
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -118,19 +130,15 @@ class Player:
         self._sends.append(send)
         self._flights.append(send)
 
-    def _node(self, node: Node, microbatch: Microbatch) -> None:
-        run = microbatch.runs.get(node.block)
-        if run is None and node.kind is not Kind.W:
-            run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
-        step = getattr(run, _METHOD[node.op, node.kind], None) if node.kind is not Kind.W else None
-        if node.lane is not LaneName.COMPUTE:
-            assert step is not None
-            if self.before_launch is not None:
-                self.before_launch()
-            flight = self.lanes[node.op, node.kind].launch(node, step(node))
-            microbatch.flights[node.kind] = flight
-            self._flights.append(flight)
-            return
+    def _launch(self, node: Node, microbatch: Microbatch) -> None:
+        """Has an exchange started."""
+        if self.before_launch is not None:
+            self.before_launch()
+        flight = self.lanes[node.op, node.kind].launch(node, _step(node, microbatch)(node))
+        microbatch.flights[node.kind] = flight
+        self._flights.append(flight)
+
+    def _compute(self, node: Node, microbatch: Microbatch) -> None:
         place = (node.stage, node.microbatch)
         if node.kind is Kind.F:
             self._live.add(place)
@@ -139,12 +147,11 @@ class Player:
             self.peak_held = max(self.peak_held, len(self._held))
         received = microbatch.await_input(node.kind)
         start = time.perf_counter()
-        with self.around(node) if self.around is not None else nullcontext():
+        with self.around(node) if self.around is not None else _NO_CONTEXT:
             if node.kind is Kind.W:
                 accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
             else:
-                assert step is not None
-                step(received)
+                _step(node, microbatch)(received)
         if self.pace is not None:
             time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))

@@ -152,14 +152,9 @@ class Stage:
                 gradients[parameter] = microbatch.tied.pop(parameter)
         return gradients
 
-    @contextmanager
-    def splitting(self, queue: WeightQueue) -> Iterator[None]:
-        """Forwards that run inside leave their weight gradients to this queue."""
-        before, self._queue = self._queue, queue
-        try:
-            yield
-        finally:
-            self._queue = before
+    def leave_to(self, queue: WeightQueue) -> None:
+        """Forwards that run from now on leave their weight gradients to this queue."""
+        self._queue = queue
 
     @contextmanager
     def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overlap1f1b.engine.batch import Batch, split
+from overlap1f1b.engine.batch import Batch, cut
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
 from overlap1f1b.engine.player import Place
@@ -99,29 +99,38 @@ def work_of(
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    parts = split(inputs, count, "inputs") if 0 in stages else []
-    targets = split(target, count, "target") if last in stages else []
-    weights = _weights(program, mesh, loss, targets)
+    part = cut(inputs, count, "inputs") if 0 in stages else _none
+    target_of = cut(target, count, "target") if last in stages else _none
+    weights = _weights(program, mesh, loss, target_of)
 
     def given(number: int, index: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"inputs": parts[index]} if number == 0 else {}
+        arguments: dict[str, Any] = {"inputs": part(index)} if number == 0 else {}
         if number == last:
             scale = weights[index] * loss.scale
-            arguments |= {"target": targets[index], "loss_fn": loss.function, "loss_scale": scale, "keep_outputs": keep}
+            arguments |= {
+                "target": target_of(index),
+                "loss_fn": loss.function,
+                "loss_scale": scale,
+                "keep_outputs": keep,
+            }
         return arguments
 
     auxiliary = loss.scale / (count * mesh.size("dp") * mesh.size("ep"))
     return Work(Microbatches(stages, placement, given, grad=grad), weights, auxiliary)
 
 
-def _weights(program: Program, mesh: Mesh, loss: Loss, targets: list[Tensors]) -> dict[int, float]:
+def _none(index: int) -> Tensors:
+    return ()
+
+
+def _weights(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
     """Part of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if loss.count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.size("dp") * mesh.size("ep")))
     pipes = [pipe for pipe, stage in placement.places(mesh.rank("pp")) if stage == placement.stages - 1]
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
-    tokens = {index: int(loss.count_tokens(*targets[index])) for index in here}
+    tokens = {index: int(loss.count_tokens(*target_of(index))) for index in here}
 
     def summed(_: Dimension, every: list[int]) -> int:
         return sum(every)

@@ -26,6 +26,8 @@ class Op(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
 
+    __hash__ = str.__hash__  # as that of Kind
+
 
 class Lane(StrEnum):
     """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour apart."""
@@ -34,6 +36,8 @@ class Lane(StrEnum):
     EXCHANGE = "exchange"
     CONTROL = "control"
     PEER = "peer"
+
+    __hash__ = str.__hash__
 
 
 LANE_OF = {

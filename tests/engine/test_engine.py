@@ -248,6 +248,28 @@ def test_accumulated_steps_are_reduced_once(ranks2: Ranks) -> None:
     assert all(all(result) for result in ranks2.run(_carry_on))
 
 
+def _costs_of_one_rank(rank: int, size: int, before: int) -> str:
+    mesh, data = _mesh(size), models.batch(2, seed=rank)
+    model = models.build(mesh.get_group("ep"))
+    engine = Engine(model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, timeout=3)
+    for _ in range(before):
+        engine.step(data[0], target=data[1])
+    if rank == 0:
+        engine.costs = COSTS
+    with pytest.raises(RuntimeError) as raised:
+        engine.step(data[0], target=data[1])
+    return str(raised.value)
+
+
+def test_costs_set_on_one_rank_alone_are_refused_before_anything_is_exchanged(ranks2: Ranks) -> None:
+    for said in ranks2.run(_costs_of_one_rank, 0):
+        assert "the ranks along 'ep' have different plans" in said
+
+
+def test_costs_set_on_one_rank_alone_later_end_both_ranks(ranks2: Ranks) -> None:
+    assert all(ranks2.run(_costs_of_one_rank, 2))
+
+
 def _collective(rank: int, size: int) -> list[str]:
     """torch's all_to_all_single, which NCCL uses, through the same engine."""
     mesh, data = _mesh(size), models.batch(3, seed=rank)
