@@ -204,7 +204,7 @@ def _environment(
     # Left over from a cluster's shell, these would make `under_torchrun` true in the ranks.
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     environ |= {
         "RANK": str(rank),
@@ -218,7 +218,8 @@ def _environment(
     return environ | (wire.environment(rank) if wire else {})
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

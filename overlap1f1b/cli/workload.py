@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
@@ -56,7 +57,6 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 def environment(rank: Rank) -> dict[str, object]:
     """What the figures were measured on; nothing that names the machine."""
-    import os
     import platform
 
     from overlap1f1b import __version__
@@ -66,7 +66,7 @@ def environment(rank: Rank) -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": rank.size,
     }

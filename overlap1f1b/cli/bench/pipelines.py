@@ -22,6 +22,7 @@ from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.cli.bench.peers import PEERS, Peer
 from overlap1f1b.cli.bench.rows import Row, Samples, pipeline_rows
 from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
+from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import Balanced, parse_wire
@@ -82,9 +83,12 @@ class PipelineBench:
                 while engine.costs is None:
                     self._step(engine)
                 by_program[row.program] = engine.costs
+            busy, began = time.process_time(), time.perf_counter()
             measured = self._rounds(engines, peers)
+            busy, lasted = time.process_time() - busy, time.perf_counter() - began
+            share = _processor_share(busy / lasted, self.rank)
             exchange_only = median(self._exchange_only(default) for _ in range(3))
-        return self._summary(engines, peers, measured, checked, rate, seconds, exchange_only)
+        return self._summary(engines, peers, measured, checked, rate, seconds, exchange_only, share)
 
     def _speed(self) -> float:
         """Operations a second that every rank's compute is timed by: those of the slowest, measured one by one."""
@@ -206,6 +210,7 @@ class PipelineBench:
         rate: float | None,
         seconds: float,
         exchange_only: float,
+        share: float,
     ) -> dict[str, Any]:
         bound = max(seconds, exchange_only)
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
@@ -246,6 +251,7 @@ class PipelineBench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / FRAMES,
             },
             "compute": self.options.compute,
+            "processor_share": share,
             "compute_only_ms": 1e3 * seconds,
             "exchange_only_ms": 1e3 * exchange_only,
             "bound_ms": 1e3 * bound,
@@ -260,6 +266,12 @@ def _taken(parameter: nn.Parameter) -> Tensor:
     """Its gradient, which it loses."""
     grad, parameter.grad = parameter.grad, None
     return torch.zeros_like(parameter) if grad is None else grad
+
+
+def _processor_share(busy: float, rank: Rank) -> float:
+    """Part of the processors' time that the ranks of one machine take, each this one's."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", rank.size))
+    return _largest(busy) * local / cores()
 
 
 def _largest(value: float) -> float:
