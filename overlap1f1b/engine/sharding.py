@@ -46,7 +46,7 @@ class Sharding:
         self._roots = _by_state(roots)
         self._modules = _by_state(module for root in roots for module in _held(root))
         self._uncalled = {id(model) for model in models}
-        self.groups: list[ParameterGroup] = [g for m in self._modules for g in _state(m)._fsdp_param_groups]
+        self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
         self._handles: list[Any] = []
         for root in self._roots:
             _state(root)._lazy_init()
@@ -116,6 +116,14 @@ class Sharding:
 
 def _state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
+
+
+def _groups(module: FSDPModule) -> list[ParameterGroup]:
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 knows one a module, or none.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _by_state(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
