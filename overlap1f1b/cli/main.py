@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import tyro
-
+from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.cli.plan.options import PlanOptions
@@ -26,14 +25,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    options = tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions},
-        args=argv or ["--help"],
-        prog="overlap1f1b",
-        description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
-        sort_subcommands=False,
-    )
     try:
+        options = parse(
+            argv or ["--help"],
+            {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions},
+            prog="overlap1f1b",
+            description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
+        )
         if isinstance(options, PlanOptions):
             from overlap1f1b.cli.plan.command import plan
 

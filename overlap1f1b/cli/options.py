@@ -43,6 +43,9 @@ class ModelOptions:
     """Probability of dropping an element of what a block adds to the residual."""
 
 
+_CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1; 2 for zb_v and dualpipev)")
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """What train and bench share."""
@@ -56,7 +59,7 @@ class RunOptions:
     """Data-parallel ranks, which do not share their experts."""
     schedule: str | None = None
     """Program to play; by default combined_1f1b, on a single rank sequential."""
-    chunks: int = 1
+    chunks: Annotated[int | None, _CHUNKS] = None
     """Stages of a pipeline rank."""
     extra_warmup: int | None = None
     """Forwards beyond the first before the first backward, where the program knows it; by default 1 for combined_1f1b
@@ -163,7 +166,8 @@ class BenchOptions(RunOptions):
 def check_run(options: RunOptions) -> None:
     """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
     train = isinstance(options, TrainOptions)
-    counts = ["pp", "dp", "ep", "chunks", "microbatches", "batch", "sequence"]
+    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
+    counts += [] if options.chunks is None else ["chunks"]
     counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
     for name in counts:
         if (value := getattr(options, name)) < 1:

@@ -51,7 +51,7 @@ def read(path: str | Path) -> Program:
     path = Path(path)
     said: dict[str, str] = {}
     rows: list[tuple[Step, ...]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a mark
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Protocol
 
@@ -36,26 +37,26 @@ class Candidate:
 
     Args:
         schedule: One of ``SCHEDULES``.
-        chunks: Stages of a rank.
+        chunks: Stages of a rank; None is the schedule's default.
         extra_warmup: Further forwards before the first backward; None is the schedule's default.
         group_size: Microbatches that pass one chunk before a rank turns to the next; None is the default.
         overlap: How nodes are interleaved, where costs are those of nodes; None is the model's default.
     """
 
     schedule: str
-    chunks: int = 1
+    chunks: int | None = None
     extra_warmup: int | None = None
     group_size: int | None = None
     overlap: Overlap | None = None
 
     def __str__(self) -> str:
-        given = {"chunks": self.chunks if self.chunks > 1 else None}
+        given = {"chunks": None if self.chunks == 1 else self.chunks}
         given |= {"extra_warmup": self.extra_warmup or None, "group_size": self.group_size}
         words = [f"{name}={value}" for name, value in {**given, "overlap": self.overlap}.items() if value is not None]
         return self.schedule + (":" + ",".join(words) if words else "")
 
-    def build(self, ranks: int, microbatches: int) -> Program:
-        """Its program.
+    def build(self, ranks: int, microbatches: int, *, forward_only: bool = False) -> Program:
+        """Its program, or the forwards of it.
 
         Raises:
             ValueError: An impossible combination.
@@ -67,6 +68,7 @@ class Candidate:
             chunks=self.chunks,
             extra_warmup=self.extra_warmup,
             group_size=self.group_size,
+            forward_only=forward_only,
         )
 
 
@@ -105,8 +107,8 @@ class ActionModel:
         return simulate(program, self.costs)
 
     def known_peak(self, program: Program) -> float:
-        """The peak that the program declares: it is played in its order."""
-        return max(program.peak_activations) * program.placement.share
+        """The peak that the program declares: it is played in its order. Of forwards alone nothing stays alive."""
+        return 0.0 if program.forward_only else max(program.peak_activations) * program.placement.share
 
     def bound(self, program: Program, overlap: Overlap | None = None) -> float:
         """Nothing is known: playing actions takes no longer than finding a bound would."""
@@ -200,6 +202,7 @@ def search(
     ranks: int,
     microbatches: int,
     model: Model,
+    forward_only: bool = False,
     memory: float | None = None,
     top: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
@@ -215,6 +218,7 @@ def search(
         ranks: Pipeline ranks.
         microbatches: Microbatches of a step.
         model: How programs are played: :class:`ActionModel` by costs of actions, :class:`NodeModel` by those of nodes.
+        forward_only: Whether the forwards alone are played.
         memory: Limit of activations alive at once on any rank, in those of a rank's whole share and one microbatch.
         top: How many of the fastest are wanted: candidates that cannot be among them by the model's bound are left out
             unplayed. Those of the least bound are played first. None plays all.
@@ -228,11 +232,12 @@ def search(
     if top is not None:
         check_size("top", top)
     limit = float("inf") if memory is None else memory + 1e-9
+    program_of = partial(Candidate.build, ranks=ranks, microbatches=microbatches, forward_only=forward_only)
     found: dict[int, Outcome] = {}
     over: dict[int, float] = {}
     refused: dict[int, str] = {}
     pruned: dict[int, float] = {}
-    bounds = [0.0 if top is None else _bound(candidate, ranks, microbatches, model) for candidate in tried]
+    bounds = [0.0 if top is None else _bound(program_of, candidate, model) for candidate in tried]
     fastest: list[float] = []
     for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
         candidate = tried[index]
@@ -241,7 +246,7 @@ def search(
             progress(done)
             continue
         try:
-            outcome = _outcome(candidate, candidate.build(ranks, microbatches), model, limit)
+            outcome = _outcome(candidate, program_of(candidate), model, limit)
         except ValueError as error:
             refused[index] = str(error)
         else:
@@ -260,9 +265,9 @@ def search(
     )
 
 
-def _bound(candidate: Candidate, ranks: int, microbatches: int, model: Model) -> float:
+def _bound(program_of: Callable[[Candidate], Program], candidate: Candidate, model: Model) -> float:
     try:
-        return model.bound(candidate.build(ranks, microbatches), candidate.overlap)
+        return model.bound(program_of(candidate), candidate.overlap)
     except ValueError:  # it will be refused
         return 0.0
 

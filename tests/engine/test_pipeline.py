@@ -36,8 +36,8 @@ ODD = {"dualpipe": {2: 4, 4: 10}, "dualpipev": {2: 5, 4: 9}}
 
 def programs(name: str, ranks: int, most: bool) -> list[Program]:
     microbatches = ODD.get(name, {2: 3, 4: 5})[ranks]
-    chunks = CHUNKED.get(name, 1)
-    several = sorted({1, chunks}) if most else [chunks]
+    chunks = CHUNKED.get(name)
+    several = [None, chunks] if most and chunks else [chunks]
     return [build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks) for chunks in several]
 
 

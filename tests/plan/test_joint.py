@@ -11,7 +11,8 @@ import pytest
 
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Plan, check, compile, play_ranks
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule
-from tests.plan.cases import DENSE, MOE
+from tests.counting import work
+from tests.plan.cases import DENSE, MOE, few_tries
 from tests.plan.rules import broken_rules
 
 CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
@@ -32,7 +33,8 @@ def costs_at(ratio: float) -> NodeCosts:
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
-    plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
+    with nullcontext() if ratio == 1 else few_tries(0.0, 0.4):
+        plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
     for plan in plans.values():
         check(plan)
         assert not list(broken_rules(plan))
@@ -49,9 +51,32 @@ def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
     microbatches += microbatches % 2 if name == "dualpipe" else 0
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
     for overlap in ("pairs", 2, 4):
-        plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
+        with few_tries(0.0, 0.4):
+            plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
         check(plan)
         assert not list(broken_rules(plan))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_work_of_compiling_checking_and_playing_grows_linearly(name: str) -> None:
+    costs = costs_at(1)
+
+    def of_each_node(ranks: int, microbatches: int, layers: int) -> list[float]:
+        program = build_schedule(name, ranks=ranks, microbatches=microbatches)
+        plans: list[Plan] = []
+        parts = (
+            lambda: plans.append(compile(program, (MOE,) * layers, costs, 2)),
+            lambda: check(plans[0]),
+            lambda: play_ranks(plans[0].ranks, program.placement, costs),
+        )
+        with few_tries():
+            works = [work(part) for part in parts]
+        return [count / sum(map(len, plans[0].ranks)) for count in works]
+
+    few = of_each_node(2, 4, 1)
+    for sizes in ((2, 12, 1), (4, 8, 1), (2, 4, 3)):
+        for more, less in zip(of_each_node(*sizes), few, strict=True):
+            assert less / 2 < more < 1.15 * less, sizes
 
 
 def test_stages_of_different_blocks() -> None:
@@ -143,7 +168,8 @@ def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispa
     program = build_schedule(name, ranks=4, microbatches=9 if name != "dualpipe" else 8)
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=1)
     for k in (2, 4):
-        plan = compile(program, (MOE, DENSE), costs, k)
+        with few_tries(0.0, 0.4):
+            plan = compile(program, (MOE, DENSE), costs, k)
         check(plan)
         assert not list(broken_rules(plan))
 
@@ -175,7 +201,7 @@ MUTANTS = [
 def test_mutants_are_accepted_exactly_if_no_rule_is_broken(plan: Plan) -> None:
     rng = random.Random(plan.program.name)
     verdicts = {True: 0, False: 0}
-    for _ in range(1700):
+    for _ in range(700):
         mutant = mutated(plan, rng)
         accepted = not list(broken_rules(mutant))
         with nullcontext() if accepted else pytest.raises(ValueError, match="plan of "):

@@ -83,6 +83,8 @@ def test_names_and_defaults() -> None:
         ("combined_1f1b", {"microbatches": 4, "chunks": 0}, "chunks=0; allowed: 1 or more"),
         ("zb_h2", {"microbatches": 4, "chunks": 2}, r"chunks=2 with zb_h2; allowed: 1 \(chunks belong to sequential, "),
         ("zb_v", {"microbatches": 4, "chunks": 3}, "chunks=3 with zb_v; allowed: 2"),
+        ("zb_v", {"microbatches": 4, "chunks": 1}, "chunks=1 with zb_v; allowed: 2"),
+        ("dualpipev", {"microbatches": 4, "chunks": 1}, "chunks=1 with dualpipev; allowed: 2"),
         ("1f1b", {"microbatches": 4, "group_size": 2}, "group_size=2 with 1f1b; allowed: none .it belongs to inter"),
         (
             "interleaved_1f1b",

@@ -52,7 +52,7 @@ def texts(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
     return [[str(cell) for cell in row if cell is not None and "REDUCE" not in str(cell)] for row in rows]
 
 
-def ours(name: str, P: int, M: int, v: int = 1) -> list[list[str]]:
+def ours(name: str, P: int, M: int, v: int | None = None) -> list[list[str]]:
     return texts(build_schedule(name, ranks=P, microbatches=M, chunks=v).ranks)
 
 
@@ -101,7 +101,7 @@ def counted_from_zero(text: str) -> str:
 
 
 def test_torch_reads_the_text_form() -> None:
-    for name, P, M, v in (("dualpipev", 3, 7, 1), ("zb_v", 3, 5, 1), ("combined_1f1b", 2, 4, 3)):
+    for name, P, M, v in (("dualpipev", 3, 7, 2), ("zb_v", 3, 5, 2), ("combined_1f1b", 2, 4, 3)):
         for row in build_schedule(name, ranks=P, microbatches=M, chunks=v).ranks:
             for step in row:
                 read = schedules._Action.from_str(str(step))

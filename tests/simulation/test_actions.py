@@ -7,8 +7,9 @@ import random
 import pytest
 
 import overlap1f1b as o1
-from overlap1f1b.schedule import Action, Kind, Pair, Program, build_schedule, parse_step
-from overlap1f1b.simulation import Costs, StepSpan, TransferSpan, simulate
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_schedule, parse_step
+from overlap1f1b.simulation import Costs, StepSpan, TransferSpan, play_actions, simulate
+from tests.counting import work
 from tests.schedule.brute import F, W
 from tests.schedule.test_mutations import a_program
 
@@ -124,3 +125,23 @@ def test_what_cannot_be_simulated() -> None:
             simulate(what, costs, **options)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="has 1 ranks and a placement over 2"):
         simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_work_of_generating_checking_and_playing_grows_linearly(name: str) -> None:
+    chunks = 2 if name in ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1") else None
+
+    def of_each_action(ranks: int, microbatches: int) -> list[float]:
+        program = build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        count = sum(1 for rank in range(ranks) for _ in program.actions(rank))
+        parts = (
+            lambda: build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks),
+            program.check,
+            lambda: play_actions(program, Costs(send=0.5)),
+        )
+        return [work(part) / count for part in parts]
+
+    few = of_each_action(4, 16)
+    for sizes in ((4, 64), (12, 64)):
+        for more, less in zip(of_each_action(*sizes), few, strict=True):
+            assert less / 2 < more < 1.1 * less, sizes

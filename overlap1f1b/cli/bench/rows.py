@@ -60,7 +60,7 @@ def pipeline_rows(options: BenchOptions, overlap: Overlap) -> list[Row]:
     programs = {"serial": chosen}
     if options.schedule is None:
         sizes = {"ranks": options.pp, "microbatches": options.microbatches}
-        wanted = (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 1), ("dualpipev", 1))
+        wanted = (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 2), ("dualpipev", 2))
         programs = {}
         for name, chunks in wanted:
             with suppress(ValueError):  # too few microbatches for it

@@ -71,12 +71,12 @@ def plan(options: PlanOptions) -> None:
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         check_scale(candidate, ranks, microbatches, layers)
-        program = candidate.build(ranks, microbatches)
+        program = candidate.build(ranks, microbatches, forward_only=options.forward_only)
     timeline = model.play(program, None if candidate is None else candidate.overlap)
     rows = [row_of(program, timeline, candidate)]
     for other in map(parse, options.compare):
         check_scale(other, len(program.ranks), program.microbatches, layers)
-        further = other.build(len(program.ranks), program.microbatches)
+        further = other.build(len(program.ranks), program.microbatches, forward_only=program.forward_only)
         rows.append(row_of(further, model.play(further, other.overlap), other))
     content = content_of(program, timeline) | extra
     _write(program, timeline, options.output, _title(content))
@@ -92,12 +92,15 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
     tried = searched(options, model)
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
+    if options.schedule is not None:
+        requested(options).build(ranks, microbatches)  # refuses in one line what none of them could be
     with _progress(len(tried), screen) as progress:
         ranking = search(
             tried,
             ranks=ranks,
             microbatches=microbatches,
             model=model,
+            forward_only=options.forward_only,
             memory=options.memory,
             top=(options.top or 1) if isinstance(model, NodeModel) else None,
             progress=progress,
@@ -107,8 +110,6 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
         raise ValueError(
             f"--memory {options.memory:g}: none of {len(tried)} schedules fits; allowed: {peak:g} or more ({least})"
         )
-    if not tried:
-        raise ValueError("--search: no schedule has these --chunks and this --extra-warmup; allowed: without them")
     if not ranking.found:
         raise ValueError(f"none of {len(tried)} schedules is possible: {ranking.refused[0][1]}")
     return ranking

@@ -26,13 +26,13 @@ class ActionCosts:
     backward: Annotated[float | None, _by_default("FLOAT", 2)] = None
     """Backward, input and weight gradients together."""
     weight: Annotated[float | None, _by_default("FLOAT", "half of the backward")] = None
-    """Weight gradients, a part of the backward."""
+    """Weight gradients, a part of the backward; 0 where nothing has any, as with frozen weights."""
     pair: Annotated[float | None, _by_default("FLOAT", 1)] = None
     """What a fused pair takes, as a part of the sum of its members."""
     activation: Annotated[float | None, _by_default("FLOAT", 1)] = None
     """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
     held: Annotated[float | None, _by_default("FLOAT", 1)] = None
-    """Part of it that is kept between input and weight gradient."""
+    """Part of it that is kept between input and weight gradient, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class SubOpCosts:
     experts: Annotated[float | None, _by_default("FLOAT", 4)] = None
     """Experts, likewise."""
     dispatch: Annotated[float | None, _by_default("FLOAT", 5)] = None
-    """Exchange of tokens to their experts, each way."""
+    """Exchange of tokens to their experts, each way; 0 where all experts are on one rank."""
     combine: Annotated[float | None, _by_default("FLOAT", "as --dispatch")] = None
-    """Exchange of results back, each way."""
+    """Exchange of results back, each way; likewise."""
     counts: Annotated[float | None, _by_default("FLOAT", 0)] = None
-    """Exchange of the numbers of tokens."""
+    """Exchange of the numbers of tokens; 0 where it takes no time worth counting."""
     overlap: Annotated[str | None, _by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
 
@@ -106,10 +106,12 @@ class PlanOptions:
     """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
     group_size: Annotated[int | None, _by_default("INT", "groups as equal as can be")] = None
     """Microbatches that pass one chunk before a rank turns to the next."""
+    forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The forwards alone, as for evaluation; also of what is compared or searched."""
     from_csv: Annotated[Path | None, _by_default("FILE", "none")] = None
     """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules."""
     send: Annotated[float | None, _by_default("FLOAT", 0)] = None
-    """Time of a transfer between two ranks."""
+    """Time of a transfer between two ranks; 0 where it takes none worth counting."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
     sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
     compare: tuple[str, ...] = ()
@@ -133,11 +135,16 @@ def check_plan(options: PlanOptions) -> None:
             raise ValueError("--from-csv with --search; allowed: one of them")
         given = ("schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size")
         _refuse(options, given, f"--from-csv {options.from_csv}, which says it")
+        if options.forward_only:
+            raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which says it; allowed: one of them")
+    _check_sizes(options)
     if options.sub_op_costs.layers is None:
         names = ("attention", "experts", "dispatch", "combine", "counts", "overlap")
         _refuse(options.sub_op_costs, names, needed="with --layers")
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
+    if options.forward_only:
+        _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
     _check_costs(options)
     if not options.search:
         _refuse(options, ("memory",), needed="with --search")
@@ -147,35 +154,61 @@ def check_plan(options: PlanOptions) -> None:
         raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ValueError(f"--memory {options.memory:g}; allowed: a finite number > 0")
-    if options.top is not None and options.top < 1:
-        raise ValueError(f"--top {options.top}; allowed: 1 or more")
-    if options.output.width is not None and options.output.width < 20:
-        raise ValueError(f"--width {options.output.width}; allowed: 20 or more")
-    if options.sub_op_costs.layers is not None and options.sub_op_costs.layers < 1:
-        raise ValueError(f"--layers {options.sub_op_costs.layers}; allowed: 1 or more")
-    _check_folders(options.output)
+    _check_files(options)
+
+
+def _check_sizes(options: PlanOptions) -> None:
+    least = {"ranks": 1, "microbatches": 1, "chunks": 1, "group_size": 1, "extra_warmup": 0, "top": 1, "width": 20}
+    given = vars(options) | vars(options.output) | {"layers": options.sub_op_costs.layers}
+    for name, limit in (least | {"layers": 1}).items():
+        if given[name] is not None and given[name] < limit:
+            raise ValueError(f"{_option(name)} {given[name]}; allowed: {limit} or more")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts")
+"""Costs of what may not be there at all; everything else takes time."""
 
 
 def _check_costs(options: PlanOptions) -> None:
-    """Raises ``ValueError`` for costs whose sums could be no numbers."""
-    given = {**vars(options.action_costs), **vars(options.sub_op_costs), "send": options.send}
-    for name, value in given.items():
-        if isinstance(value, float) and LARGEST < value < float("inf"):
+    """Raises ``ValueError`` for costs that are none, naming the option."""
+    for name, value in {**vars(options.action_costs), **vars(options.sub_op_costs), "send": options.send}.items():
+        if not isinstance(value, float):
+            continue
+        if name == "held":
+            if not 0 <= value <= 1:
+                raise ValueError(f"--held {value:g}; allowed: a part of the activations, 0 to 1")
+        elif name in MAY_BE_ZERO and not 0 <= value < float("inf"):
+            raise ValueError(f"--{name} {value:g}; allowed: a finite number ≥ 0")
+        elif name not in MAY_BE_ZERO and not 0 < value < float("inf"):
+            raise ValueError(f"--{name} {value:g}; allowed: a finite number > 0")
+        elif value > LARGEST:
             raise ValueError(f"--{name} {value:g}; allowed: at most {LARGEST:g}, so that sums are numbers")
+    costs = options.action_costs
+    backward = 2.0 if costs.backward is None else costs.backward
+    if costs.weight is not None and costs.weight >= backward:
+        raise ValueError(
+            f"--weight {costs.weight:g} with --backward {backward:g}, which it is a part of; "
+            f"allowed: from 0 to below {backward:g}"
+        )
 
 
 def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:
     for name in names:
         if (value := getattr(options, name)) is not None:
-            option = f"--{name.replace('_', '-')} {value}"
+            option = f"{_option(name)} {value:g}" if isinstance(value, float) else f"{_option(name)} {value}"
             raise ValueError(
                 f"{option} with {beside}; allowed: one of them" if beside else f"{option} alone; allowed: {needed}"
             )
 
 
-def _check_folders(output: OutputOptions) -> None:
+def _check_files(options: PlanOptions) -> None:
+    taken = {} if options.from_csv is None else {options.from_csv.resolve(): f"--from-csv {options.from_csv}"}
     for name in ("png", "svg", "csv", "trace", "json"):
-        value = getattr(output, name)
+        value = getattr(options.output, name)
         if value is None or (name == "json" and value == "-"):
             continue
         if str(value) == "-":
@@ -184,3 +217,7 @@ def _check_folders(output: OutputOptions) -> None:
             raise ValueError(f"--{name} {value}: its folder does not exist; allowed: a file in a folder that does")
         if Path(value).is_dir():
             raise ValueError(f"--{name} {value} is a folder; allowed: a file")
+        path = Path(value).resolve()
+        if path in taken:
+            raise ValueError(f"--{name} {value} is the file of {taken[path]}; allowed: another file for each")
+        taken[path] = f"--{name} {value}"

@@ -20,7 +20,7 @@ def requested(options: PlanOptions) -> Candidate:
     """The candidate that the options describe."""
     return Candidate(
         DEFAULT_PROGRAM if options.schedule is None else options.schedule,
-        chunks=1 if options.chunks is None else options.chunks,
+        chunks=options.chunks,
         extra_warmup=options.extra_warmup,
         group_size=options.group_size,
     )
@@ -28,26 +28,26 @@ def requested(options: PlanOptions) -> Candidate:
 
 def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
     """Raises ``ValueError`` for a program that is too large to be simulated."""
-    if min(candidate.chunks, ranks, microbatches) < 1:  # refused where it is built
+    chunks = 1 if candidate.chunks is None else candidate.chunks
+    if chunks < 1:  # refused where it is built
         return
-    per_microbatch = 2 * candidate.chunks if layers is None else 13 * layers
+    per_microbatch = 2 * chunks if layers is None else 13 * layers
     count = per_microbatch * ranks * microbatches
     if count > MOST:
         sizes = {"ranks": ranks, "microbatches": microbatches}
-        sizes |= {"chunks": candidate.chunks} if layers is None else {"layers": layers}
+        sizes |= {"chunks": chunks} if layers is None else {"layers": layers}
         named = ", ".join(f"{name}={size}" for name, size in sizes.items())
         what = "actions" if layers is None else "nodes"
         raise ValueError(f"{candidate.schedule} with {named} has about {count} {what}; allowed: at most {MOST}")
 
 
 def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
-    """The candidates of ``--search``: what is given is not varied."""
+    """The candidates of ``--search``: what is given is not varied, nor the warm-up of forwards alone."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
-    for schedule in schedules:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"unknown program {schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    if options.forward_only:
+        extra = extra[:1]
     return list(candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps))
 
 

@@ -42,7 +42,7 @@ def build_schedule(
     *,
     ranks: int = 1,
     microbatches: int,
-    chunks: int = 1,
+    chunks: int | None = None,
     extra_warmup: int | None = None,
     group_size: int | None = None,
     forward_only: bool = False,
@@ -60,7 +60,7 @@ def build_schedule(
         ranks: Pipeline ranks, P.
         microbatches: Microbatches of the step, M, at least 1; over both pipes for ``dualpipe``.
         chunks: Stages a rank, v, for ``sequential``, ``afab``, ``interleaved_1f1b``, ``combined_1f1b`` and ``zb_h1``;
-            ``zb_v`` and ``dualpipev`` always have two.
+            by default 1. ``zb_v`` and ``dualpipev`` always have 2, the others 1.
         extra_warmup: Further forwards before the first backward, each for one more activation, for ``1f1b``,
             ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` on one rank 1, which with
             three open actions is the fastest.
@@ -75,11 +75,13 @@ def build_schedule(
     if name not in SCHEDULES:
         nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
         raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}{nearest}")
+    if chunks is None:
+        chunks = 2 if name in _V else 1
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         check_size(what, value)
     _check_options(name, chunks, extra_warmup, group_size)
     _check_sizes(name, ranks, microbatches, group_size)
-    if forward_only and ranks == chunks == 1 and name not in _V:
+    if forward_only and ranks == chunks == 1:
         return forward_only_of(microbatches)
     if extra_warmup is None:
         extra_warmup = DEFAULT_EXTRA_WARMUP if name == "combined_1f1b" and ranks == chunks == 1 else 0
@@ -104,7 +106,7 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int, extra_warmup: 
 
 
 def _check_options(name: str, chunks: int, extra_warmup: int | None, group_size: int | None) -> None:
-    if name in _V and chunks > 2:
+    if name in _V and chunks != 2:
         raise ValueError(f"chunks={chunks} with {name}; allowed: 2 (a V has two chunks a rank)")
     if name not in (*_CHUNKED, *_V) and chunks > 1:
         raise ValueError(f"chunks={chunks} with {name}; allowed: 1 (chunks belong to {', '.join(_CHUNKED)})")

@@ -16,6 +16,7 @@ from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from tests.cli.plan.run import ROOT, content, plan, refused
+from tests.plan.cases import few_tries
 
 Capture = pytest.CaptureFixture[str]
 
@@ -159,18 +160,21 @@ def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: py
 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
     args = (*SUB_OPS, "--search", "--chunks", 1, "--overlap", 2)
-    few, whole = (content(capsys, *args, "--top", top)["search"] for top in (1, 99))
+    with few_tries():
+        few, whole = (content(capsys, *args, "--top", top)["search"] for top in (1, 99))
+        out = plan(capsys, *args, "--top", 1).out
+        unasked = content(capsys, *args)["search"]
+        said = plan(capsys, *args).out
     assert few["rows"][0] == whole["rows"][0]
     assert len(few["rows"]) + len(few["pruned"]) == len(whole["rows"])
     assert not whole["pruned"]
     assert few["pruned"]
     least = min(row["bound"] for row in few["pruned"])
-    out = plan(capsys, *args, "--top", 1).out
     assert (
         f"\nnot played: {len(few['pruned'])} that cannot be among the first 1, none takes less than {least:.6g}" in out
     )
-    assert content(capsys, *args)["search"] == few
-    assert f"\nnot played: {len(few['pruned'])} that cannot be the fastest, none " in plan(capsys, *args).out
+    assert unasked == few
+    assert f"\nnot played: {len(few['pruned'])} that cannot be the fastest, none " in said
 
 
 def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> None:
@@ -247,6 +251,41 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
     assert found["overlap"] == str(rows[0]["overlap"])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
+    file = tmp_path / "plan.csv"
+    sizes = ("--schedule", schedule, "--forward-only", "--forward", 2, "--send", 0.5)
+    result = content(capsys, *sizes, "--csv", file, "--svg", tmp_path / "plan.svg", "--trace", tmp_path / "trace")
+    program = build_schedule(schedule, ranks=4, microbatches=8, forward_only=True)
+    assert Program.from_csv(file) == program
+    assert result["actions"] == [[str(step) for step in steps] for steps in program.ranks]
+    assert result["makespan"] == simulate(program, Costs(forward=2, send=0.5)).makespan
+    assert {(row["busy"], row["pairs"]) for row in result["per_rank"]} == {(16, 0)}
+    assert content(capsys, "--from-csv", file, *sizes[3:]) == result
+    drawn = plan(capsys, *sizes, "--width", 200).out.splitlines()
+    assert [line.count("F") for line in drawn[1:5]] == [len(steps) for steps in program.ranks]
+    assert not {"B", "I", "W"} & set("".join(drawn[1:5]))
+
+
+def test_forward_only_forms_are_compared_and_searched(capsys: Capture) -> None:
+    forwards = ("--forward-only", "--ranks", 2, "--microbatches", 4)
+    compared = content(capsys, *forwards, "--compare", "dualpipev", "combined_1f1b:chunks=2")["compare"]
+    assert [row["makespan"] for row in compared] == [5, 5, 4.5]
+    found = content(capsys, *forwards, "--search", "--memory", 1)["search"]
+    assert (found["rows"][0]["schedule"], found["rows"][0]["makespan"], found["over_memory"]) == ("dualpipe", 4, [])
+    assert {row["extra_warmup"] for row in found["rows"]} == {None, 0}
+    by_sub_ops = content(capsys, *forwards, "--layers", 2, "--dispatch", 6, "--schedule", "zb_v", "--compare", "1f1b")
+    assert [row["makespan"] for row in by_sub_ops["compare"]] == [
+        simulate(
+            build_schedule(name, ranks=2, microbatches=4, forward_only=True),
+            NodeCosts.uniform(attention=3, experts=4, dispatch=6),
+            overlap=3,
+            layers=layers,
+        ).makespan
+        for name, layers in (("zb_v", 1), ("1f1b", 2))
+    ]
+
+
 def test_torch_is_not_loaded() -> None:
     code = (
         "import sys; from overlap1f1b.cli.main import main; status = main(['plan', '--search', '--width', '40']); "
@@ -268,6 +307,11 @@ def test_every_kind_has_a_colour_and_a_name() -> None:
     assert list(COLOURS) == list(LABELS)
 
 
+ACTION_COSTS = ("forward", "backward", "pair", "activation")
+COMPUTE_COSTS = ("attention", "experts")
+EXCHANGE_COSTS = ("dispatch", "combine", "counts", "send")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -275,10 +319,23 @@ def test_every_kind_has_a_colour_and_a_name() -> None:
         (("--schedule", "dualpipe", "--ranks", 3), "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
         (("--schedule", "dualpipe", "--microbatches", 6), "dualpipe over 4 ranks with 6 microbatches; allowed: "),
         (("--schedule", "1f1b", "--chunks", 2), "chunks=2 with 1f1b; allowed: 1"),
-        (("--ranks", 0), "ranks=0; allowed: 1 or more"),
-        (("--microbatches", -1), "microbatches=-1; allowed: 1 or more"),
+        (("--ranks", 0), "--ranks 0; allowed: 1 or more"),
+        (("--microbatches", -1), "--microbatches -1; allowed: 1 or more"),
         (("--group-size", 3), "group_size=3 over 4 ranks with 8 microbatches; allowed: 4 to 8"),
-        (("--forward", 0), "forward=0.0; allowed: a finite number > 0"),
+        (("--chunks", 0), "--chunks 0; allowed: 1 or more"),
+        (("--search", "--chunks", 0), "--chunks 0; allowed: 1 or more"),
+        (("--group-size", 0), "--group-size 0; allowed: 1 or more"),
+        (("--extra-warmup", -1), "--extra-warmup -1; allowed: 0 or more"),
+        (("--schedule", "zb_v", "--chunks", 1), "chunks=1 with zb_v; allowed: 2 (a V has two chunks a rank)"),
+        (("--compare", "dualpipev:chunks=1"), "chunks=1 with dualpipev; allowed: 2 (a V has two chunks a rank)"),
+        *((("--" + name, 0), f"--{name} 0; allowed: a finite number > 0") for name in ACTION_COSTS),
+        *((("--" + name, -0.5), f"--{name} -0.5; allowed: a finite number > 0") for name in ACTION_COSTS),
+        *((("--layers", 2, "--" + name, 0), f"--{name} 0; allowed: a finite number > 0") for name in COMPUTE_COSTS),
+        *((("--layers", 2, "--" + name, -1), f"--{name} -1; allowed: a finite number > 0") for name in COMPUTE_COSTS),
+        *((("--layers", 2, "--" + name, -1), f"--{name} -1; allowed: a finite number ≥ 0") for name in EXCHANGE_COSTS),
+        (("--layers", 2, "--dispatch", "inf"), "--dispatch inf; allowed: a finite number ≥ 0"),
+        (("--weight", -1), "--weight -1; allowed: a finite number ≥ 0"),
+        (("--held", 1.5), "--held 1.5; allowed: a part of the activations, 0 to 1"),
         (("--forward", 1e308), "--forward 1e+308; allowed: at most 1e+100, so that sums are numbers"),
         (("--layers", 2, "--attention", 1e308), "--attention 1e+308; allowed: at most 1e+100"),
         (("--send", 1e200), "--send 1e+200; allowed: at most 1e+100"),
@@ -298,9 +355,9 @@ def test_every_kind_has_a_colour_and_a_name() -> None:
             ("--search", "--microbatches", 10**8),
             "sequential with ranks=4, microbatches=100000000, chunks=1 has about 8",
         ),
-        (("--forward", "nan"), "forward=nan; allowed: a finite number > 0"),
-        (("--weight", 2), "weight=2.0 with backward=2.0, which it is a part of"),
-        (("--send", -1), "send=-1.0; allowed: a finite number ≥ 0"),
+        (("--forward", "nan"), "--forward nan; allowed: a finite number > 0"),
+        (("--weight", 2), "--weight 2 with --backward 2, which it is a part of; allowed: from 0 to below 2"),
+        (("--send", -1), "--send -1; allowed: a finite number ≥ 0"),
         (("--compare", "1f1b", "2f2b"), "--compare 2f2b: unknown program '2f2b'"),
         (("--compare", "dualpipe:chunks=2"), "chunks=2 with dualpipe; allowed: 1"),
         (("--compare", "1f1b:overlap=2"), "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
@@ -309,17 +366,33 @@ def test_every_kind_has_a_colour_and_a_name() -> None:
         (("--search", "--schedule", "2f2b"), "unknown program '2f2b'"),
         (("--search", "--memory", 0), "--memory 0; allowed: a finite number > 0"),
         (("--search", "--memory", 0.5), "--memory 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)"),
-        (("--search", "--chunks", 9, "--schedule", "1f1b"), "--search: no schedule has these --chunks"),
-        (("--search", "--schedule", "dualpipe", "--ranks", 3), "none of 1 schedules is possible: dualpipe over 3"),
-        (("--memory", 4), "--memory 4.0 alone; allowed: with --search"),
-        (("--attention", 4), "--attention 4.0 alone; allowed: with --layers"),
-        (("--layers", 4, "--forward", 1), "--forward 1.0 with --layers 4; allowed: one of them"),
+        (("--search", "--chunks", 9, "--schedule", "1f1b"), "chunks=9 with 1f1b; allowed: 1 (chunks belong to seq"),
+        (("--search", "--chunks", 1, "--schedule", "zb_v"), "chunks=1 with zb_v; allowed: 2 (a V has two chunks"),
+        (
+            ("--search", "--extra-warmup", 1, "--schedule", "zb_h1"),
+            "extra_warmup=1 with zb_h1; allowed: 0 (it belongs to combined_1f1b, 1f1b, interleaved_1f1b)",
+        ),
+        (
+            ("--search", "--schedule", "dualpipe", "--ranks", 3),
+            "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4",
+        ),
+        (("--memory", 4), "--memory 4 alone; allowed: with --search"),
+        (("--attention", 4), "--attention 4 alone; allowed: with --layers"),
+        (("--layers", 4, "--forward", 1), "--forward 1 with --layers 4; allowed: one of them"),
         (("--layers", 0), "--layers 0; allowed: 1 or more"),
         (("--layers", 3, "--chunks", 2), "layers=3 over 2 chunks; allowed: a multiple of 2"),
         (("--layers", 2, "--overlap", "most"), "overlap='most'; allowed: serial, pairs, or a number"),
-        (("--layers", 2, "--dispatch", -1), "cost of dispatch.F is -1.0; allowed: a finite number ≥ 0"),
+        (("--layers", 2, "--dispatch", -1), "--dispatch -1; allowed: a finite number ≥ 0"),
         (("--from-csv", "x.csv", "--ranks", 2), "--ranks 2 with --from-csv x.csv, which says it"),
         (("--from-csv", "x.csv", "--search"), "--from-csv with --search"),
+        (("--from-csv", "x.csv", "--forward-only"), "--forward-only with --from-csv x.csv, which says it"),
+        (("--forward-only", "--pair", 0.8), "--pair 0.8 with --forward-only, which has no backward"),
+        (("--forward-only", "--weight", 0), "--weight 0 with --forward-only, which has no backward"),
+        (("--csv", "new.csv", "--trace", "new.csv"), "--trace new.csv is the file of --csv new.csv; allowed: another"),
+        (("--png", "a/../new", "--svg", "new"), "--png a/../new: its folder does not exist"),
+        (("--png", "tests/../new", "--svg", "new"), "--svg new is the file of --png tests/../new; allowed: another"),
+        (("--csv", "./new", "--json", "new"), "--json new is the file of --csv new; allowed: another file for each"),
+        (("--from-csv", "new", "--svg", "new"), "--svg new is the file of --from-csv new; allowed: another file for"),
         (("--from-csv", "missing.csv"), "--from-csv missing.csv: No such file or directory"),
         (("--width", 3), "--width 3; allowed: 20 or more"),
         (("--search", "--top", 0), "--top 0; allowed: 1 or more"),
@@ -349,6 +422,21 @@ def test_malformed_csv(capsys: Capture, tmp_path: Path, text: str, message: str)
     file = tmp_path / "plan.csv"
     file.write_bytes(text.encode("latin-1"))
     assert message in refused(capsys, "--from-csv", file)
+
+
+def test_costs_of_what_may_not_be_there_may_be_zero(capsys: Capture) -> None:
+    assert content(capsys, "--weight", 0, "--send", 0, "--schedule", "zb_h1", "--ranks", 1)["makespan"] == 8 * 3
+    free = [word for name in EXCHANGE_COSTS for word in (f"--{name}", 0)]
+    result = content(capsys, "--schedule", "1f1b", "--layers", 2, "--overlap", "serial", *free)
+    assert result["makespan"] == (8 + 3) * 2 * 21
+    assert result["hidden_fraction"] == 1
+
+
+def test_a_mark_at_the_beginning_of_a_csv(capsys: Capture, tmp_path: Path) -> None:
+    marked, plain = tmp_path / "marked.csv", tmp_path / "plain.csv"
+    first = content(capsys, "--schedule", "dualpipe", "--csv", plain)
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert content(capsys, "--from-csv", marked) == first
 
 
 @pytest.mark.parametrize("option", ["png", "svg", "csv", "trace", "json"])
