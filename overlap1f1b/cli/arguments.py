@@ -52,9 +52,8 @@ def _options_of(cls: type) -> Iterator[tuple[str, Any]]:
     """Every option's name, dashes included, with the type of its value."""
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        kind, notes = hints[field.name], ()
-        if get_origin(kind) is Annotated:
-            kind, *notes = get_args(kind)
+        hint = hints[field.name]
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(kind):
             yield from _options_of(kind)  # type: ignore[arg-type]
             continue

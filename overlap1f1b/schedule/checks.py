@@ -59,8 +59,8 @@ def _check_sizes(program: Program) -> None:
                     f"program {program.name!r}, rank {rank}, position {position}: {step!r} is no step; "
                     "allowed: an Action of a Kind, or a Pair of two"
                 )
-        least = len(program.microbatches_of(0)) - 2 * len(steps)
-        if steps and least > _FAR:
+        wanted = program.microbatches_of(0)  # perhaps of a length that is no length in Python
+        if wanted.stop - wanted.start - 2 * len(steps) > _FAR:
             raise ValueError(
                 f"program {program.name!r}, rank {rank} has {len(steps)} steps for "
                 f"{program.microbatches} microbatches; allowed: at least one for each"
