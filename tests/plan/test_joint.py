@@ -33,8 +33,7 @@ def costs_at(ratio: float) -> NodeCosts:
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
-    with nullcontext() if ratio == 1 and program.placement.stages == 4 else few_tries(0.0, 0.4):
-        plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
+    plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
     for plan in plans.values():
         check(plan)
         assert not list(broken_rules(plan))
