@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
-from overlap1f1b.engine.microbatch import Microbatch, Tensors
+from overlap1f1b.engine.microbatch import Microbatch, RandomStream, Tensors
 from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
+from overlap1f1b.engine.state import ThreadState
 from overlap1f1b.engine.weights import WeightQueue, accumulate
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
@@ -69,40 +70,48 @@ class BlockRun:
 
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
-        leaf = seam.route.group(received)
-        name, grad = self.stage.names[self.block], self.microbatch.grad
-        self.stage.leave_to(seam.queue)
-        with seam.state.applied(name, device=self.stage.device, grad=grad):
-            leaf = leaf.detach().requires_grad_(seam.state.grad and grad)
-            result = seam.experts.compute(leaf, seam.route.expert_rows)
-        seam.rows = seam.route.ungroup(result.detach().to(seam.tokens.dtype))
+        differs = seam.state.grad and self.microbatch.grad
+        seam.leaf = seam.route.group(received).detach().requires_grad_(differs)
+        result = self._experts(seam, seam.state)
+        seam.rows = seam.route.ungroup(result.detach().to(seam.dtype))
         if result.requires_grad:
-            seam.leaf, seam.result, seam.result_dtype = leaf, get_gradient_edge(result), result.dtype
+            seam.result, seam.result_dtype = get_gradient_edge(result), result.dtype
+        else:
+            seam.leaf = None
+
+    def _experts(self, seam: SeamRun, state: ThreadState) -> Tensor:
+        """What the experts make of the rows that one call has brought them."""
+        name, grad = self.stage.names[self.block], self.microbatch.grad
+        assert seam.leaf is not None
+        self.stage.leave_to(seam.queue)
+        with state.applied(name, device=self.stage.device, grad=grad):
+            return seam.experts.compute(seam.leaf, seam.route.expert_rows)
 
     def combine_f(self, node: Node) -> Post[Tensor]:
         return self._post(node)
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
-        y = seam.route.aggregate(received, seam.weights.detach())
         if self.microbatch.grad:
             seam.returned = received
-            seam.y = y.requires_grad_(seam.state.grad)
-        self._go(y)
+        self._go(seam.aggregate(received))
 
-    def _go(self, value: Tensor | Tensors) -> None:
-        """Runs the forward to its next call of experts, or to its end."""
+    def _advance(self, value: Tensor | Tensors, random: RandomStream) -> SeamCall | Tensors:
+        """Runs the forward from the block's input, or from a call's result, to the next call of experts or its end."""
         stage = self.stage
         stage.leave_to(self.queue)
-        with self.microbatch.random, torch.set_grad_enabled(self.microbatch.grad):
+        with random, torch.set_grad_enabled(self.microbatch.grad):
             if isinstance(value, Tensor):
                 assert self.forward is not None
-                step = self.forward.resume(value)
-            elif stage.shape[self.block].seams:
-                self.forward = Forward(self._run, stage.names[self.block], stage.device)
-                step = self.forward.start(*value)
-            else:  # nothing will suspend it
-                step = self._run(*value)
+                return self.forward.resume(value)
+            if not stage.shape[self.block].seams:  # nothing will suspend it
+                return self._run(*value)
+            self.forward = Forward(self._run, stage.names[self.block], stage.device)
+            return self.forward.start(*value)
+
+    def _go(self, value: Tensor | Tensors) -> None:
+        """Goes on with the forward."""
+        step = self._advance(value, self.microbatch.random)
         if isinstance(step, SeamCall):
             self.seams.append(SeamRun(step, self.stage.exchange))
             self._check_seams(ended=False)
@@ -112,7 +121,7 @@ class BlockRun:
         microbatch, outs = self.microbatch, step
         handed = tuple(out.detach() for out in outs)
         if microbatch.grad:
-            self.outs = [Root.of(out) for out in outs]
+            self._keep(outs)
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = handed, True
             microbatch.differentiable = tuple(out.requires_grad for out in outs)
@@ -122,6 +131,10 @@ class BlockRun:
             )
         if not microbatch.grad:
             self._leave(ends=self.is_last)
+
+    def _keep(self, outs: Tensors) -> None:
+        """Holds the graph of what the block returned."""
+        self.outs = [Root.of(out) for out in outs]
 
     def _run(self, *x: Tensor) -> Tensors:
         name, microbatch = self.stage.names[self.block], self.microbatch
@@ -268,6 +281,7 @@ class BlockRun:
     def _take_back(self, received: Tensor) -> None:
         """The last seam's rows are back: its tokens have their gradient."""
         seam = self.seams.pop()
+        assert seam.tokens is not None
         self._add_root(seam.tokens, seam.route.gather_backward(received))
 
     def _finish_backward(self) -> None:
@@ -293,7 +307,7 @@ class BlockRun:
         grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.queue.keep(self.stage.whole(self.microbatch, present(parameters, grads[len(leaves) :]), self.block))
         if shape.split:
-            self.microbatch.queues[Op.ATTENTION if shape.seams else Op.DENSE, self.block, 0] = self.queue
+            self.microbatch.queues[shape.own, self.block, 0] = self.queue
         else:
             accumulate(self.queue.compute())
         return grads[: len(leaves)]

@@ -27,7 +27,7 @@ from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
-from overlap1f1b.plan import NodeCosts, Overlap, Plan
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 
 DEFAULT_OVERLAP = 3
@@ -54,6 +54,9 @@ class Engine:
             *targets)``.
         weights: Of the blocks of a whole model, where stages are not to have equally many: see :func:`split_blocks`.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
+        recompute: What blocks drop after their forward and compute again before their backward, to save memory:
+            ``"experts"`` what the experts compute, ``"attention"`` all else (of a block without experts everything),
+            ``"block"`` both. Nothing is exchanged twice: the rows that the experts received and returned are kept.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
@@ -67,7 +70,7 @@ class Engine:
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
-        ValueError: Model, program, overlap, mesh or limit do not fit.
+        ValueError: Model, program, overlap, recompute, mesh or limit do not fit.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Engine:
         loss_fn: LossFunction,
         weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
+        recompute: Recompute = "none",
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
         reduce: bool = True,
@@ -118,6 +122,7 @@ class Engine:
             weights,
             reduce_own=own is not None,
             reduce_experts=experts is not None,
+            recompute=recompute,
         )
         if self.sharding.groups and not reduce:
             raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")

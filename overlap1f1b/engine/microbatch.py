@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,13 +166,21 @@ class RandomStream:
         generators: Which draw from it.
     """
 
-    __slots__ = ("_generators", "_outside", "_seed", "_states")
+    __slots__ = ("_every", "_generators", "_outside", "_seed", "_states")
 
     def __init__(self, seed: int | None, generators: tuple[torch.Generator, ...]) -> None:
+        self._every = generators
         self._generators = () if seed is None else generators
         self._seed = seed or 0
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
+
+    def again(self) -> RandomStream:
+        """A stream that gives once more what this one is about to give."""
+        twin = copy(self)
+        if not self._generators:
+            twin._generators, twin._states = self._every, [generator.get_state() for generator in self._every]
+        return twin
 
     def __enter__(self) -> None:
         self._outside = [generator.get_state() for generator in self._generators]

@@ -12,7 +12,7 @@ from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.sharding import Sharding
 from overlap1f1b.engine.stage import Stage, blocks_of
 from overlap1f1b.moe.exchange import Exchange
-from overlap1f1b.plan import StageShape
+from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.Module]]
@@ -78,6 +78,7 @@ def stages_of(
     *,
     reduce_own: bool,
     reduce_experts: bool,
+    recompute: Recompute = "none",
 ) -> tuple[dict[int, Stage], Sharding]:
     """The stages that a pipeline rank holds, by their number, and what FSDP2 holds of them.
 
@@ -113,7 +114,7 @@ def stages_of(
     sharding = Sharding(*tops)
     with sharding.gathered():
         stages = {
-            stage: Stage(blocks, exchange, number=stage, first=first[stage], **reduced)
+            stage: Stage(blocks, exchange, number=stage, first=first[stage], recompute=recompute, **reduced)
             for stage, blocks in parts.items()
         }
     return stages, sharding

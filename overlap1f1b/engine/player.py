@@ -10,14 +10,14 @@ from datetime import timedelta
 from typing import Any
 
 from overlap1f1b.engine.boundary import Boundary
-from overlap1f1b.engine.cut import BlockRun
 from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
+from overlap1f1b.engine.recompute import run_of
 from overlap1f1b.engine.reduction import Reduction
 from overlap1f1b.engine.weights import accumulate
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Span
 from overlap1f1b.plan import Lane as LaneName
-from overlap1f1b.plan import Node, Op, Span
 from overlap1f1b.schedule import Kind
 
 Pace = Callable[[Node], float]
@@ -33,7 +33,7 @@ def _step(node: Node, microbatch: Microbatch) -> Callable[[Any], Any]:
     """The method that is the node, of the block's run."""
     run = microbatch.runs.get(node.block)
     if run is None:
-        run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
+        run = microbatch.runs[node.block] = run_of(microbatch, node.block)
     return getattr(run, _METHOD[node.op, node.kind])
 
 
@@ -145,7 +145,7 @@ class Player:
             self._held.add(place)
             self.peak_activations = max(self.peak_activations, len(self._live))
             self.peak_held = max(self.peak_held, len(self._held))
-        received = microbatch.await_input(node.kind)
+        received = None if node.op in RECOMPUTES else microbatch.await_input(node.kind)
         start = time.perf_counter()
         with self.around(node) if self.around is not None else _NO_CONTEXT:
             if node.kind is Kind.W:

@@ -19,13 +19,19 @@ class SeamRun:
     def __init__(self, call: SeamCall, exchange: Exchange) -> None:
         assert isinstance(call.experts, GroupedExperts)
         self.experts, self.exchange = call.experts, exchange
-        self.tokens, self.weights, self.state = call.tokens, call.weights, call.state
+        self.tokens: Tensor | None = call.tokens
+        self.weights, self.state, self.dtype = call.weights, call.state, call.tokens.dtype
         self.queue = WeightQueue()
         with torch.no_grad():
             self.route = Route(call.indices, self.experts.experts, exchange.ranks)
             self.rows: Tensor | None = self.route.gather(call.tokens.detach())
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
-        self.result_dtype = call.tokens.dtype
+        self.result_dtype = self.dtype
         self.leaf: Tensor | None = None  # their input
         self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
         self.y: Tensor | None = None
+
+    def aggregate(self, returned: Tensor) -> Tensor:
+        """The result of the call, from the rows that came back; a leaf."""
+        self.y = self.route.aggregate(returned, self.weights.detach()).requires_grad_(self.state.grad)
+        return self.y

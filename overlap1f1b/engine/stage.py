@@ -15,7 +15,7 @@ from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, W
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
 from overlap1f1b.moe.experts import GroupedExperts
-from overlap1f1b.plan import BlockShape, StageShape
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, parse_recompute
 
 
 class Stage:
@@ -30,9 +30,10 @@ class Stage:
         reduce_experts: Whether those of the experts are.
         number: Of the stage in the model; tells exchanges of several stages apart that are in flight together.
         first: Number of the first block in the model, for messages.
+        recompute: What blocks drop after their forward and compute again before their backward: see :class:`Engine`.
 
     Raises:
-        ValueError: No block, or experts of another exchange size.
+        ValueError: No block, experts of another exchange size, or no such thing to recompute.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Stage:
         reduce_experts: bool = False,
         number: int = 0,
         first: int = 0,
+        recompute: Recompute = "none",
     ) -> None:
         self.number = number
         self.exchange = exchange or LocalExchange()
@@ -67,6 +69,7 @@ class Stage:
                 reduced=bool(
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
                 ),
+                recompute=parse_recompute(recompute),
             )
             for index, (block, linears) in enumerate(zip(self.blocks, self.linears, strict=True))
         )

@@ -7,6 +7,7 @@ from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     LANE_OF,
+    RECOMPUTES,
     BlockShape,
     Lane,
     Node,
@@ -17,9 +18,11 @@ from overlap1f1b.plan.node import (
     weight_node,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
+from overlap1f1b.plan.recompute import Recompute, parse_recompute
 
 __all__ = [
     "LANE_OF",
+    "RECOMPUTES",
     "BlockShape",
     "Chains",
     "CostKey",
@@ -29,6 +32,7 @@ __all__ = [
     "Op",
     "Overlap",
     "Plan",
+    "Recompute",
     "Span",
     "StageShape",
     "backward_chain",
@@ -37,6 +41,7 @@ __all__ = [
     "cost_key",
     "forward_chain",
     "parse_overlap",
+    "parse_recompute",
     "play_ranks",
     "weight_node",
 ]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import cast
 
 from overlap1f1b.plan.node import BlockShape, Node, Op, StageShape, backward_chain, forward_chain, weight_node
+from overlap1f1b.plan.recompute import parse_recompute
 from overlap1f1b.schedule import Action, Kind, Placement
 from overlap1f1b.schedule.sizes import check_size
 
@@ -109,3 +110,4 @@ def _check_blocks(shapes: Sequence[object]) -> None:
             if not isinstance(block, BlockShape):
                 raise ValueError(f"stage {stage}: {block!r} is no block; allowed: BlockShape(seams=1) and the like")
             check_size(f"stage {stage}: seams", block.seams, 0)
+            parse_recompute(block.recompute)

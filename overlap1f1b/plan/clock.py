@@ -7,7 +7,7 @@ from operator import add
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import LANE_OF, Lane, Node, Op
+from overlap1f1b.plan.node import LANE_OF, RECOMPUTES, Lane, Node, Op
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -74,7 +74,7 @@ class Clock:
     def needed(self, node: Node) -> float:
         """Time at which everything that the node needs is there; infinite while nobody has sent it."""
         op, kind, microbatch, _, _, stage, pipe = node
-        if op is _REDUCE or op is _RECEIVE:  # launched where they stand
+        if op is _REDUCE or op is _RECEIVE or op in RECOMPUTES:  # launched, or issued, where they stand
             return 0.0
         if kind is _W:
             return self.inputs[op, *node[2:]]
@@ -113,7 +113,7 @@ class Clock:
             if self.counts_block and op is Op.DISPATCH and kind is _F:
                 self.now = start
             start, end = self._travel(node, start, self.free[lane])
-        if kind is not _W:
+        if kind is not _W and op not in RECOMPUTES:  # which take nothing from what is under way
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.plan.node import RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
 
 CostKey = tuple[Op, Kind, int, int, int]
@@ -84,12 +84,16 @@ class NodeCosts:
         send: float = 0.0,
         shared_links: bool = False,
     ) -> NodeCosts:
-        """Every block alike; input and weight gradients each cost what the forward does, as matrix products do."""
+        """Every block alike; input and weight gradients each cost what the forward does, as matrix products do.
+
+        So does what is computed again.
+        """
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
         weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate, Op.SEND: send}
         table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
+        table |= {(RECOMPUTE_OF[op], Kind.I): float(cost) for op, cost in weighted.items()}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
         return cls(table, shared_links=shared_links)
 

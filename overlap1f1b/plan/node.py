@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
+from overlap1f1b.plan.recompute import Recompute
 from overlap1f1b.schedule import Action, Kind
 
 
 class Op(StrEnum):
     """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts.
 
-    ``SEND`` and ``RECEIVE`` pass activations and gradients on between stages of different ranks.
+    ``SEND`` and ``RECEIVE`` pass activations and gradients on between stages of different ranks. ``RECOMPUTE_…`` is the
+    forward of that sub-op once more, as a part of the backward: what was dropped is there again.
     """
 
     DENSE = "dense"
@@ -25,6 +27,9 @@ class Op(StrEnum):
     REDUCE = "reduce"
     SEND = "send"
     RECEIVE = "receive"
+    RECOMPUTE_DENSE = "recompute_dense"
+    RECOMPUTE_ATTENTION = "recompute_attention"
+    RECOMPUTE_EXPERTS = "recompute_experts"
 
     __hash__ = str.__hash__  # as that of Kind
 
@@ -51,8 +56,23 @@ LANE_OF = {
     Op.REDUCE: Lane.EXCHANGE,
     Op.SEND: Lane.PEER,
     Op.RECEIVE: Lane.PEER,
+    Op.RECOMPUTE_DENSE: Lane.COMPUTE,
+    Op.RECOMPUTE_ATTENTION: Lane.COMPUTE,
+    Op.RECOMPUTE_EXPERTS: Lane.COMPUTE,
 }
 
+RECOMPUTE_OF = {
+    Op.DENSE: Op.RECOMPUTE_DENSE,
+    Op.ATTENTION: Op.RECOMPUTE_ATTENTION,
+    Op.EXPERTS: Op.RECOMPUTE_EXPERTS,
+}
+RECOMPUTES = frozenset(RECOMPUTE_OF.values())
+_DROPPED: dict[Recompute, tuple[Op, ...]] = {
+    "none": (),
+    "experts": (Op.EXPERTS,),
+    "attention": (Op.DENSE, Op.ATTENTION),
+    "block": (Op.DENSE, Op.ATTENTION, Op.EXPERTS),
+}
 
 _ROUND_TRIP = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
@@ -103,11 +123,22 @@ class BlockShape(NamedTuple):
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
         reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
             contribution.
+        recompute: What its forward drops for its backward to compute again.
     """
 
     seams: int
     split: bool = True
     reduced: bool = False
+    recompute: Recompute = "none"
+
+    @property
+    def own(self) -> Op:
+        """What the block computes outside the experts."""
+        return Op.ATTENTION if self.seams else Op.DENSE
+
+    def drops(self, op: Op) -> bool:
+        """Whether the forward of a sub-op keeps nothing for the backward."""
+        return op in _DROPPED[self.recompute]
 
 
 StageShape = tuple[BlockShape, ...]
@@ -117,21 +148,28 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     """The nodes of a forward, each needing the one before it."""
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index, block in enumerate(shape):
-        yield Node(Op.ATTENTION if block.seams else Op.DENSE, Kind.F, block=index, **at)
+        yield Node(block.own, Kind.F, block=index, **at)
         for seam in range(block.seams):
             for op in (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE):
                 yield Node(op, Kind.F, block=index, seam=seam, **at)
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """The nodes of an input gradient, each needing the one before it."""
+    """The nodes of an input gradient, each needing the one before it.
+
+    What was dropped is computed again where it is needed first, and needs no exchange itself: the experts' part beside
+    the exchange that brings their gradient, all else perhaps before the gradient of the stage's output is there.
+    """
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index in reversed(range(len(shape))):
         block = shape[index]
+        if block.drops(block.own):
+            yield Node(RECOMPUTE_OF[block.own], Kind.I, block=index, **at)
+        experts = (Op.RECOMPUTE_EXPERTS, Op.EXPERTS) if block.drops(Op.EXPERTS) else (Op.EXPERTS,)
         for seam in reversed(range(block.seams)):
-            for op in (Op.AGGREGATE, Op.COMBINE, Op.EXPERTS, Op.DISPATCH):
+            for op in (Op.AGGREGATE, Op.COMBINE, *experts, Op.DISPATCH):
                 yield Node(op, Kind.I, block=index, seam=seam, **at)
-        yield Node(Op.ATTENTION if block.seams else Op.DENSE, Kind.I, block=index, **at)
+        yield Node(block.own, Kind.I, block=index, **at)
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:

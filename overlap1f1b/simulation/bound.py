@@ -6,7 +6,7 @@ from functools import cache
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from overlap1f1b.plan import Chains, Lane, NodeCosts, Op, Overlap, parse_overlap
+from overlap1f1b.plan import RECOMPUTES, Chains, Lane, NodeCosts, Op, Overlap, parse_overlap
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.schedule import Action, Kind, Program, actions_of
 from overlap1f1b.schedule.flow import flow
@@ -147,7 +147,8 @@ def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
     weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
     last = chains.weight(nodes[-1])
     return _Chain(
-        whole=sum(map(costs, nodes)),
+        # What is recomputed needs neither gradient nor exchange: it may be done beside them, or before they are here.
+        whole=sum(costs(node) for node in nodes if node.op not in RECOMPUTES),
         compute=compute,
         exchange=sum(sum(links) / len(links) for links in exchanges),
         exchange_most=sum(map(max, exchanges)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
-from overlap1f1b.plan import Lane, Node, Op, Span
+from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op, Span
 from overlap1f1b.schedule import Kind
 
 
@@ -33,19 +33,24 @@ LETTERS = {
     Op.REDUCE: "R",
     Op.SEND: "S",
     Op.RECEIVE: "V",
+    Op.RECOMPUTE_DENSE: "M",
+    Op.RECOMPUTE_ATTENTION: "A",
+    Op.RECOMPUTE_EXPERTS: "E",
 }
 """What stands for each sub-op in a drawing."""
 
 
 def text_of(node: Node, *, staged: bool) -> str:
-    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient.
+    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient,
+    ``er2`` its forward once more.
 
     Where a rank holds several stages, the stage stands in front, ``'`` behind it marks the second pipe: ``3'E2``.
     """
     letter = LETTERS[node.op]
     text = letter if node.kind is Kind.F else letter.lower()
     place = f"{node.stage}{chr(39) * node.pipe}" if staged else ""
-    return f"{place}{text}{'w' if node.kind is Kind.W else ''}{node.microbatch}"
+    what = "w" if node.kind is Kind.W else "r" if node.op in RECOMPUTES else ""
+    return f"{place}{text}{what}{node.microbatch}"
 
 
 def staged(spans: Iterable[Span]) -> bool:

@@ -1,0 +1,111 @@
+"""A block that drops activations after its forward and computes them again before its backward.
+
+What exchanges have brought is kept: the block's input, the rows that the experts received, and those that came back.
+All that lies between follows from these without another exchange:
+
+- the experts' part from the rows that they received;
+- all else from the block's input and, where it calls experts, the weighted sum of the rows that came back.
+
+The first forward runs with gradients enabled, so that it takes the same kernels and tells what has a gradient to come,
+but whatever it saves is forgotten at once. The second runs in one piece, nothing suspends it. Where the first has drawn
+random numbers, the second draws them once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from overlap1f1b.engine.cut import BlockRun
+from overlap1f1b.engine.forward import SeamCall
+from overlap1f1b.engine.microbatch import Microbatch, RandomStream, Tensors
+from overlap1f1b.engine.seam_run import SeamRun
+from overlap1f1b.engine.state import ThreadState
+from overlap1f1b.plan import Op
+
+
+def run_of(microbatch: Microbatch, block: int) -> BlockRun:
+    """The nodes of one block for one microbatch."""
+    drops = microbatch.grad and microbatch.stage.shape[block].recompute != "none"
+    return RecomputedRun(microbatch, block) if drops else BlockRun(microbatch, block)
+
+
+def _forget(_: Tensor) -> None:
+    """Saves nothing."""
+
+
+def _forgotten(_: None) -> Tensor:
+    raise AssertionError("what is computed again has no backward the first time")
+
+
+_FORGETTING = (_forget, _forgotten)
+
+
+class RecomputedRun(BlockRun):
+    """The nodes of one block for one microbatch, of which a part is dropped and computed again."""
+
+    def __init__(self, microbatch: Microbatch, block: int) -> None:
+        super().__init__(microbatch, block)
+        shape = self.stage.shape[block]
+        self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
+        self.streams: list[RandomStream] = []  # as they stood where the forward began, and behind each call of experts
+
+    # ---------------------------------------------------------------------------------------------- dropping
+
+    def _advance(self, value: Tensor | Tensors, random: RandomStream) -> SeamCall | Tensors:
+        if not self.drops_own:
+            return super()._advance(value, random)
+        self.streams.append(random.again())
+        with saved_tensors_hooks(*_FORGETTING):
+            step = super()._advance(value, random)
+        if isinstance(step, SeamCall):  # the experts may be kept
+            hooks = tuple(hook for hook in step.state.hooks if hook != _FORGETTING)
+            step = step._replace(state=replace(step.state, hooks=hooks))
+        return step
+
+    def _keep(self, outs: Tensors) -> None:
+        if not self.drops_own:
+            super()._keep(outs)
+            return
+        for seam in self.seams:
+            seam.tokens, seam.weights, seam.y = None, seam.weights.detach(), None
+
+    def experts_f(self, received: Tensor) -> None:
+        super().experts_f(received)
+        if self.drops_experts:
+            self.seams[-1].result = None
+
+    def _experts(self, seam: SeamRun, state: ThreadState) -> Tensor:
+        if self.drops_experts:
+            state = replace(state, hooks=(*state.hooks, _FORGETTING))
+        return super()._experts(seam, state)
+
+    # ---------------------------------------------------------------------------------------------- computing again
+
+    def recompute_experts_b(self, received: None) -> None:
+        seam = self.seams[-1]
+        if seam.leaf is not None:
+            seam.result = get_gradient_edge(super()._experts(seam, seam.state))
+
+    def recompute_attention_b(self, received: None) -> None:
+        streams, self.streams = iter(self.streams), []
+        step = super()._advance(tuple(self.x), next(streams))
+        for seam, random in zip(self.seams, streams, strict=True):
+            if not isinstance(step, SeamCall) or step.experts is not seam.experts:
+                break
+            seam.tokens, seam.weights = step.tokens, step.weights
+            assert seam.returned is not None
+            step = super()._advance(seam.aggregate(seam.returned), random)
+        else:
+            if not isinstance(step, SeamCall):
+                self.forward = None
+                super()._keep(step)
+                return
+        raise ValueError(
+            f"{self.stage.names[self.block]} calls other experts when it is recomputed; allowed: a forward that does "
+            "the same twice"
+        )
+
+    recompute_dense_b = recompute_attention_b
