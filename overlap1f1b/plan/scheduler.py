@@ -10,7 +10,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import LANE_OF, Lane, Node, Op
+from overlap1f1b.plan.node import LANE_OF, RECOMPUTES, Lane, Node, Op
 from overlap1f1b.plan.plan import ends_backward
 from overlap1f1b.schedule import Action, Kind
 
@@ -72,7 +72,8 @@ class ListScheduler:
     A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
     arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise
     wait, and where a forward could not open without them, or the program has them: at most ``peak`` microbatches are
-    between forward and backward, at most ``policy.deferred`` more wait for weight gradients.
+    between forward and backward, at most ``policy.deferred`` more wait for weight gradients. They hold activations: so
+    where these are recomputed, and the program does not place weight gradients, the waiting ones go first.
 
     A node can always be issued, or comes from another rank: the oldest open action needs nothing of the younger ones,
     which leave it its room, and a weight gradient makes room for it. The same holds for input gradients where the
@@ -143,6 +144,8 @@ class ListScheduler:
             return None
         if chosen is None or until > max(horizon, self.clock.now):
             return until
+        if chosen.next.op in RECOMPUTES and not self.splits and self._fill(_FOREVER):
+            return None
         self._advance(chosen)
         self._launch()
         return None

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
-    """Most bytes that were allocated during ``step`` beyond those at its start, by torch's own allocator records."""
+    """Most bytes of tensors at once during ``step`` beyond those at its start.
+
+    On CUDA by its allocator. Else by what operators of this thread take and return, at the end of each: it does not
+    matter which thread lets go of it, or has received it from another rank.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _Living() as living:
         step()
-    kineto = profiler.profiler
-    assert kineto is not None
-    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return living.peak
+
+
+class _Living(TorchDispatchMode):
+    """Storages that operators have met and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._here: dict[int, tuple[StorageWeakRef, int]] = {}
+        gc.collect()
+        for known in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
+            self._meet(known.untyped_storage(), size=0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._meet(storage, size=storage.nbytes())
+        for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
+            self.bytes -= self._here.pop(key)[1]
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def _meet(self, storage: UntypedStorage, size: int) -> None:
+        reference = StorageWeakRef(storage)  # while it is held, no other storage gets its address
+        if reference.cdata not in self._here:
+            self._here[reference.cdata] = reference, size
+            self.bytes += size
