@@ -10,7 +10,7 @@ import tyro
 
 from overlap1f1b.cli.output import check_folder, check_json
 from overlap1f1b.cli.rate import parse_wire
-from overlap1f1b.plan import parse_overlap
+from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
 LONGEST = 1_000_000
@@ -72,6 +72,9 @@ class RunOptions:
     """Bytes of a sequence."""
     overlap: str = "3"
     """serial, pairs, or the number of actions that may be open at once."""
+    recompute: Recompute = "none"
+    """What blocks drop after their forward and compute again before their backward: what the experts compute, all else
+    (attention), or both (block). Nothing is exchanged twice."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     seed: int = 0

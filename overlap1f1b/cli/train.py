@@ -133,6 +133,7 @@ class _Run:
         workload = asdict(options.model) | {
             "program": self.trainer.engine.program.name,
             "overlap": options.overlap,
+            "recompute": options.recompute,
             "microbatches": options.microbatches,
             "batch": options.batch,
             "sequence": options.sequence,

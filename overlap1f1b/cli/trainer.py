@@ -73,6 +73,7 @@ class Trainer:
             loss_fn=loss_fn,
             weights=block_weights(options),
             overlap=overlap,
+            recompute=options.recompute,
             timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}

@@ -33,6 +33,7 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         "batch": options.batch,
         "sequence": options.sequence,
         "rounds": options.rounds,
+        "recompute": options.recompute,
     }
     result = {"environment": environment(rank), "workload": workload} | result
     result["doubts"] = doubts(result)
@@ -63,7 +64,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", "over contended", "exposed ms"):
         table.add_column(name, justify="right")
-    for name in ("hidden", "predicted ms", "peak MiB", "gradients"):
+    recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
+    for name in ("hidden", "predicted ms", "peak MiB", *["without"] * recomputes, "gradients"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         step = row["step_ms"]
@@ -81,6 +83,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             _number(row["hidden_fraction"], ".1%"),
             _number(row["predicted_ms"], ".0f"),
             f"{row['peak_activation_bytes'] / 2**20:.0f}",
+            *[_mebibytes(row.get("peak_without_recompute_bytes"))] * recomputes,
             _gradients(row),
             style="bold" if row["default"] else None,
         )
@@ -98,6 +101,10 @@ def show(result: dict[str, Any], screen: Console) -> None:
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def _mebibytes(size: int | None) -> str:
+    return "–" if size is None else f"{size / 2**20:.0f}"
 
 
 def _gradients(row: dict[str, Any]) -> str:

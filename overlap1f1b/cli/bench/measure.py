@@ -28,7 +28,7 @@ from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
-from overlap1f1b.plan import NodeCosts, Op, parse_overlap
+from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
 from overlap1f1b.simulation import simulate
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
@@ -82,17 +82,18 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------- pieces
 
-    def _engine(self, row: Row, costs: NodeCosts | None = None, exchange: Any = None) -> Engine:
+    def _engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
             self.model,
             row.program,
             mesh=self.rank.mesh,
             loss_fn=loss_fn,
             overlap=row.overlap,
+            recompute=recompute or self.options.recompute,
             costs=costs,
             reduce=self.options.reduce,
             timeout=self.options.timeout,
-            exchange=exchange or self.recording,
+            exchange=self.recording,
             pace=self.pace,
         )
 
@@ -148,6 +149,7 @@ class Bench:
             self.model,
             recorded.program,
             loss_fn=loss_fn,
+            recompute=self.options.recompute,
             plan=recorded.plan.without_reductions(),
             exchange=answers,
             pace=self.pace,
@@ -205,22 +207,34 @@ class Bench:
         return time.perf_counter() - start
 
     def _check(self, rows: list[Row], costs: NodeCosts) -> dict[str, dict[str, Any]]:
-        """Gradients of every row against those of the first, with real compute, and the memory that each takes."""
+        """Gradients of every row against those of the first, with real compute, and the memory that each takes.
+
+        Where something is recomputed, against the first without it, and the memory without it, too.
+        """
         self.pace = None
         reference: list[Tensor] = []
         found: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            engine = self._engine(row, costs)
-            memory = peak_bytes(self.rank.device, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+
+        def run(row: Row, recompute: Recompute) -> tuple[int, list[Tensor]]:
+            engine = self._engine(row, costs, recompute)
+            memory = peak_bytes(self.rank.device, lambda: self._step(engine))
             grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+            return int(_slowest(float(memory), self.rank)), grads
+
+        for row in rows:
+            without = {}
+            if self.options.recompute != "none":
+                without["peak_without_recompute_bytes"], grads = run(row, "none")
+                reference = reference or grads
+            memory, grads = run(row, self.options.recompute)
             reference = reference or grads
             equal, difference = compare(grads, reference)
             difference = _slowest(difference, self.rank)
             found[row.key] = {
                 "grads_equal": not _slowest(float(not equal), self.rank),
                 "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
-                "peak_activation_bytes": int(_slowest(float(memory), self.rank)),
-            }
+                "peak_activation_bytes": memory,
+            } | without
         return found
 
     def _summary(

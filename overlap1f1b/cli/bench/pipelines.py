@@ -31,7 +31,7 @@ from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, lo
 from overlap1f1b.engine import Engine, blocks_of
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, parse_overlap
+from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Recompute, parse_overlap
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 
@@ -67,8 +67,6 @@ class PipelineBench:
         options = self.options
         engines = {row.key: self._engine(row) for row in self.rows}
         peers = {name: self._peer(name) for name in PEERS if options.peers}
-        self.report("comparing gradients")
-        checked = self._check(engines, peers)
         timed: AbstractContextManager[None] = (
             hollow(self.model, self.compute) if options.compute == "timed" else nullcontext()
         )
@@ -88,6 +86,8 @@ class PipelineBench:
             busy, lasted = time.process_time() - busy, time.perf_counter() - began
             share = _processor_share(busy / lasted, self.rank)
             exchange_only = median(self._exchange_only(default) for _ in range(3))
+        self.report("comparing gradients")
+        checked = self._check(engines, peers)
         return self._summary(engines, peers, measured, checked, rate, seconds, exchange_only, share)
 
     def _speed(self) -> float:
@@ -103,7 +103,7 @@ class PipelineBench:
                 found = operations_per_second(model, self.inputs.chunk(count)[0], self.target.chunk(count)[0])
         return -_largest(-found)
 
-    def _engine(self, row: Row) -> Engine:
+    def _engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
             self.blocks,
             row.program,
@@ -111,6 +111,8 @@ class PipelineBench:
             loss_fn=loss_fn,
             weights=block_weights(self.options),
             overlap=row.overlap,
+            recompute=recompute or self.options.recompute,
+            costs=costs,
             reduce=self.options.reduce,
             timeout=self.options.timeout,
             exchange=self.recording,
@@ -122,8 +124,7 @@ class PipelineBench:
 
     def _step(self, engine: Engine | Peer) -> tuple[float, Any]:
         """One step from a common start; seconds until the slowest rank is done."""
-        for parameter in engine.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        _clear(engine)
         self.recording.clear()
         dist.barrier()
         start = time.perf_counter()
@@ -167,6 +168,8 @@ class PipelineBench:
     def _check(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, dict[str, Any]]:
         """Gradients of every row against a plain loop over the whole model, with real compute, and the memory taken."""
         count, size = self.options.microbatches, self.rank.data_ranks
+        for parameter in self.model.parameters():
+            parameter.grad = None
         set_auxiliary_scale(self.model, 1 / count)
         for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
             (loss_fn(self.model(x), y) / count).backward()
@@ -175,16 +178,23 @@ class PipelineBench:
         rows: dict[str, tuple[Engine | Peer, float]] = {key: (engine, size) for key, engine in engines.items()}
         rows |= {name: (peer, 1.0) for name, peer in peers.items()}
         for key, (engine, factor) in rows.items():
-            memory = peak_bytes(self.rank.device, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+            memory = self._peak(engine)
             grads = {p: _taken(p) * factor for p in engine.parameters()}
             equal, difference = compare(list(grads.values()), [expected[p] for p in grads])
             difference = _largest(difference)
             found[key] = {
                 "grads_equal": not _largest(float(not equal)),
                 "max_grad_diff": difference if math.isfinite(difference) else None,
-                "peak_activation_bytes": int(_largest(float(memory))),
+                "peak_activation_bytes": memory,
             }
+        for row in self.rows if self.options.recompute != "none" else ():
+            without = self._engine(row, engines[row.key].costs, "none")
+            found[row.key]["peak_without_recompute_bytes"] = self._peak(without)
         return found
+
+    def _peak(self, engine: Engine | Peer) -> int:
+        _clear(engine)
+        return int(_largest(float(peak_bytes(self.rank.device, lambda: self._step(engine)))))
 
     def _rounds(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, Samples]:
         every: dict[str, Engine | Peer] = {**engines, **peers}
@@ -260,6 +270,14 @@ class PipelineBench:
             "best_over_peers": min(torchs) / min(ours) if torchs else None,
             "rows": table,
         }
+
+
+def _clear(engine: Engine | Peer) -> None:
+    for parameter in engine.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
 
 
 def _taken(parameter: nn.Parameter) -> Tensor:
