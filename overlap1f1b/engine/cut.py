@@ -72,19 +72,19 @@ class BlockRun:
         seam = self.seams[-1]
         differs = seam.state.grad and self.microbatch.grad
         seam.leaf = seam.route.group(received).detach().requires_grad_(differs)
-        result = self._experts(seam, seam.state)
+        result = self._experts(seam, seam.state, self.microbatch.random)
         seam.rows = seam.route.ungroup(result.detach().to(seam.dtype))
         if result.requires_grad:
             seam.result, seam.result_dtype = get_gradient_edge(result), result.dtype
         else:
             seam.leaf = None
 
-    def _experts(self, seam: SeamRun, state: ThreadState) -> Tensor:
+    def _experts(self, seam: SeamRun, state: ThreadState, random: RandomStream) -> Tensor:
         """What the experts make of the rows that one call has brought them."""
         name, grad = self.stage.names[self.block], self.microbatch.grad
         assert seam.leaf is not None
         self.stage.leave_to(seam.queue)
-        with state.applied(name, device=self.stage.device, grad=grad):
+        with random, state.applied(name, device=self.stage.device, grad=grad):
             return seam.experts.compute(seam.leaf, seam.route.expert_rows)
 
     def combine_f(self, node: Node) -> Post[Tensor]:
@@ -147,17 +147,7 @@ class BlockRun:
             raise ValueError(
                 f"what {name} returns requires no gradient, its input does; allowed: one that depends on it"
             )
-        if self.is_last and microbatch.loss_fn is not None:
-            if microbatch.keep_outputs:
-                microbatch.kept = tuple(t.detach() for t in outs)
-            loss = microbatch.loss_fn(*outs, *microbatch.target)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
-            if microbatch.grad and not loss.requires_grad:
-                raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
-            outs = (loss,)
-        return outs
+        return microbatch.with_loss(outs, name) if self.is_last else outs
 
     def _check_seams(self, *, ended: bool) -> None:
         found, expected = len(self.seams), self.stage.shape[self.block].seams

@@ -97,6 +97,24 @@ class Microbatch:
                 self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
         return self.flights.pop(kind).wait() if kind in self.flights else None
 
+    def with_loss(self, outs: Tensors, name: str) -> Tensors:
+        """What the last block, called so, has returned, or the loss of it.
+
+        Raises:
+            ValueError: A loss that is not one number, or requires no gradient.
+        """
+        if self.loss_fn is None:
+            return outs
+        if self.keep_outputs:
+            self.kept = tuple(t.detach() for t in outs)
+        loss = self.loss_fn(*outs, *self.target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
+        if self.grad and not loss.requires_grad:
+            raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
+        return (loss,)
+
     def take_passed(self, kind: Kind) -> tuple[Tensors, tuple[bool, ...]]:
         """What another rank's stage is sent, which this lets go of, and which of it will have a gradient."""
         if kind is Kind.F:

@@ -51,6 +51,7 @@ class RecomputedRun(BlockRun):
         shape = self.stage.shape[block]
         self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
         self.streams: list[RandomStream] = []  # as they stood where the forward began, and behind each call of experts
+        self.expert_streams: list[RandomStream] = []  # as they stood where the experts began
 
     # ---------------------------------------------------------------------------------------------- dropping
 
@@ -77,17 +78,18 @@ class RecomputedRun(BlockRun):
         if self.drops_experts:
             self.seams[-1].result = None
 
-    def _experts(self, seam: SeamRun, state: ThreadState) -> Tensor:
+    def _experts(self, seam: SeamRun, state: ThreadState, random: RandomStream) -> Tensor:
         if self.drops_experts:
+            self.expert_streams.append(random.again())
             state = replace(state, hooks=(*state.hooks, _FORGETTING))
-        return super()._experts(seam, state)
+        return super()._experts(seam, state, random)
 
     # ---------------------------------------------------------------------------------------------- computing again
 
     def recompute_experts_b(self, received: None) -> None:
-        seam = self.seams[-1]
+        seam, random = self.seams[-1], self.expert_streams.pop()
         if seam.leaf is not None:
-            seam.result = get_gradient_edge(super()._experts(seam, seam.state))
+            seam.result = get_gradient_edge(super()._experts(seam, seam.state, random))
 
     def recompute_attention_b(self, received: None) -> None:
         streams, self.streams = iter(self.streams), []

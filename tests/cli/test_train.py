@@ -55,7 +55,7 @@ def test_killed_and_resumed_as_if_never_killed(
 ) -> None:
     """First a rank is killed, then the parent; each time what was written last is whole, and training goes on there."""
     folder = tmp_path / "run"
-    args = ("--text", text, *STEPS, "--checkpoint", folder)
+    args = ("--text", text, *STEPS, "--checkpoint", folder, "--recompute", "block")
 
     def steps() -> list[int]:
         return sorted(int(path.name[5:]) for path in folder.glob("step-*"))

@@ -76,9 +76,13 @@ def split_programs(draw: st.DrawFn) -> Program:
 
 
 def shapes() -> st.SearchStrategy[StageShape]:
-    """Dense, with one seam and with several; with and without weight gradients apart; reduced or not."""
+    """Dense, with one seam and with several; with and without weight gradients apart; reduced, recomputed, or not."""
     blocks = st.builds(
-        BlockShape, seams=st.sampled_from([0, 1, 1, 1, 2, 3]), split=st.booleans(), reduced=st.booleans()
+        BlockShape,
+        seams=st.sampled_from([0, 1, 1, 1, 2, 3]),
+        split=st.booleans(),
+        reduced=st.booleans(),
+        recompute=st.sampled_from(["none", "none", "experts", "attention", "block"]),
     )
     return st.lists(blocks, min_size=1, max_size=3).map(tuple)
 

@@ -9,7 +9,8 @@ from overlap1f1b.plan import Node, Op, Plan
 from overlap1f1b.schedule import Action, Kind
 
 FORWARD = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
-BACKWARD = (Op.AGGREGATE, Op.COMBINE, Op.EXPERTS, Op.DISPATCH)
+BACKWARD = (Op.AGGREGATE, Op.COMBINE, Op.RECOMPUTE_EXPERTS, Op.EXPERTS, Op.DISPATCH)
+RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
 Positions = dict[Node, int]
 
 
@@ -27,14 +28,17 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
     """The nodes of an action, in no order."""
     blocks = plan.shapes[action.stage]
     m, at = action.microbatch, {"stage": action.stage, "pipe": action.pipe}
-    for block, (seams, split, _) in enumerate(blocks):
+    for block, (seams, split, _, recompute) in enumerate(blocks):
         own = Op.ATTENTION if seams else Op.DENSE
         if action.kind is Kind.F:
             yield Node(own, Kind.F, m, block, **at)
             yield from (Node(op, Kind.F, m, block, seam, **at) for seam in range(seams) for op in FORWARD)
         if action.kind in (Kind.B, Kind.I):
             yield Node(own, Kind.I, m, block, **at)
-            yield from (Node(op, Kind.I, m, block, seam, **at) for seam in range(seams) for op in BACKWARD)
+            ops = [op for op in BACKWARD if op is not Op.RECOMPUTE_EXPERTS or recompute in ("experts", "block")]
+            yield from (Node(op, Kind.I, m, block, seam, **at) for seam in range(seams) for op in ops)
+            if recompute in ("attention", "block"):
+                yield Node(Op.RECOMPUTE_ATTENTION if seams else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
         if action.kind in (Kind.B, Kind.W):
             yield from (Node(Op.EXPERTS, Kind.W, m, block, seam, **at) for seam in range(seams))
             yield from [Node(own, Kind.W, m, block, **at)] if split else []
@@ -100,7 +104,9 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         elif node.kind is Kind.F:
             place = (node.block, -1, 0) if own else (node.block, node.seam, FORWARD.index(node.op))
         else:
-            place = (-node.block, 1, 0) if own else (-node.block, -node.seam, BACKWARD.index(node.op))
+            first_or_last = own or node.op in RECOMPUTE_OWN
+            place = (-node.block, 1 if own else float("-inf"), 0)
+            place = place if first_or_last else (-node.block, -node.seam, BACKWARD.index(node.op))
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
         positions = [at[node] for _, node in sorted(chain)]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from overlap1f1b.plan import CostKey, Node, NodeCosts, Op
+from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, compile, play_ranks
 from overlap1f1b.plan.clock import Clock
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
-from overlap1f1b.schedule import Kind, Placement, forward_only, sequential
+from overlap1f1b.schedule import Kind, Placement, build_schedule, forward_only, sequential
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
@@ -60,6 +60,23 @@ def test_an_exchange_travels_while_the_thread_computes() -> None:
         (6, 9),
         (10, 14),  # waits for its rows
     ]
+
+
+def test_what_is_recomputed_waits_for_no_gradient() -> None:
+    block = MOE._replace(recompute="block")
+    played = play(tuple(serial(sequential(1).actions(0), chains_of((block,)))), COSTS)
+    assert [(span.node.name, span.start, span.end) for span in played][6:11] == [
+        ("recompute_attention.b", 21, 24),
+        ("aggregate.b", 24, 25),
+        ("combine.b", 25, 31),
+        ("recompute_experts.b", 25, 29),  # beside it
+        ("experts.b", 31, 35),
+    ]
+    program = build_schedule("1f1b", ranks=2, microbatches=1)
+    plan = compile(program, (block,), NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1), "serial")
+    first, second = play_ranks(plan.ranks, program.placement, NodeCosts.uniform(attention=3, experts=4, dispatch=5))
+    again = next(span for span in first if span.node.op is Op.RECOMPUTE_ATTENTION)
+    assert again.end < max(span.end for span in second)  # before the other rank has sent a gradient
 
 
 def test_a_lane_is_first_in_first_out() -> None:

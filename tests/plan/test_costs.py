@@ -23,6 +23,8 @@ def test_uniform() -> None:
         assert [costs(node(op, kind)) for kind in (Kind.F, Kind.I, Kind.W)] == [time] * 3
     for op, time in ((Op.DISPATCH, 5.0), (Op.COMBINE, 6.0), (Op.AGGREGATE, 0.25)):
         assert [costs(node(op, kind)) for kind in (Kind.F, Kind.I)] == [time] * 2
+    recomputes = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_EXPERTS, Op.RECOMPUTE_DENSE)
+    assert [costs(node(op, Kind.I)) for op in recomputes] == [3, 4, 7]
     assert costs(node(Op.COUNTS, Kind.F)) == 0.5
     assert costs(node(Op.REDUCE, Kind.W)) == 8
 

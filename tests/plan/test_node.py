@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.plan import BlockShape, Lane, Node, Op, backward_chain, forward_chain, weight_node
+from overlap1f1b.plan import (
+    RECOMPUTES,
+    BlockShape,
+    Lane,
+    Node,
+    Op,
+    Recompute,
+    backward_chain,
+    forward_chain,
+    weight_node,
+)
 from overlap1f1b.schedule import Action, Kind
 from tests.plan.cases import DENSE, MOE
 
@@ -31,6 +41,7 @@ def test_lanes() -> None:
         Op.ATTENTION,
         Op.EXPERTS,
         Op.AGGREGATE,
+        *RECOMPUTES,
     }
 
 
@@ -48,6 +59,42 @@ def test_chains_of_dense_and_expert_blocks() -> None:
         "aggregate.b[2] combine.b[2] experts.b[2] dispatch.b[2] attention.b[2] "
         "aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]"
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "chain"),
+    [
+        ("none", "aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]"),
+        (
+            "experts",
+            "aggregate.b[1] combine.b[1] recompute_experts.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]",
+        ),
+        (
+            "attention",
+            "recompute_attention.b[1] aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] "
+            "recompute_dense.b[0] dense.b[0]",
+        ),
+        (
+            "block",
+            "recompute_attention.b[1] aggregate.b[1] combine.b[1] recompute_experts.b[1] experts.b[1] dispatch.b[1] "
+            "attention.b[1] recompute_dense.b[0] dense.b[0]",
+        ),
+    ],
+)
+def test_what_is_dropped_is_computed_again_where_it_is_needed_first(mode: Recompute, chain: str) -> None:
+    shape = (DENSE._replace(recompute=mode), MOE._replace(recompute=mode))
+    backward = [str(node) for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    assert " ".join(backward).replace(" m4", "") == chain
+    exchanges = [node for node in backward_chain(Action(Kind.B, 0, 4), shape) if node.lane is Lane.EXCHANGE]
+    assert [node.op for node in exchanges] == [Op.COMBINE, Op.DISPATCH]
+
+
+def test_of_several_calls_all_are_computed_again_at_once_but_each_ones_experts_apart() -> None:
+    shape = (BlockShape(seams=2, recompute="block"),)
+    ops = [node.op for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    assert ops.count(Op.RECOMPUTE_ATTENTION) == 1
+    assert ops.index(Op.RECOMPUTE_ATTENTION) == 0
+    assert ops.count(Op.RECOMPUTE_EXPERTS) == 2
 
 
 def test_chains_carry_stage_and_pipe() -> None:

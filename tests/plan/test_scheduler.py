@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Plan, check, compile
+from overlap1f1b.plan import RECOMPUTES, Lane, Node, NodeCosts, Op, Plan, Recompute, check, compile
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
-from overlap1f1b.schedule import Kind, Program, combined_1f1b, sequential
+from overlap1f1b.schedule import Kind, Program, build_schedule, combined_1f1b, sequential
 from tests.plan.cases import (
     DENSE,
     MOE,
@@ -149,6 +149,28 @@ def test_weight_gradients_make_room_for_a_forward() -> None:
     assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (free,), 0.0).peak_held == 4
     none = scheduled(sequential(4), Policy(1, deferred=0), NodeCosts(), layers=2)
     assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (none,), 0.0).peak_held == 1
+
+
+@pytest.mark.parametrize("mode", ["experts", "attention", "block"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_weight_gradients_go_before_what_is_recomputed_unless_the_program_places_them(mode: Recompute, k: int) -> None:
+    """They hold activations, and with many of them waiting a step would take more memory than without recomputing."""
+
+    def most_waiting(program: Program) -> int:
+        """Weight gradients that wait where something is recomputed."""
+        plan = compile(program, (MOE._replace(recompute=mode),) * 3, table_costs(1), k)
+        check(plan)
+        waiting = most = 0
+        for node in plan.nodes:
+            waiting += node.kind is Kind.I and node.op in (Op.ATTENTION, Op.EXPERTS)
+            waiting -= node.kind is Kind.W
+            most = max(most, waiting if node.op in RECOMPUTES else 0)
+        return most
+
+    assert most_waiting(combined_1f1b(6, 1)) == 0
+    split = build_schedule("zb_h1", microbatches=6)
+    assert any(action.kind is Kind.W for action in split.actions(0))
+    assert most_waiting(split) > 0
 
 
 def test_a_blocking_dispatch_is_launched_when_its_counts_have_come() -> None:

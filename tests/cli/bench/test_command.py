@@ -41,11 +41,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "compute"), [(1, "real"), (2, "real"), (2, "timed")])
-def test_every_row_is_measured_and_only_json_on_standard_output(text: Path, ranks: int, compute: str) -> None:
-    status, out, err = Run(
-        "bench", "--text", text, *SMALL, "--ranks", ranks, "--compute", compute, "--json", "-", WORLD_SIZE="4"
-    ).wait()
+@pytest.mark.parametrize(
+    ("ranks", "compute", "recompute"), [(1, "real", "none"), (2, "real", "block"), (2, "timed", "none")]
+)
+def test_every_row_is_measured_and_only_json_on_standard_output(
+    text: Path, ranks: int, compute: str, recompute: str
+) -> None:
+    options = ("--ranks", ranks, "--compute", compute, "--recompute", recompute)
+    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-", WORLD_SIZE="4").wait()
     assert status == 0, err
     assert "profiler" not in err
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -59,7 +62,10 @@ def test_every_row_is_measured_and_only_json_on_standard_output(text: Path, rank
     sent = result["wire"]["bytes_sent"]
     assert (result["wire"]["kind"], result["wire"]["rate_gbps"]) == ("loopback", None)
     assert sent == 0 if ranks == 1 else sent > 0
+    assert result["workload"]["recompute"] == recompute
     for row in rows:
+        if recompute != "none":
+            assert 0 < row["peak_activation_bytes"] < row["peak_without_recompute_bytes"]
         assert row["over_bound"] == pytest.approx(row["step_ms"]["median"] / result["bound_ms"])
         assert row["step_ms"]["min"] <= row["step_ms"]["median"] <= row["step_ms"]["max"]
         assert f"{row['step_ms']['median']:.0f}" in err
