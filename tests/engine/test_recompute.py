@@ -146,6 +146,23 @@ def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int
     assert len(inner.alive) == (5 if kept else 10)
 
 
+def test_only_what_exchanges_brought_is_kept() -> None:
+    """What one microbatch more holds until its backward: inputs of blocks, rows received and rows returned."""
+    tokens, hidden, layers, top_k = 128, 64, 2, 2
+
+    def peak(microbatches: int) -> int:
+        model = MoETransformer(MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k))
+        program = build_schedule("afab", microbatches=microbatches)
+        engine = Engine(model, program, loss_fn=models.loss_fn, overlap="serial", costs=COSTS, recompute="block")
+        data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return peak_bytes(torch.device("cpu"), lambda: engine.step(data[0], target=data[1]))
+
+    rows = layers * (1 + 2 * top_k) + 1  # the last is the head's input
+    assert rows <= (peak(5) - peak(4)) / (4 * tokens * hidden) < rows + 1
+
+
 def test_what_is_recomputed_is_measured_and_evaluation_has_none_of_it() -> None:
     data, model = models.batch(3), models.build()
     engine = Engine(model, build_schedule("combined_1f1b", microbatches=3), loss_fn=models.loss_fn, recompute="block")
