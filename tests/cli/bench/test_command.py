@@ -42,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "compute", "recompute"), [(1, "real", "none"), (2, "real", "block"), (2, "timed", "none")]
+    ("ranks", "compute", "recompute"), [(1, "real", "block"), (2, "real", "none"), (2, "timed", "none")]
 )
 def test_every_row_is_measured_and_only_json_on_standard_output(
     text: Path, ranks: int, compute: str, recompute: str
