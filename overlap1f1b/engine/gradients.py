@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.stage import Stage
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 
 
@@ -32,7 +32,7 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
     every: dict[nn.Parameter, None] = {}
     for block in (block for stage in stages.values() for block in stage.blocks):
         for module in block.modules():  # a stage knows them as FSDP2 gathers them, not as shards
-            if isinstance(module, GroupedExperts):
+            if isinstance(module, Experts):
                 experts |= dict.fromkeys(module.parameters())
         every |= dict.fromkeys(block.parameters())
     counted: dict[nn.Parameter, None] = {}
