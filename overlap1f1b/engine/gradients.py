@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,18 @@ from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 
 
-def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm: float) -> Tensor:
+def clip(
+    stages: Mapping[int, Stage],
+    placement: Placement,
+    mesh: Mesh,
+    max_norm: float,
+    repeated: Set[nn.Parameter] = frozenset(),
+) -> Tensor:
     """Scales the gradients so that their 2-norm over all ranks is at most ``max_norm``; returns the norm, a scalar.
 
     Every parameter counts once: those outside the experts on the first rank along "ep", those of a stage that several
-    pipeline ranks hold on the first of them. Of a parameter under FSDP2 every rank counts its shard.
+    pipeline ranks hold on the first of them; those that are ``repeated`` on a later stage do not. Of a parameter under
+    FSDP2 every rank counts its shard.
 
     Raises:
         ValueError: A negative or undefined ``max_norm``.
@@ -39,7 +46,7 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):
             mine = (p for block in stage.blocks for p in block.parameters())
-            counted |= dict.fromkeys(p for p in mine if p in experts or mesh.rank("ep") == 0)
+            counted |= dict.fromkeys(p for p in mine if p in experts or mesh.rank("ep") == 0 and p not in repeated)
     grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 

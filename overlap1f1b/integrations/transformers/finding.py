@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -78,11 +78,10 @@ def _quantised(model: nn.Module) -> str | None:
 
 def routing_names(module: nn.Module) -> tuple[str, str, str] | None:
     """Names of what a module's forward takes, where they are (tokens, indices, weights); else None."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(required) != 3:
+    named = _arguments(module)
+    if len(named) != 3:
         return None
-    tokens, indices, weights = required
+    tokens, indices, weights = named
     if not ("ind" in indices or "expert" in indices) or not ("weight" in weights or "score" in weights):
         return None
     return tokens, indices, weights
@@ -93,8 +92,8 @@ def _count(module: nn.Module) -> int:
     sizes = {p.shape[0] for p in module.parameters() if p.dim()}
     if not sizes or routing_names(module) is None:
         return 0
-    if len(sizes) == 1 and any(p.dim() > 2 for p in module.parameters()):
-        return sizes.pop()
+    if any(p.dim() > 2 for p in module.parameters()):
+        return max(sizes)
     named = {value for m in module.modules() for _, value in counters(m)}
     dividing = [value for value in named if value > 1 and all(size % value == 0 for size in sizes)]
     return max(dividing, default=max(sizes))
@@ -107,21 +106,22 @@ def counters(module: nn.Module) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
+def _arguments(module: nn.Module) -> list[str]:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
 def _instead(model: nn.Module) -> str:
     """What comes near, for a message."""
-    near: Mapping[str, Any] = {
-        f"{type(m).__name__}({', '.join(list(inspect.signature(type(m).forward).parameters)[1:])})": None
-        for m in model.modules()
-        if any(p.dim() > 2 and not _convolves(m) for p in m.parameters(recurse=False))
-        or any(word in type(m).__name__.lower() for word in ("expert", "moe"))
-        if not isinstance(m, nn.ModuleList | nn.ModuleDict) and type(m) is not type(model)
-    }
-    near = {what: None for what in near if not what.endswith("Model(input_ids)")}
-    return f"none that is, but {_some(list(near))}" if near else "no experts at all: a dense model"
+    near: dict[str, None] = {}
+    for module in model.modules():
+        stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
+        if not isinstance(module, _CONVOLUTIONS) and (stacked or "experts" in type(module).__name__.lower()):
+            near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
+    return f"{_some(list(near))} instead" if near else "no weights that are stacked by expert: a dense model?"
 
 
-def _convolves(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+_CONVOLUTIONS = nn.modules.conv._ConvNd
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -68,6 +68,13 @@ class Shell:
             without = _put(self.model.config.__dict__, "output_router_logits", False)
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), self._replaced(walk), without:
                 self.model(input_ids=ids, use_cache=False)
+        except (TypeError, ValueError) as error:
+            if walk.refused:
+                raise
+            raise ValueError(
+                f"{self.owner_name} cannot go on with what stands in for its layers ({error}); "
+                "allowed: layers that take hidden states and return them, as one tensor"
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -185,6 +192,7 @@ class _Walk:
         self.calls: list[Call] = []
         self.first: Tensor | None = None
         self.passed: Tensor | None = None
+        self.refused = False
 
     @property
     def ended(self) -> bool:
@@ -194,6 +202,7 @@ class _Walk:
     def visit(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What a layer's stand-in does."""
         name = self.shell.owner_name
+        self.refused = True
         if number != len(self.calls):
             raise ValueError(f"{name} calls its layer {number} after {len(self.calls)} others; allowed: each once, in order")
         if args:
@@ -208,6 +217,7 @@ class _Walk:
         if number == 0:
             self.first = hidden
         self.calls.append(Call(tuple(args_), kwargs))
+        self.refused = False
         if number == self.until:
             raise _Reached
         self.passed = hidden

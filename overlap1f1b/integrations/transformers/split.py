@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -134,19 +135,52 @@ def split_model(
     if group is not None or grouped:
         for name, (module, count) in found.experts.items():
             adopt(module, count, group, name, grouped=grouped is not False)
+    ties = _untie(shell, found, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:
         place = Place(
             shell, number, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
         )
-        stages[number] = _stage(place, found)
+        stages[number] = _stage(place, found, {name: pair[number == last] for name, pair in ties.items()})
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
         _free(found, around.before if 0 not in held else {}, around.after if last not in held else {}, kept)
     return SplitModel(model, stages)
 
 
-def _stage(place: Place, found: Found) -> LanguageModelStage:
+def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Gives what comes after the layers copies of parameters that it shares with what comes before them.
+
+    Returns:
+        Both, by the name before the layers.
+
+    Raises:
+        ValueError: Another parameter belongs to two stages.
+    """
+    names = {id(p): f"{name}.{label}" for name, m in shell.around.before.items() for label, p in m.named_parameters()}
+    ties: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in {part for after in shell.around.after.values() for part in after.modules()}:
+        for label, parameter in list(module.named_parameters(recurse=False)):
+            if (name := names.get(id(parameter))) is not None:
+                if name not in ties:
+                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    ties[name] = (parameter, copy)
+                module.register_parameter(label, ties[name][1])
+    seen: dict[int, int] = {}
+    held = [[found.layers[number] for number in part] for part in parts]
+    for number, modules in enumerate(held):
+        ends = [*(shell.around.before.values() if number == 0 else ())]
+        ends += shell.around.after.values() if number == len(parts) - 1 else ()
+        for label, parameter in nn.ModuleList([*ends, *modules]).named_parameters():
+            if seen.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"parameter {label.partition('.')[2]} belongs to stages {seen[id(parameter)]} and {number}; "
+                    "allowed: shared inside a stage, or between what is before and after the layers"
+                )
+    return ties
+
+
+def _stage(place: Place, found: Found, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
     around, numbers = place.shell.around, range(place.start, place.end)
     kept = {f"{found.prefix}.{number}": found.layers[number] for number in numbers}
     before, after = around.before if place.first else {}, around.after if place.last else {}
@@ -154,7 +188,8 @@ def _stage(place: Place, found: Found) -> LanguageModelStage:
     for number in numbers:
         beside = [*(before.values() if number == place.start else ()), *(after.values() if number == place.end - 1 else ())]
         blocks.append(Layer(place, number, found.layers[number], _gates(place.shell, found, number), beside))
-    return LanguageModelStage(place, blocks, {**before, **kept, **after})
+    ends = place.first or place.last
+    return LanguageModelStage(place, blocks, {**before, **kept, **after}, tied if ends else {})
 
 
 def _gates(shell: Shell, found: Found, number: int) -> list[tuple[nn.Module, int]]:

@@ -132,14 +132,17 @@ class Layer(MicrobatchBlock):
 class LanguageModelStage(nn.Module):
     """The part of a causal LM that one stage holds; its parameters have the names that they have in the model.
 
-    ``blocks`` are what the engine plays.
+    ``blocks`` are what the engine plays, ``tied`` the parameters that another stage has, too.
     """
 
-    def __init__(self, place: Place, blocks: list[Layer], kept: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, place: Place, blocks: list[Layer], kept: Mapping[str, nn.Module], tied: Mapping[str, nn.Parameter]
+    ) -> None:
         super().__init__()
         for name, module in kept.items():
             _hang(self, name, module)
-        self.__dict__["place"], self.__dict__["blocks"] = place, blocks
+        # Not registered: the names of parameters are those of the model alone.
+        self.__dict__ |= {"place": place, "blocks": blocks, "tied": dict(tied)}
 
     def forward(self, *inputs: Tensor) -> Any:
         """Runs the stage by itself: the same in and out as its blocks'."""
