@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap1f1b.integrations.transformers.finding import Found, tensors_in
 
@@ -62,12 +63,16 @@ class Shell:
 
         handles = [module.register_forward_pre_hook(partial(note, name)) for name, module in outside.items()]
         device = next(self.model.parameters()).device
-        ids = torch.ones(1, 4, dtype=torch.int64, device=device)
         try:
-            # No router logits: there are none to make a loss of.
-            without = _put(self.model.config.__dict__, "output_router_logits", False)
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), self._replaced(walk), without:
-                self.model(input_ids=ids, use_cache=False)
+            with ExitStack() as around:
+                around.enter_context(torch.random.fork_rng(devices=[]))
+                around.enter_context(torch.enable_grad())
+                around.enter_context(self._replaced(walk))
+                # No router logits: there are none to make a loss of.
+                around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
+                if device.type == "meta":  # there masks are made without a look at values
+                    around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
         except (TypeError, ValueError) as error:
             if walk.refused:
                 raise
