@@ -150,7 +150,11 @@ class Engine:
             lane=Lane("reduce", limit, self.failures, background=background),
             shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
         )
-        ties = {stage: model[stage].__dict__.get("tied", {}) for stage in self.stages} if isinstance(model, Mapping) else {}
+        ties = (
+            {stage: model[stage].__dict__.get("tied", {}) for stage in self.stages}
+            if isinstance(model, Mapping)
+            else {}
+        )
         tied = self.mesh.combined(bool(any(ties.values())), lambda _, every: any(every))
         self._tied = TiedReduction(ties, placement, self.mesh) if tied and reduce else None
         if self._tied is not None:  # sets gradients aside before all others, and is the last to add to them

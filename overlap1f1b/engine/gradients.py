@@ -46,7 +46,7 @@ def clip(
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):
             mine = (p for block in stage.blocks for p in block.parameters())
-            counted |= dict.fromkeys(p for p in mine if p in experts or mesh.rank("ep") == 0 and p not in repeated)
+            counted |= dict.fromkeys(p for p in mine if p in experts or (mesh.rank("ep") == 0 and p not in repeated))
     grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 

@@ -37,7 +37,9 @@ class TiedReduction:
             if isinstance(parameter, DTensor):
                 raise ValueError(f"{name} is tied over stages and a DTensor; allowed: no FSDP2 around tied parameters")
         self.ties = ties
-        mine = _joined("pp", [{name: {stage: tuple(p.shape)} for name, p in tied.items()} for stage, tied in ties.items()])
+        mine = _joined(
+            "pp", [{name: {stage: tuple(p.shape)} for name, p in tied.items()} for stage, tied in ties.items()]
+        )
         self._stages: dict[str, list[int]] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._first = {stage: placement.replicas(stage)[0] == mesh.rank("pp") for stage in ties}

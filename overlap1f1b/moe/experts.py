@@ -61,7 +61,7 @@ class Experts(nn.Module):
         return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each → ``[R, H]``."""
+        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from overlap1f1b.integrations.transformers.finding import counters, routing_name
 from overlap1f1b.moe import Experts
 
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-"""What transformers' ``use_experts_implementation`` says of ``gate_up_proj [E, 2·I, H]`` and ``down_proj [E, H, I]``."""
+"""What ``use_experts_implementation`` of transformers says of ``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H, I]``."""
 
 
 class OwnExperts(Experts):
@@ -66,9 +66,11 @@ def adopt(module: nn.Module, count: int, group: dist.ProcessGroup | None, name: 
     module.__class__ = type(own.__name__, (OwnExperts, own), {"__module__": own.__module__, "own_class": own})
     assert isinstance(module, OwnExperts)
     module.own_names = names
-    module.grouped = grouped and all(getattr(module, flag, None) is wanted for flag, wanted in GROUPED.items()) and {
-        label: p.dim() for label, p in module.named_parameters()
-    } == {"gate_up_proj": 3, "down_proj": 3}
+    module.grouped = (
+        grouped
+        and all(getattr(module, flag, None) is wanted for flag, wanted in GROUPED.items())
+        and {label: p.dim() for label, p in module.named_parameters()} == {"gate_up_proj": 3, "down_proj": 3}
+    )
     try:
         module.share(count, group)
     except ValueError as error:

@@ -58,6 +58,7 @@ class Shell:
             for name, module in self.model.named_modules()
             if not f"{name}.".startswith(f"{self.prefix}.") and list(module.parameters(recurse=False))
         }
+
         def note(name: str, module: nn.Module, _: Any) -> None:
             phases[walk.ended].setdefault(name, module)
 
@@ -84,7 +85,9 @@ class Shell:
             for handle in handles:
                 handle.remove()
         if not walk.ended:
-            raise ValueError(f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all")
+            raise ValueError(
+                f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all"
+            )
         for number, call in enumerate(walk.calls):
             if any(t.requires_grad for t in tensors_in((call.args, call.kwargs))):
                 raise ValueError(
@@ -95,11 +98,15 @@ class Shell:
         for name, module in outside.items():
             label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
             if not name or f"{self.prefix}.".startswith(f"{name}."):
-                raise ValueError(f"parameter {label} belongs to {type(module).__name__}, which holds the layers; allowed: "
-                                 "beside the layers, parameters of modules that are called before or after them")
+                raise ValueError(
+                    f"parameter {label} belongs to {type(module).__name__}, which holds the layers; allowed: "
+                    "beside the layers, parameters of modules that are called before or after them"
+                )
             if name not in before and name not in after:
-                raise ValueError(f"parameter {label} belongs to {type(module).__name__}, which is not called; allowed: "
-                                 "beside the layers, parameters of modules that are called before or after them")
+                raise ValueError(
+                    f"parameter {label} belongs to {type(module).__name__}, which is not called; allowed: "
+                    "beside the layers, parameters of modules that are called before or after them"
+                )
         both = sorted(before.keys() & after.keys())
         if both:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
@@ -185,7 +192,7 @@ class Shell:
             yield
 
 
-class _Reached(Exception):
+class _Reached(BaseException):
     """The last layer asked for has been called: the rest of the forward is of no use."""
 
 
@@ -209,7 +216,9 @@ class _Walk:
         name = self.shell.owner_name
         self.refused = True
         if number != len(self.calls):
-            raise ValueError(f"{name} calls its layer {number} after {len(self.calls)} others; allowed: each once, in order")
+            raise ValueError(
+                f"{name} calls its layer {number} after {len(self.calls)} others; allowed: each once, in order"
+            )
         if args:
             hidden, *args_ = args
         else:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -186,7 +185,10 @@ def _stage(place: Place, found: Found, tied: Mapping[str, nn.Parameter]) -> Lang
     before, after = around.before if place.first else {}, around.after if place.last else {}
     blocks = []
     for number in numbers:
-        beside = [*(before.values() if number == place.start else ()), *(after.values() if number == place.end - 1 else ())]
+        beside = [
+            *(before.values() if number == place.start else ()),
+            *(after.values() if number == place.end - 1 else ()),
+        ]
         blocks.append(Layer(place, number, found.layers[number], _gates(place.shell, found, number), beside))
     ends = place.first or place.last
     return LanguageModelStage(place, blocks, {**before, **kept, **after}, tied if ends else {})
@@ -199,7 +201,8 @@ def _gates(shell: Shell, found: Found, number: int) -> list[tuple[nn.Module, int
     specs = (getattr(found.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
     gates = []
     for spec in specs if isinstance(specs, list) else [specs]:
-        kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 1)
+        kind: Any = getattr(spec, "target_class", spec)
+        index = getattr(spec, "index", 1)
         within = getattr(spec, "layer_name", None)
         for name, module in found.layers[number].named_modules(prefix=f"{found.prefix}.{number}"):
             if isinstance(module, kind) and (within is None or f".{within.strip('.')}." in f"{name}."):

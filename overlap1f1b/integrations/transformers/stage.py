@@ -61,11 +61,11 @@ class Place:
 
 
 class Layer(MicrobatchBlock):
-    """A block of a stage: one decoder layer, with the embedding before the first and norm, head and loss after the last.
+    """A block of a stage: a decoder layer, with the embedding before the first and norm, head and loss after the last.
 
-    Takes and returns ``(hidden [B, S, H], *inputs of the model, *router logits [T, E] of the layers so far)``; the first
-    of all takes the model's inputs alone, the last returns its logits, behind its loss if there is a target. Between
-    stages router logits are one tensor ``[layers, T, E]``.
+    Takes and returns ``(hidden [B, S, H], *inputs of the model, *router logits [T, E] of the layers so far)``; the
+    first of all takes the model's inputs alone, the last returns its logits, behind its loss if there is a target.
+    Between stages router logits are one tensor ``[layers, T, E]``.
 
     Args:
         place: Of the stage.
@@ -76,7 +76,12 @@ class Layer(MicrobatchBlock):
     """
 
     def __init__(
-        self, place: Place, number: int, layer: nn.Module, gates: Sequence[tuple[nn.Module, int]], beside: list[nn.Module]
+        self,
+        place: Place,
+        number: int,
+        layer: nn.Module,
+        gates: Sequence[tuple[nn.Module, int]],
+        beside: list[nn.Module],
     ) -> None:
         super().__init__()
         self.place, self.number, self.layer, self.beside = place, number, layer, nn.ModuleList(beside)

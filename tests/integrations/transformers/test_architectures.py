@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -34,32 +35,34 @@ REFUSED = {
 
 SINGLE = {"inkling2_text"}  # its own forward fails in float64
 ROUNDED = {"beam", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
-CUT = """
-afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
-dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4 gemma4_text glm4_moe glm4_moe_lite gpt_oss
-granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 inkling_text jamba kimi_linear kolibri1
-laguna lfm2_moe longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mixtral nemotron_h olmoe phimoe
-qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text solar_open
-""".split()
+CUT = {
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "dbrx", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note", "dots3_note_text", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash", "mellum",
+    "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
+    "solar_open",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_split_or_refused(name: str) -> None:
     """Two stages on one rank, with the seam in place, against the model's own loss and gradients."""
     dtype = torch.float32 if name in SINGLE else torch.float64
-    try:
-        whole = architectures.build(name, dtype)
-    except Exception as error:
-        assert name not in REFUSED and name not in CUT, f"{name} was built by another version: {error}"
-        pytest.skip(f"not built at a tiny size: {error}")
+    whole = _built(name, dtype)
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=2)
+    stages, refusal = None, ""
     try:
-        # One of the forwards cannot take rows with one expert each.
-        stages = split_model(architectures.build(name, dtype), program, grouped=name != "longcat_flash" or None)
+        # The forward of one cannot take rows with one expert each.
+        stages = split_model(_built(name, dtype), program, grouped=name != "longcat_flash" or None)
     except ValueError as error:
-        assert "\n" not in str(error) and ("allowed:" in str(error) or "looked for" in str(error))
+        refusal = str(error)
+    if stages is None:
+        assert "\n" not in refusal
+        assert re.search(REFUSED.get(name, "allowed:|looked for"), refusal)
         assert name not in CUT
-        assert re.search(REFUSED.get(name, ""), str(error))
         return
     assert name not in REFUSED
     tokens, labels = tiny.batch(4)
@@ -69,12 +72,21 @@ def test_split_or_refused(name: str) -> None:
     for found, own in zip(result.losses, losses, strict=True):
         torch.testing.assert_close(found, own, rtol=limit, atol=0)
     parameters = dict(stages.named_parameters())
-    assert parameters.keys() <= expected.keys()
-    assert {n for n, _ in whole.named_parameters()} <= parameters.keys()
+    assert {n for n, _ in whole.named_parameters()} <= parameters.keys() <= expected.keys()
     for label, parameter in parameters.items():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert tiny.difference(grad, expected[label]) < limit, label
 
 
+def _built(name: str, dtype: torch.dtype) -> Any:
+    """A new architecture may need sizes that nobody has thought of; one that was built before must be."""
+    try:
+        return architectures.build(name, dtype)
+    except Exception as error:
+        if name in CUT or name in REFUSED:
+            raise
+        pytest.skip(f"not built at a tiny size: {error}")
+
+
 def test_most_are_split() -> None:
-    assert len(set(CUT) & set(INSTALLED)) >= 12
+    assert len(CUT & set(INSTALLED)) >= 12

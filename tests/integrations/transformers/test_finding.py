@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.integrations.transformers.finding import find

@@ -15,7 +15,7 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import NodeCosts, Overlap
-from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -170,9 +170,7 @@ def test_a_loss_of_ones_own_sees_the_logits() -> None:
 
     result = Engine(stages, program, loss_fn=loss_fn, costs=COSTS).step(tokens, target=labels, return_outputs=True)
     model = tiny.build("qwen3_moe")
-    for loss, (own, logits), x, y in zip(
-        result.losses, result.outputs, tokens.chunk(2), labels.chunk(2), strict=True
-    ):
+    for loss, (own, logits), x, y in zip(result.losses, result.outputs, tokens.chunk(2), labels.chunk(2), strict=True):
         output = model(x, labels=y, use_cache=False)
         assert torch.equal(own, output.loss)
         assert torch.equal(logits, output.logits)
