@@ -67,6 +67,15 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """This rank's part of the model's state dict."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` of the same rank gave.
+
+        Raises:
+            RuntimeError: Other names or shapes.
+        """
+        for stage in self._stages.values():
+            stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
+
     def train(self, mode: bool = True) -> SplitModel:
         """Sets the model to training, or evaluation."""
         self.model.train(mode)
