@@ -144,10 +144,15 @@ class LanguageModelStage(nn.Module):
         self, place: Place, blocks: list[Layer], kept: Mapping[str, nn.Module], tied: Mapping[str, nn.Parameter]
     ) -> None:
         super().__init__()
-        for name, module in kept.items():
-            _hang(self, name, module)
+        self.__dict__["kept"] = dict(kept)
+        self.hang(self)
         # Not registered: the names of parameters are those of the model alone.
         self.__dict__ |= {"place": place, "blocks": blocks, "tied": dict(tied)}
+
+    def hang(self, root: nn.Module) -> None:
+        """Registers the modules of this stage in another, by their names in the model."""
+        for name, module in self.__dict__["kept"].items():
+            _hang(root, name, module)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Runs the stage by itself: the same in and out as its blocks'."""

@@ -36,12 +36,16 @@ COMMON = {
 }  # fmt: skip
 
 
+def configuration(name: str, **options: Any) -> Any:
+    """Of a model."""
+    kind, sizes = MODELS[name]
+    return getattr(transformers, kind)(**{**COMMON, **sizes, **options})
+
+
 def build(name: str, *, double: bool = False, seed: int = 3, **options: Any) -> Any:
     """A model of the same weights every time."""
-    kind, sizes = MODELS[name]
-    config = getattr(transformers, kind)(**{**COMMON, **sizes, **options})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(name, **options))
     if double:
         model.double().set_experts_implementation("eager")  # torch's grouped product refuses float64
     return model
