@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.cli.run import Run, refused
+from overlap1f1b.cli.main import main
+from tests.cli.run import Run
 from tests.integrations.transformers import tiny
 
 
@@ -38,16 +39,17 @@ def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) ->
     assert resumed["losses"] == pytest.approx(unbroken["losses"], rel=1e-5)
 
 
-def test_bad_configurations(text: Path, tmp_path: Path) -> None:
-    dense = tmp_path / "dense"
-    dense.mkdir()
+def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(folder: Path) -> str:
+        assert main(["train", "--hf-config", str(folder), "--text", str(text), "--ep", "1"]) == 2
+        return capsys.readouterr().err
+
+    dense, small = tmp_path / "dense", tmp_path / "small"
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    dense.mkdir()
     (dense / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
-    small = tmp_path / "small"
     tiny.configuration("mixtral").save_pretrained(small)
-    message = refused("train", "--hf-config", dense, "--text", text, "--ep", "1")
-    assert message.endswith("found no weights that are stacked by expert: a dense model?")
-    message = refused("train", "--hf-config", small, "--text", text, "--ep", "1")
-    assert message == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
-    message = refused("train", "--hf-config", tmp_path / "none", "--text", text, "--ep", "1")
-    assert message.startswith(f"--hf-config {tmp_path / 'none'}: ")
+    assert refusal(dense).endswith("found no weights that are stacked by expert: a dense model?\n")
+    line = f"overlap1f1b: error: --hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes\n"
+    assert refusal(small) == line
+    assert refusal(tmp_path / "none").startswith(f"overlap1f1b: error: --hf-config {tmp_path / 'none'}: ")

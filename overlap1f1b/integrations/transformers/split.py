@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.integrations.transformers.finding import Found, find
+from overlap1f1b.integrations.transformers.saving import save_stage, write_index
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, Place
-from overlap1f1b.schedule import Program
+from overlap1f1b.schedule import Placement, Program
 
 IGNORED = -100
 """Label of a token that does not count, as in transformers."""
@@ -26,10 +29,14 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     Args:
         model: The causal LM that was split.
         stages: Of this rank.
+        placement: Which rank holds which stage.
+        mesh: That it was split over.
     """
 
-    def __init__(self, model: nn.Module, stages: Mapping[int, LanguageModelStage]) -> None:
-        self.model, self._stages = model, dict(stages)
+    def __init__(
+        self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None
+    ) -> None:
+        self.model, self._stages, self._placement, self._mesh = model, dict(stages), placement, mesh
 
     def __getitem__(self, number: int) -> LanguageModelStage:
         return self._stages[number]
@@ -66,6 +73,22 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the model's state dict."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+
+    def save_pretrained(self, folder: Path | str) -> None:
+        """Writes the whole model to a folder that ``from_pretrained`` opens, a file a stage. All ranks must call this.
+
+        No rank holds more than its stages, with all experts of one of them.
+        """
+        folder, at = Path(folder), _coordinate(self._mesh)
+        for number, stage in self._stages.items():
+            if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
+                save_stage(folder, number, self._placement.stages, stage, writes=at.get("ep", 0) == 0)
+        if self._mesh is not None:
+            dist.barrier()
+        if not any(at.values()):
+            write_index(folder, self._placement.stages, self.model.config)
+        if self._mesh is not None:
+            dist.barrier()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` of the same rank gave.
@@ -134,7 +157,7 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others behind it")
     shell = Shell(model, found)
     around = shell.trace()
-    coordinate = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    coordinate = _coordinate(mesh)
     parts = split_blocks(found.layers, placement.stages, weights)
     held = sorted({stage for _, stage in placement.places(coordinate.get("pp", 0))})
     last = placement.stages - 1
@@ -153,7 +176,12 @@ def split_model(
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
         _free(found, around.before if 0 not in held else {}, around.after if last not in held else {}, kept)
-    return SplitModel(model, stages)
+    return SplitModel(model, stages, placement, mesh)
+
+
+def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
+    """This rank's place along each dimension."""
+    return {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
 
 
 def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
