@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,7 +25,7 @@ from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
-from overlap1f1b.engine.tied import TiedReduction
+from overlap1f1b.engine.tied import TiedReduction, repeated
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
@@ -47,9 +47,8 @@ class Engine:
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equal weight;
-            or the stages of this rank by their number, each an ``nn.Sequential``, a list, or a module that has a list
-            of ``blocks``, and perhaps parameters that are ``tied`` over stages, by name. A block maps one tensor or
-            several to one tensor or a tuple; it may hold any number of :class:`~overlap1f1b.moe.Experts`.
+            or the stages of this rank by their number, a list each, or a module with a list of ``blocks`` and perhaps
+            parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple, and holds any Experts.
         program: What to play, over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
@@ -150,15 +149,8 @@ class Engine:
             lane=Lane("reduce", limit, self.failures, background=background),
             shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
         )
-        ties = (
-            {stage: model[stage].__dict__.get("tied", {}) for stage in self.stages}
-            if isinstance(model, Mapping)
-            else {}
-        )
-        tied = self.mesh.combined(bool(any(ties.values())), lambda _, every: any(every))
-        self._tied = TiedReduction(ties, placement, self.mesh) if tied and reduce else None
-        if self._tied is not None:  # sets gradients aside before all others, and is the last to add to them
-            self.reductions.insert(0, self._tied)
+        if reduce:  # it sets gradients aside before all others, and is the last to add to them
+            self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
         self._first_replica = replicas[0]
         self.player = Player(
             limit,
@@ -250,8 +242,7 @@ class Engine:
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. Collective."""
-        repeated = self._tied.repeated if self._tied is not None else frozenset()
-        return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated)
+        return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
     def _guarded(self, plan: Plan) -> Iterator[None]:

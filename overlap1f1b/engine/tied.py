@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.lanes import Flight
 from overlap1f1b.engine.mesh import Dimension, Mesh
+from overlap1f1b.engine.parts import Model
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Placement
 
@@ -56,6 +57,17 @@ class TiedReduction:
             self._groups[name] = mesh.new_group(f"tied {name}", pp=ranks, over=()) if apart else None
         self._before: dict[nn.Parameter, Tensor] = {}
 
+    @classmethod
+    def of(cls, model: Model, placement: Placement, mesh: Mesh) -> list[TiedReduction]:
+        """That of the stages which a model is given as; none where no rank has tied parameters."""
+        ties: dict[int, Mapping[str, nn.Parameter]] = {}
+        if isinstance(model, Mapping):
+            ties = {
+                number: stage.__dict__.get("tied", {}) for number, stage in model.items() if hasattr(stage, "__dict__")
+            }
+        tied = mesh.combined(any(ties.values()), lambda _, every: any(every))
+        return [cls(ties, placement, mesh)] if tied else []
+
     @property
     def repeated(self) -> set[nn.Parameter]:
         """Those of this rank that a norm counts on an earlier stage."""
@@ -94,6 +106,11 @@ class TiedReduction:
         for parameter, grad in self._before.items():
             parameter.grad = grad if parameter.grad is None else grad + parameter.grad
         self._before = {}
+
+
+def repeated(reductions: Sequence[object]) -> set[nn.Parameter]:
+    """Parameters that a norm counts on an earlier stage."""
+    return {p for tied in reductions if isinstance(tied, TiedReduction) for p in tied.repeated}
 
 
 _Shapes = dict[str, dict[int, tuple[int, ...]]]
