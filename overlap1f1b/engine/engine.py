@@ -48,7 +48,7 @@ class Engine:
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equal weight;
             or the stages of this rank by their number, a list each, or a module with a list of ``blocks`` and perhaps
-            parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple, and holds any Experts.
+            parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold Experts.
         program: What to play, over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
