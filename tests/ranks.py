@@ -97,9 +97,15 @@ class Ranks:
         self._workers, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        # The fork server imports torch once (2 s); a worker is then a fork (20 ms), which matters after a failure.
+        # The fork server imports torch and transformers once (5 s); a worker is then a fork (20 ms).
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.checkpoint"])
+        context.set_forkserver_preload(
+            [
+                "torch.distributed.tensor",
+                "torch.distributed.checkpoint",
+                "transformers.models.mixtral.modeling_mixtral",  # passed over where it is not installed
+            ]
+        )
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.size):
             pipe, theirs = context.Pipe()

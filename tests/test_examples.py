@@ -44,6 +44,31 @@ def test_train_on_one_and_on_two_ranks() -> None:
         assert curve[-1] < curve[0] / 4
 
 
+def config(folder: Path) -> Path:
+    """A tiny configuration."""
+    pytest.importorskip("transformers")
+    from tests.integrations.transformers import tiny
+
+    tiny.configuration("qwen3_moe", vocab_size=256, tie_word_embeddings=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model = config(tmp_path / "model")
+    args = (EXAMPLES / "train_hf.py", model, ROOT / "README.md", "--steps", "6", "--every", "4")
+    save = ("--pp", "2", "--save", tmp_path / "saved")
+    steps = re.compile(r"^step (\d+) loss (\S+) grad_norm \S+ tps \d+ memory \S+ GiB( held_out \S+)?$", re.MULTILINE)
+    first, again, alone = (
+        {int(step): float(loss) for step, loss, _ in steps.findall(output(*command))}
+        for command in ((*TORCHRUN, *args, *save), (*TORCHRUN, *args, *save), args)
+    )
+    assert list(first) == list(alone) == [0, 1, 2, 3, 4, 5]
+    assert again == {step: first[step] for step in (4, 5)}
+    assert first == pytest.approx(alone, abs=2e-3)
+    assert first[5] < first[0]
+
+
 def test_the_readme_shows_the_whole_of_train() -> None:
     _, code = (EXAMPLES / "train.py").read_text().split('"""\n\n', 1)
     assert f"```python\n{code}```\n" in README

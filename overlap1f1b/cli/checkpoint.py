@@ -80,10 +80,13 @@ def load(
     mesh: DeviceMesh | None,
     sharded: Collection[str] = (),
     blocks: Collection[str] | None = None,
+    partial: bool = False,
 ) -> int:
     """Fill `model` and `optimizer` in place and return the step. Collective over all ranks, of any number.
 
     The optimizer may be fresh: its state is made from what the checkpoint holds. Its hyperparameters stay as they are.
+
+    partial: whether other ranks may hold parameters whose names say nothing about it.
 
     Raises ValueError, on every rank: where the checkpoint has another configuration than this run, or a tensor of
     another name, shape or dtype (the first difference, with both values); where a file of it is missing or damaged.
@@ -107,12 +110,15 @@ def load(
             )
             tensors[key] = _whole(state[name][entry], name, mesh, sharded) if like_parameter else state[name][entry]
     for key in tensors | stored:
-        if key.split(".")[1] in elsewhere:
+        if key.split(".")[1] in elsewhere or (partial and key not in tensors):
             continue
         here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
         there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
         if here != there:
             raise other(checkpoint, key, there, here)
+    without = [name for name, entries in state.items() if not entries] if any(map(bool, state.values())) else []
+    if without:  # tied to another parameter where it was written, not here, or the other way round
+        raise other(checkpoint, f"optimizer.{without[0]}", "none", "a state")
     try:
         with _quiet():
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(checkpoint), **_group(mesh))

@@ -112,6 +112,8 @@ class TrainOptions(RunOptions):
 
       overlap1f1b train --pp 2 --ep 2 --schedule dualpipev --microbatches 8
 
+      overlap1f1b train --hf-config path/to/config.json    # any mixture of experts of transformers
+
       torchrun --nproc-per-node 4 -m overlap1f1b train --ep 4 --experts 16
     """
 
@@ -135,6 +137,9 @@ class TrainOptions(RunOptions):
     """Steps between checkpoints."""
     compare: bool = False
     """Train the same steps with sequential too, and show both."""
+    hf_config: str | None = None
+    """Name, folder or config.json of a configuration of the transformers library: a new model of it is trained, on
+    bytes, instead of one of the sizes above."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,8 @@ def check_run(options: RunOptions) -> None:
         )
     parse_overlap(options.overlap)
     stages, blocks = options.program().placement.stages, options.model.layers + 2
-    if stages > blocks:
+    own = not isinstance(options, TrainOptions) or options.hf_config is None
+    if own and stages > blocks:
         raise ValueError(f"--layers {options.model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
     if isinstance(options, BenchOptions):
         _check_bench(options)

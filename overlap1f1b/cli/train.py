@@ -63,12 +63,9 @@ class _Run:
 
     def _introduce(self) -> None:
         options, trainer, ranks = self.options, self.trainer, self.rank.size
-        model, shape = options.model, f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
+        shape = f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
         self._say(f"text: {self.corpus}")
-        self._say(
-            f"model: {trainer.parameters / 1e6:.1f} M parameters, {model.layers} layers, "
-            f"{model.experts} experts, {model.top_k} for a byte"
-        )
+        self._say(f"model: {trainer.parameters / 1e6:.1f} M parameters, {trainer.description}")
         self._say(
             f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
             f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}"
@@ -130,7 +127,8 @@ class _Run:
         compare = None
         if speed and reference:
             compare = compared(self.steps, speed, self.reference_steps, reference, start=self.start)
-        workload = asdict(options.model) | {
+        sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
+        workload = sizes | {
             "program": self.trainer.engine.program.name,
             "overlap": options.overlap,
             "recompute": options.recompute,

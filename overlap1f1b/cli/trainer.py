@@ -8,10 +8,11 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from overlap1f1b.cli import checkpoint
 from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -19,10 +20,14 @@ from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
-from overlap1f1b.engine import Engine
-from overlap1f1b.moe import GroupedExperts, Router
+from overlap1f1b.engine import Engine, LossFunction
+from overlap1f1b.engine.parts import Model
+from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program
+
+if TYPE_CHECKING:
+    from overlap1f1b.cli.hf import HfModel
 
 BIAS_RATE = 1e-3  # of the router's correction bias a step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -65,23 +70,34 @@ class Trainer:
         self, options: TrainOptions, rank: Rank, corpus: Corpus, program: Program, *, overlap: Overlap
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
-        self.model = build_model(options, rank)
+        self.model: MoETransformer | HfModel
+        model: Model
+        loss: LossFunction
+        weights: list[float] | None
+        if options.hf_config is not None:
+            from overlap1f1b.cli.hf import HfModel
+
+            self.model = HfModel(options, rank, program)
+            model, loss, weights = self.model.split, self.model.split.loss_fn, None
+        else:
+            self.model = build_model(options, rank)
+            model, loss, weights = self.model, loss_fn, block_weights(options)
         self.engine = Engine(
-            self.model,
+            model,
             program,
             mesh=rank.mesh,
-            loss_fn=loss_fn,
-            weights=block_weights(options),
+            loss_fn=loss,
+            weights=weights,
             overlap=overlap,
             recompute=options.recompute,
             timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
-        self.blocks = {name: block for name, block in self.model.named_children() if block in held}
-        """What this rank trains, by its name in the model; the rest of the model stays as it was built."""
-        trained = nn.ModuleDict(self.blocks)
+        self.blocks = None if options.hf_config else {n: b for n, b in self.model.named_children() if b in held}
+        """What this rank trains, by its name in the model; the rest of the model stays as it was built. None: all."""
+        trained = self.model if self.blocks is None else nn.ModuleDict(self.blocks)
         self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
-        experts = [(name, module) for name, module in self.model.named_modules() if isinstance(module, GroupedExperts)]
+        experts = [(name, module) for name, module in self.model.named_modules() if isinstance(module, Experts)]
         self._sharded = [f"{name}.{own}" for name, module in experts for own, _ in module.named_parameters()]
         mine = [m for m in trained.modules() if isinstance(m, Router)]
         self._routers = mine if options.model.router == "sigmoid" else []
@@ -92,8 +108,18 @@ class Trainer:
     @property
     def parameters(self) -> int:
         """Of the whole model, on all ranks."""
+        if not isinstance(self.model, MoETransformer):
+            return self.model.total
         sharded, local = set(self._sharded), dict(self.model.named_parameters())
         return sum(p.numel() * (self.options.ep if name in sharded else 1) for name, p in local.items())
+
+    @property
+    def description(self) -> str:
+        """The model's sizes, for a line that introduces it."""
+        if not isinstance(self.model, MoETransformer):
+            return self.model.description
+        sizes = self.options.model
+        return f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
 
     def step(self, index: int) -> Step:
         """The step with this index.
@@ -103,11 +129,11 @@ class Trainer:
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
         measuring = self.engine.costs is None
-        inputs, target = self.corpus.batch(
-            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        inputs, target = self._given(
+            *self.corpus.batch(index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed)
         )
         torch.manual_seed(_stream(options.seed, index, rank.rank))
-        result = self.engine.step(inputs.to(rank.device), target=target.to(rank.device))
+        result = self.engine.step(inputs, target=target)
         # An expert that no token met has a gradient of zeros, so that its optimizer state exists everywhere.
         for parameter in self.engine.parameters():
             if parameter.grad is None:
@@ -152,8 +178,8 @@ class Trainer:
         self.model.eval()
         try:
             losses = [
-                self.engine.mean_loss(self.engine.evaluate(inputs.to(rank.device), target=target.to(rank.device)))
-                for inputs, target in batches
+                self.engine.mean_loss(self.engine.evaluate(inputs, target=target))
+                for inputs, target in (self._given(*batch) for batch in batches)
             ]
         finally:
             self.model.train()
@@ -196,12 +222,21 @@ class Trainer:
             mesh=self.rank.mesh,
             sharded=self._sharded,
             blocks=self.blocks,
+            partial=self.blocks is None,
         )
+
+    def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """What the engine is given: a model of transformers shifts labels itself."""
+        inputs, target = inputs.to(self.rank.device), target.to(self.rank.device)
+        if isinstance(self.model, MoETransformer):
+            return inputs, target
+        tokens = torch.cat([inputs, target[:, -1:]], dim=1)
+        return tokens, tokens
 
     def _identity(self) -> dict[str, object]:
         """What a resumed run must have in common with the first; ranks, batch and learning rate may change."""
         options = self.options
-        sizes = asdict(options.model)
+        sizes = asdict(options.model) if isinstance(self.model, MoETransformer) else self.model.identity
         return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
 
 

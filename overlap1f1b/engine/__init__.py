@@ -2,7 +2,7 @@
 
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock
 from overlap1f1b.engine.parts import split_blocks
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.stage import Stage, blocks_of
@@ -12,6 +12,7 @@ __all__ = [
     "Engine",
     "LossFunction",
     "Microbatch",
+    "MicrobatchBlock",
     "Stage",
     "StepResult",
     "blocks_of",

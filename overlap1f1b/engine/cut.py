@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
-from overlap1f1b.engine.microbatch import Microbatch, RandomStream, Tensors
+from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors
 from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.state import ThreadState
@@ -138,7 +138,8 @@ class BlockRun:
 
     def _run(self, *x: Tensor) -> Tensors:
         name, microbatch = self.stage.names[self.block], self.microbatch
-        returned = self.module(*x)
+        given = {"microbatch": microbatch} if isinstance(self.module, MicrobatchBlock) else {}
+        returned = self.module(*x, **given)
         outs = returned if isinstance(returned, tuple) else (returned,)
         if not outs or not all(isinstance(out, Tensor) for out in outs):
             what = ", ".join(type(out).__name__ for out in outs) or "nothing"
@@ -154,7 +155,7 @@ class BlockRun:
         if found > expected or (ended and found < expected):
             times = str(found) if ended else f"more than {expected}"
             raise ValueError(
-                f"{self.stage.names[self.block]} calls experts {times} times and holds {expected} GroupedExperts; "
+                f"{self.stage.names[self.block]} calls experts {times} times and holds {expected} Experts; "
                 "allowed: one call of each"
             )
 

@@ -25,6 +25,7 @@ from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
+from overlap1f1b.engine.tied import TiedReduction, repeated
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -46,8 +47,8 @@ class Engine:
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equal weight;
-            or the stages of this rank by their number. A block maps one tensor or several to one tensor or a tuple; it
-            may hold any number of :class:`GroupedExperts`.
+            or the stages of this rank by their number, a list each, or a module with a list of ``blocks`` and perhaps
+            parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold Experts.
         program: What to play, over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
@@ -153,6 +154,8 @@ class Engine:
             lane=Lane("reduce", limit, self.failures, background=background),
             shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
         )
+        if reduce:  # it sets gradients aside before all others, and is the last to add to them
+            self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
         self._first_replica = replicas[0]
         self.player = Player(
             limit,
@@ -222,7 +225,7 @@ class Engine:
             for reduction in self.reductions:
                 reduction.begin(plan.ranks[self._first_replica])
             result = self._play(plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-            for reduction in self.reductions:
+            for reduction in reversed(self.reductions):
                 reduction.finish()
             if measuring and self._warm:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
@@ -244,7 +247,7 @@ class Engine:
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. Collective."""
-        return clip(self.stages, self.program.placement, self.mesh, max_norm)
+        return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
     def _guarded(self, plan: Plan) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,22 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.stage import Stage
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 
 
-def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm: float) -> Tensor:
+def clip(
+    stages: Mapping[int, Stage],
+    placement: Placement,
+    mesh: Mesh,
+    max_norm: float,
+    repeated: Set[nn.Parameter] = frozenset(),
+) -> Tensor:
     """Scales the gradients so that their 2-norm over all ranks is at most ``max_norm``; returns the norm, a scalar.
 
     Every parameter counts once: those outside the experts on the first rank along "ep", those of a stage that several
-    pipeline ranks hold on the first of them. Of a parameter under FSDP2 every rank counts its shard.
+    pipeline ranks hold on the first of them; those that are ``repeated`` on a later stage do not. Of a parameter under
+    FSDP2 every rank counts its shard.
 
     Raises:
         ValueError: A negative or undefined ``max_norm``.
@@ -32,14 +39,14 @@ def clip(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh, max_norm
     every: dict[nn.Parameter, None] = {}
     for block in (block for stage in stages.values() for block in stage.blocks):
         for module in block.modules():  # a stage knows them as FSDP2 gathers them, not as shards
-            if isinstance(module, GroupedExperts):
+            if isinstance(module, Experts):
                 experts |= dict.fromkeys(module.parameters())
         every |= dict.fromkeys(block.parameters())
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):
             mine = (p for block in stage.blocks for p in block.parameters())
-            counted |= dict.fromkeys(p for p in mine if p in experts or mesh.rank("ep") == 0)
+            counted |= dict.fromkeys(p for p in mine if p in experts or (mesh.rank("ep") == 0 and p not in repeated))
     grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap1f1b.engine.lanes import Flight
 from overlap1f1b.engine.weights import Gradients, WeightQueue, accumulate
@@ -75,6 +75,8 @@ class Microbatch:
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
+        self.memo: dict[object, Any] = {}
+        """What blocks keep for one another, see :class:`MicrobatchBlock`."""
 
     @property
     def output(self) -> Tensor | OptionalTensors | None:
@@ -159,7 +161,7 @@ class Microbatch:
         """Unwinds suspended forwards and lets go of everything."""
         for run in self.runs.values():
             run.stop()
-        for state in (self.runs, self.queues, self.flights, self.arriving, self.expected):
+        for state in (self.runs, self.queues, self.flights, self.arriving, self.expected, self.memo):
             state.clear()
         self.before = self.after = None
 
@@ -174,6 +176,15 @@ def tensors(value: Tensor | Sequence[Tensor] | None) -> Tensors:
 def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | None, ...] | None:
     """A single value as it is, several as a tuple."""
     return values[0] if values is not None and len(values) == 1 else values
+
+
+class MicrobatchBlock(nn.Module):
+    """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
+
+    In ``microbatch.memo`` the blocks of a stage keep what all of them need, such as masks and rotary embeddings; a key
+    is the block's own to choose. It lasts as long as the microbatch. ``microbatch.target`` is that of the loss.
+    Without an engine there is no microbatch.
+    """
 
 
 class RandomStream:

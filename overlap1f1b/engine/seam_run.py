@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge
 from overlap1f1b.engine.forward import SeamCall
 from overlap1f1b.engine.weights import WeightQueue
 from overlap1f1b.moe.exchange import Exchange
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
 
 
@@ -17,7 +17,7 @@ class SeamRun:
     """One call of experts by one microbatch."""
 
     def __init__(self, call: SeamCall, exchange: Exchange) -> None:
-        assert isinstance(call.experts, GroupedExperts)
+        assert isinstance(call.experts, Experts)
         self.experts, self.exchange = call.experts, exchange
         self.tokens: Tensor | None = call.tokens
         self.weights, self.state, self.dtype = call.weights, call.state, call.tokens.dtype

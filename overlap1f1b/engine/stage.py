@@ -14,7 +14,7 @@ from overlap1f1b.engine.microbatch import LossFunction, Microbatch, generators_o
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import BlockShape, Recompute, StageShape, parse_recompute
 
 
@@ -64,7 +64,7 @@ class Stage:
         ]
         self.shape: StageShape = tuple(
             BlockShape(
-                seams=sum(isinstance(m, GroupedExperts) for m in block.modules()),
+                seams=sum(isinstance(m, Experts) for m in block.modules()),
                 split=bool(linears),
                 reduced=bool(
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
@@ -78,8 +78,8 @@ class Stage:
             for shape, own in zip(self.shape, self.block_parameters, strict=True)
         ]
         """Blocks whose backward may add to gradients at once: nothing of them waits for another node."""
-        every = [m for block in self.blocks for m in block.modules() if isinstance(m, GroupedExperts)]
-        self.alike = len({(m.experts, m.gate_up.shape[2], m.gate_up.dtype) for m in every}) <= 1
+        every = [m for block in self.blocks for m in block.modules() if isinstance(m, Experts)]
+        self.alike = len({m.row_kind for m in every}) <= 1
         """Whether one call of experts tells the sizes of the next."""
         self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
         self._queue = WeightQueue()
@@ -93,7 +93,7 @@ class Stage:
         seen: dict[nn.Parameter, int] = {}
         self.tied: dict[nn.Parameter, int] = {}  # parameters of several blocks, by their first
         for index, block in enumerate(self.blocks):
-            for experts in (m for m in block.modules() if isinstance(m, GroupedExperts)):
+            for experts in (m for m in block.modules() if isinstance(m, Experts)):
                 if experts.exchange.ranks != self.exchange.ranks:
                     raise ValueError(
                         f"{self.names[index]} holds experts for {experts.exchange.ranks} ranks, "
@@ -113,7 +113,7 @@ class Stage:
 
     def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Parameters of the block's experts."""
-        held = [m for m in self.blocks[block].modules() if isinstance(m, GroupedExperts)]
+        held = [m for m in self.blocks[block].modules() if isinstance(m, Experts)]
         return [parameter for experts in held for parameter in self.expert_parameters[experts]]
 
     def microbatch(
@@ -221,13 +221,15 @@ def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks of an ``nn.Sequential`` or a list, in order.
+    """The blocks of an ``nn.Sequential`` or a list, in order, or those that a module names as its ``blocks``.
 
     Raises:
         ValueError: A model with a forward of its own.
     """
     if not isinstance(model, nn.Module):
         return list(model)
+    if isinstance(blocks := model.__dict__.get("blocks"), list):
+        return list(blocks)
     if type(model).forward is not nn.Sequential.forward:
         raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
     # Not children(), which leaves out a module's second place.

@@ -18,12 +18,13 @@ Letters in shapes, here and everywhere above:
 """
 
 from overlap1f1b.moe.auxiliary import attach, set_auxiliary_scale
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import Experts, GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig
 from overlap1f1b.moe.transformer import MoEConfig, MoETransformer
 
 __all__ = [
+    "Experts",
     "GroupedExperts",
     "MoE",
     "MoEConfig",

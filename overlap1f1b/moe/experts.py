@@ -18,20 +18,74 @@ from overlap1f1b.moe.route import Route
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
-class GroupedExperts(nn.Module):
+class Experts(nn.Module):
+    """Experts spread over the ranks of a group, called in one place: the seam.
+
+    >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
+
+    Calling them exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this
+    one call and uses :meth:`compute` between its own exchanges. A subclass says how its local experts compute.
+
+    Attributes:
+        experts: E, over all ranks.
+        local_experts: E / ranks, those of this rank: rank ``r`` holds experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
+        group: Ranks that share the experts; None for one.
+        exchange: Between them.
+        product: The grouped matrix product that :meth:`compute` uses, if it does; the engine puts in its own.
+    """
+
+    experts: int
+    local_experts: int
+    group: dist.ProcessGroup | None
+    exchange: Exchange
+    product: GroupedProduct
+
+    def share(self, experts: int, group: dist.ProcessGroup | None) -> None:
+        """Says which ranks share the experts.
+
+        Raises:
+            ValueError: E is not divisible by the ranks.
+        """
+        self.exchange = build_exchange(group)
+        ranks = self.exchange.ranks
+        self.group = group if ranks > 1 else None
+        if experts % ranks:
+            allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
+        self.experts, self.local_experts = experts, experts // ranks
+        self.product = GroupedMM.apply
+
+    @property
+    def row_kind(self) -> object:
+        """What experts have in common whose exchanged rows look alike."""
+        return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        route = Route(indices, self.experts, self.exchange.ranks)
+        route.arrive(self.exchange.counts(route.counts).finish())
+        rows = GatherRows.apply(tokens, route.order, route.top_k)
+        received = _Rows.apply(rows, self.exchange, route.send, route.receive)
+        result = self.compute(_Group.apply(received, route), route.expert_rows).to(tokens.dtype)
+        result = _Ungroup.apply(result, route)
+        returned = _Rows.apply(result, self.exchange, route.receive, route.send)
+        return AggregateRows.apply(returned, route.order, weights)
+
+
+class GroupedExperts(Experts):
     """SwiGLU experts as grouped matrix products, each rank holding an equal part of them.
 
     >>> experts = GroupedExperts(8, hidden=64, intermediate=128)
     >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
 
-    Calling it exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this one
-    call and uses :meth:`compute` between its own exchanges.
-
     Args:
         experts: E, over all ranks.
         hidden: H.
         intermediate: I.
-        group: Ranks that share the experts, rank ``r`` holding experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
+        group: Ranks that share the experts.
 
     Raises:
         ValueError: E is not divisible by the ranks. When called: shapes or dtypes other than these, an expert that is
@@ -49,17 +103,10 @@ class GroupedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.exchange: Exchange = build_exchange(group)
-        ranks = self.exchange.ranks
-        self.group = group if ranks > 1 else None
-        if experts % ranks:
-            allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-            raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
-        self.experts, self.local_experts = experts, experts // ranks
+        self.share(experts, group)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gate_up = nn.Parameter(torch.empty(self.local_experts, 2 * intermediate, hidden, **factory))
         self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
-        self.product: GroupedProduct = GroupedMM.apply
         self.reset_parameters()
 
     @torch.no_grad()
@@ -72,8 +119,11 @@ class GroupedExperts(nn.Module):
                 if expert // self.local_experts == mine:
                     weight[expert % self.local_experts].copy_(drawn)
 
+    @property
+    def row_kind(self) -> object:
+        return self.experts, self.gate_up.shape[2], self.gate_up.dtype
+
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
         gate, up = self.product(rows, self.gate_up, counts).chunk(2, dim=-1)
         return self.product(F.silu(gate) * up, self.down, counts)
 
@@ -90,16 +140,6 @@ class GroupedExperts(nn.Module):
         if weights.shape != indices.shape or not weights.is_floating_point():
             raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
         return super().__call__(tokens, indices, weights)
-
-    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        route = Route(indices, self.experts, self.exchange.ranks)
-        route.arrive(self.exchange.counts(route.counts).finish())
-        rows = GatherRows.apply(tokens, route.order, route.top_k)
-        received = _Rows.apply(rows, self.exchange, route.send, route.receive)
-        result = self.compute(_Group.apply(received, route), route.expert_rows).to(tokens.dtype)
-        result = _Ungroup.apply(result, route)
-        returned = _Rows.apply(result, self.exchange, route.receive, route.send)
-        return AggregateRows.apply(returned, route.order, weights)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"

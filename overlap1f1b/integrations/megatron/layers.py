@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.moe import Experts
 
 Layers = Callable[[nn.Module], Sequence[nn.Module]]
 """The layers of a chunk, in the order in which its forward calls them."""
@@ -63,8 +63,8 @@ def held_by(chunk: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
                 visit(child)
 
     visit(chunk)
-    if any(isinstance(inner, GroupedExperts) for module in parts[0][1:] for inner in module.modules()):
-        raise ValueError("GroupedExperts before the layers of a chunk; allowed: in a layer, or layers=lambda chunk: []")
+    if any(isinstance(inner, Experts) for module in parts[0][1:] for inner in module.modules()):
+        raise ValueError("Experts before the layers of a chunk; allowed: in a layer, or layers=lambda chunk: []")
     holders: list[nn.Module] = [nn.ModuleList(part) for part in parts]
     for holder in (holders[0], holders[-1]):
         holder.register_module("direct", nn.ParameterList(direct))

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 
 from overlap1f1b.engine import Microbatch, combined_forward_backward_step
 from overlap1f1b.integrations.torch_pipelining.place import Place, checked
-from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.moe import Experts
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 
@@ -223,7 +223,7 @@ def _independent(first: _Action, second: _Action) -> bool:
 
 def _exchange(stages: Sequence[PipelineStage]) -> Exchange:
     """Over new groups of the ranks that share the experts."""
-    groups = [m.group for stage in stages for m in stage.submod.modules() if isinstance(m, GroupedExperts)]
+    groups = [m.group for stage in stages for m in stage.submod.modules() if isinstance(m, Experts)]
     if not groups:
         raise ValueError("no stage of this rank holds GroupedExperts; allowed: blocks that call them")
     group = groups[0]

@@ -1,0 +1,79 @@
+"""Trains a mixture of experts of the transformers library, unmodified, its exchanges hidden.
+
+python examples/train_hf.py MODEL TEXT …                    # MODEL: config.json, or a folder with weights or without
+torchrun --nproc-per-node 4 examples/train_hf.py MODEL TEXT … --pp 2
+"""
+
+import argparse
+import math
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import overlap1f1b as o1
+from overlap1f1b.integrations.transformers import split_model
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("model", type=Path)
+parser.add_argument("text", type=Path, nargs="+")
+defaults = {"pp": 1, "steps": 20, "batch": 8, "microbatches": 4, "sequence": 64, "every": 10, "lr": 2e-3, "save": ""}
+for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from those of as many ranks
+    parser.add_argument(f"--{name}", type=type(value), default=value)
+args = parser.parse_args()
+mesh, rank, ranks = None, 0, 1
+if "RANK" in os.environ:  # torchrun: ranks that are no pipeline share the experts
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (args.pp, ranks // args.pp), mesh_dim_names=("pp", "ep"))
+shards = ranks // args.pp  # of the data; ranks of one pipeline read the same
+config = AutoConfig.from_pretrained(args.model)
+config.output_router_logits = True  # the model's own loss then has the router's in it
+torch.manual_seed(0)  # the same weights on all ranks
+trained = any(args.model.glob("*.safetensors"))
+build = AutoModelForCausalLM.from_pretrained if trained else AutoModelForCausalLM.from_config
+model = build(args.model, config=config, dtype=torch.float32) if trained else build(config)
+words, text = any(args.model.glob("tokenizer*")), "\n".join(path.read_text() for path in args.text)
+ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"] if words else list(text.encode()))
+
+
+def batch(tokens: torch.Tensor, seed: int) -> torch.Tensor:  # [B, S]
+    generator = torch.Generator().manual_seed(seed * shards + rank % shards)
+    starts = torch.randint(len(tokens) - args.sequence, (args.batch, 1), generator=generator)
+    return tokens[starts + torch.arange(args.sequence)]
+
+
+program = o1.build_schedule("combined_1f1b", ranks=args.pp, microbatches=args.microbatches)
+stages = split_model(model, program, mesh)
+engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
+optimizer = torch.optim.AdamW(stages.parameters(), lr=args.lr, betas=(0.9, 0.95))
+file, first = os.path.join(args.save, f"rank{rank}.pt"), 0
+if args.save and os.path.exists(file):
+    first, *states = torch.load(file)
+    for part, state in zip((stages, optimizer), states, strict=True):
+        part.load_state_dict(state)
+for step in range(first, args.steps):
+    begin, tokens = time.perf_counter(), batch(ids[: len(ids) * 9 // 10], step)
+    loss = engine.mean_loss(engine.step(tokens, target=tokens))  # the model shifts its labels
+    norm = engine.clip_gradients(1.0)
+    for group in optimizer.param_groups:  # a warm-up, then a cosine
+        group["lr"] = args.lr * min(1, 10 * (step + 1) / args.steps) * (1.1 + math.cos(math.pi * step / args.steps)) / 2
+    optimizer.step()
+    optimizer.zero_grad()
+    tps = shards * tokens.numel() / (time.perf_counter() - begin)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    line = f"step {step} loss {loss:.3f} grad_norm {norm:.2f} tps {tps:.0f} memory {memory:.2f} GiB"
+    if (step + 1) % args.every == 0:
+        tokens = batch(ids[len(ids) * 9 // 10 :], 0)
+        line += f" held_out {engine.mean_loss(engine.evaluate(tokens, target=tokens)):.3f}"
+        if args.save:
+            os.makedirs(args.save, exist_ok=True)
+            torch.save((step + 1, stages.state_dict(), optimizer.state_dict()), file)
+    if rank == 0:
+        print(line, flush=True)
+if mesh is not None:
+    dist.destroy_process_group()

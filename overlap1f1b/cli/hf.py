@@ -1,0 +1,84 @@
+"""Models of the transformers library for ``train``."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.integrations.transformers import SplitModel, split_model
+from overlap1f1b.schedule import Program
+
+BYTES = 256
+
+
+class HfModel(nn.Module):
+    """This rank's part of a randomly initialised model, in one module, with the names of the whole model.
+
+    Args:
+        options: Say which configuration.
+        rank: Whose part.
+        program: What will be played.
+
+    Raises:
+        ValueError: A configuration that cannot be read, is of no causal LM, or has fewer tokens than there are bytes; a
+            model that cannot be split.
+    """
+
+    def __init__(self, options: TrainOptions, rank: Rank, program: Program) -> None:
+        super().__init__()
+        assert options.hf_config is not None
+        config = _config(options.hf_config)
+        torch.manual_seed(options.seed)  # the same weights on all ranks
+        model = _model(config, options.hf_config).to(rank.device)
+        self.total = sum(p.numel() for p in model.parameters())
+        self.description = f"{type(model).__name__}, {config.num_hidden_layers} layers"
+        self.identity = {"hf_config": hashlib.sha256(config.to_json_string().encode()).hexdigest()}
+        stages = split_model(model, program, rank.mesh)
+        for stage in stages.values():
+            stage.hang(self)
+        self.__dict__["stages"] = stages
+
+    @property
+    def split(self) -> SplitModel:
+        """The stages, for the engine."""
+        stages: SplitModel = self.__dict__["stages"]
+        return stages
+
+    def train(self, mode: bool = True) -> HfModel:
+        """Also of what the model's own forward asks outside of the parts that have weights."""
+        self.split.train(mode)
+        return super().train(mode)
+
+
+def _config(name: str) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise ValueError(
+            f"--hf-config {name} without transformers; allowed: with pip install 'overlap1f1b[hf]'"
+        ) from None
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"--hf-config {name}: {why}; allowed: a name, a folder or a config.json") from None
+    config = config.get_text_config()
+    if (size := getattr(config, "vocab_size", 0)) < BYTES:
+        raise ValueError(f"--hf-config {name}: a vocabulary of {size}; allowed: {BYTES} or more, for bytes")
+    return config
+
+
+def _model(config: Any, name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: of a causal LM") from None

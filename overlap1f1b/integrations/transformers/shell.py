@@ -1,0 +1,271 @@
+"""A causal LM's own forward around its layers: what it computes before them, gives to each, and does after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overlap1f1b.integrations.transformers.finding import Found, tensors_in
+
+
+class Call(NamedTuple):
+    """What the model's forward gives a layer beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Around(NamedTuple):
+    """The modules with parameters outside the layers, by their names in the model."""
+
+    before: dict[str, nn.Module]
+    after: dict[str, nn.Module]
+
+
+class Shell:
+    """Runs a model's own forward with stand-ins for its layers.
+
+    So masks, rotary embeddings and whatever else a layer is given are the model's own, on every stage, and so are norm,
+    head and loss.
+
+    Args:
+        model: The causal LM.
+        found: Where its layers are.
+    """
+
+    def __init__(self, model: Any, found: Found) -> None:
+        self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
+        self.prefix = found.prefix
+        self.around = Around({}, {})
+
+    def trace(self) -> Around:
+        """Runs the forward once on a few tokens and remembers which modules it calls before and after the layers.
+
+        Raises:
+            ValueError: The layers are not a chain, a parameter outside of them belongs to no module that is called, or
+                a layer is given something else that depends on parameters.
+        """
+        walk = _Walk(self, until=None, result=None)
+        phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
+        outside = {
+            name: module
+            for name, module in self.model.named_modules()
+            if not f"{name}.".startswith(f"{self.prefix}.") and list(module.parameters(recurse=False))
+        }
+
+        def note(name: str, module: nn.Module, _: Any) -> None:
+            phases[walk.ended].setdefault(name, module)
+
+        handles = [module.register_forward_pre_hook(partial(note, name)) for name, module in outside.items()]
+        device = next(self.model.parameters()).device
+        try:
+            with ExitStack() as around:
+                around.enter_context(torch.random.fork_rng(devices=[]))
+                around.enter_context(torch.enable_grad())
+                around.enter_context(self._replaced(walk))
+                # No router logits: there are none to make a loss of.
+                around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
+                if device.type == "meta":  # there masks are made without a look at values
+                    around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
+        except (TypeError, ValueError) as error:
+            if walk.refused:
+                raise
+            raise ValueError(
+                f"{self.owner_name} cannot go on with what stands in for its layers ({error}); "
+                "allowed: layers that take hidden states and return them, as one tensor"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not walk.ended:
+            raise ValueError(
+                f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all"
+            )
+        for number, call in enumerate(walk.calls):
+            if any(t.requires_grad for t in tensors_in((call.args, call.kwargs))):
+                raise ValueError(
+                    f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient; "
+                    "allowed: one chain of hidden states"
+                )
+        before, after = phases
+        for name, module in outside.items():
+            label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
+            if not name or f"{self.prefix}.".startswith(f"{name}."):
+                raise ValueError(
+                    f"parameter {label} belongs to {type(module).__name__}, which holds the layers; allowed: "
+                    "beside the layers, parameters of modules that are called before or after them"
+                )
+            if name not in before and name not in after:
+                raise ValueError(
+                    f"parameter {label} belongs to {type(module).__name__}, which is not called; allowed: "
+                    "beside the layers, parameters of modules that are called before or after them"
+                )
+        both = sorted(before.keys() & after.keys())
+        if both:
+            raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
+        self.around = Around(before, after)
+        return self.around
+
+    @property
+    def owner_name(self) -> str:
+        """Of the module that calls the layers, for messages."""
+        return type(self.owner).__name__
+
+    def begin(self, named: Mapping[str, Tensor], until: int) -> tuple[Tensor, list[Call]]:
+        """The hidden states before the first layer, and what each layer up to the one numbered ``until`` is given."""
+        walk = _Walk(self, until=until, result=None)
+        with self._replaced(walk):
+            self._run(named)
+        assert walk.first is not None
+        return walk.first, walk.calls
+
+    def calls(self, named: Mapping[str, Tensor], like: Tensor, until: int) -> list[Call]:
+        """The same on a stage without the embedding; hidden states are of the dtype and device of ``like``."""
+        walk = _Walk(self, until=until, result=None)
+        with self._replaced(walk), self._without_embedding(like):
+            self._run(named)
+        return walk.calls
+
+    def end(
+        self, named: Mapping[str, Tensor], hidden: Tensor, routed: Sequence[Tensor], labels: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """What the forward makes of the last layer's hidden states: its loss, where there are labels, and its logits.
+
+        Args:
+            named: What the model's forward is called with.
+            hidden: Of the last layer.
+            routed: Router logits of the layers, in order, where the model asks for them.
+            labels: Of every token.
+        """
+        walk = _Walk(self, until=None, result=hidden)
+        given = dict(named) if labels is None else dict(named, labels=labels)
+        with self._replaced(walk), self._without_embedding(hidden):
+            output = self._with_router_logits(given, tuple(routed))
+        return (output.logits,) if labels is None else (output.loss, output.logits)
+
+    def _with_router_logits(self, given: Mapping[str, Any], routed: tuple[Tensor, ...]) -> Any:
+        own = self.owner.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            output["router_logits"] = routed
+            return output
+
+        if not routed:
+            return self.model(**given, use_cache=False)
+        with _put(self.owner.__dict__, "forward", forward):
+            return self.model(**given, use_cache=False)
+
+    def _run(self, named: Mapping[str, Tensor]) -> None:
+        try:
+            self.model(**named, use_cache=False)
+        except _Reached:
+            return
+        raise AssertionError("the last layer asked for was not reached")
+
+    @contextmanager
+    def _replaced(self, walk: _Walk) -> Iterator[None]:
+        stands = nn.ModuleList(_StandIn(layer, number, walk) for number, layer in enumerate(self.layers))
+        with _put(self.owner._modules, self.attribute, stands):
+            yield
+
+    @contextmanager
+    def _without_embedding(self, like: Tensor) -> Iterator[None]:
+        """What lies before the layers gives tensors of the right shape, and computes nothing."""
+
+        def embedded(module: nn.Embedding) -> Any:
+            return lambda ids: torch.zeros(
+                *ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=like.device
+            )
+
+        with ExitStack() as replaced:
+            for module in self.around.before.values():
+                forward = embedded(module) if isinstance(module, nn.Embedding) else _same
+                replaced.enter_context(_put(module.__dict__, "forward", forward))
+            yield
+
+
+class _Reached(BaseException):
+    """The last layer asked for has been called: the rest of the forward is of no use."""
+
+
+class _Walk:
+    """One run of the forward: the calls of layers that it made so far."""
+
+    def __init__(self, shell: Shell, *, until: int | None, result: Tensor | None) -> None:
+        self.shell, self.until, self.result = shell, until, result
+        self.calls: list[Call] = []
+        self.first: Tensor | None = None
+        self.passed: Tensor | None = None
+        self.refused = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all layers have been called."""
+        return len(self.calls) == len(self.shell.layers)
+
+    def visit(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What a layer's stand-in does."""
+        name = self.shell.owner_name
+        self.refused = True
+        if number != len(self.calls):
+            raise ValueError(
+                f"{name} calls its layer {number} after {len(self.calls)} others; allowed: each once, in order"
+            )
+        if args:
+            hidden, *args_ = args
+        else:
+            hidden, args_ = kwargs.pop(next(iter(kwargs))), []
+        if not isinstance(hidden, Tensor) or (self.passed is not None and hidden is not self.passed):
+            raise ValueError(
+                f"{name} gives its layer {number} something else than what layer {number - 1} returned; "
+                "allowed: layers that pass one tensor on"
+            )
+        if number == 0:
+            self.first = hidden
+        self.calls.append(Call(tuple(args_), kwargs))
+        self.refused = False
+        if number == self.until:
+            raise _Reached
+        self.passed = hidden
+        return self.result if self.ended and self.result is not None else hidden
+
+
+class _StandIn(nn.Module):
+    """In the place of a layer, whose attributes it has."""
+
+    def __init__(self, layer: nn.Module, number: int, walk: _Walk) -> None:
+        super().__init__()
+        self.__dict__["_stood_for"] = (layer, number, walk)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stood_for"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        layer, number, walk = self.__dict__["_stood_for"]
+        return walk.visit(number, layer, args, dict(kwargs))
+
+
+def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+@contextmanager
+def _put(table: dict[str, Any], key: str, value: object) -> Iterator[None]:
+    """Replaces an entry, or adds one, for as long as it lasts."""
+    had, before = key in table, table.get(key)
+    table[key] = value
+    try:
+        yield
+    finally:
+        if had:
+            table[key] = before
+        else:
+            del table[key]

@@ -1,0 +1,137 @@
+"""What cannot be split is refused in one line that says what was looked for and what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.integrations.transformers.finding import find
+from overlap1f1b.schedule import build_schedule
+from tests.integrations.transformers import architectures, tiny
+
+ONE = build_schedule("sequential", microbatches=1)
+LLAMA = {
+    "vocab_size": tiny.V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def refusal(model: Any, **options: Any) -> str:
+    with pytest.raises(ValueError, match=r"looked for|allowed:") as caught:
+        split_model(model, options.pop("program", ONE), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_parts_are_found() -> None:
+    found = find(tiny.build("deepseek_v3"))
+    assert found.prefix == "model.layers"
+    assert len(found.layers) == 4
+    assert {name: count for name, (_, count) in found.experts.items()} == {
+        f"model.layers.{layer}.mlp.experts": 4 for layer in (1, 2, 3)
+    }
+
+
+def test_parts_with_other_names() -> None:
+    found = find(architectures.build("dbrx", torch.float32))
+    assert found.prefix == "transformer.blocks"
+    assert {count for _, count in found.experts.values()} == {4}
+
+
+def test_a_dense_model() -> None:
+    message = refusal(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
+    assert "LlamaForCausalLM: looked for a module called with (tokens, indices, weights)" in message
+    assert message.endswith("found no weights that are stacked by expert: a dense model?")
+
+
+def test_no_recognisable_experts() -> None:
+    message = refusal(architectures.build("llama4_text", torch.float32))
+    assert message.endswith("found Llama4TextExperts(hidden_states) instead")
+
+
+def test_an_encoder_decoder() -> None:
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=tiny.V, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2, num_experts=2
+    )
+    assert "encoder-decoder" in refusal(transformers.SwitchTransformersForConditionalGeneration(config))
+
+
+def test_quantised_weights() -> None:
+    model = tiny.build("mixtral")
+    weight = model.model.layers[1].self_attn.q_proj
+    weight.weight = nn.Parameter(weight.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert "quantised weights (model.layers.1.self_attn.q_proj.weight of float8_e4m3fn)" in refusal(model)
+
+
+def test_a_quantizer() -> None:
+    model = tiny.build("mixtral")
+    model.hf_quantizer = type("Int4Quantizer", (), {})()
+    assert "quantised weights (Int4Quantizer)" in refusal(model)
+
+
+def test_more_stages_than_layers() -> None:
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=5)
+    assert refusal(tiny.build("mixtral"), program=program).startswith("4 layers for 5 stages")
+
+
+def test_inputs_without_tokens() -> None:
+    assert refusal(tiny.build("mixtral"), inputs=["attention_mask"]).startswith("inputs ['attention_mask']")
+
+
+def test_a_model_that_was_split() -> None:
+    model = tiny.build("mixtral")
+    split_model(model, ONE, grouped=True)
+    assert "has been split before" in refusal(model)
+
+
+def test_layers_in_another_order() -> None:
+    model = tiny.build("mixtral")
+    own = model.model.forward
+
+    def reversed_layers(*args: Any, **kwargs: Any) -> Any:
+        layers = model.model.layers
+        model.model.layers = nn.ModuleList(reversed(list(layers)))
+        try:
+            return own(*args, **kwargs)
+        finally:
+            model.model.layers = layers
+
+    model.model.forward = reversed_layers
+    assert refusal(model) == "MixtralModel calls its layer 3 after 0 others; allowed: each once, in order"
+
+
+def test_layers_with_something_between() -> None:
+    model = tiny.build("mixtral")
+
+    class Doubling(nn.ModuleList):
+        def __getitem__(self, index: Any) -> Any:
+            return [lambda x, layer=layer, **given: 2 * layer(x, **given) for layer in self]
+
+    own = model.model.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        layers = model.model.layers
+        model.model._modules["layers"] = Doubling(layers)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            model.model._modules["layers"] = layers
+
+    model.model.forward = doubled
+    assert "gives its layer 1 something else than what layer 0 returned" in refusal(model)
+
+
+def test_parameters_beside_the_layers() -> None:
+    model = tiny.build("mixtral")
+    model.model.scale = nn.Parameter(torch.ones(1))
+    assert "parameter model.scale belongs to MixtralModel, which holds the layers" in refusal(model)
+    del model.model.scale
+    model.model.unused = nn.Linear(2, 2)
+    assert "parameter model.unused.weight belongs to Linear, which is not called" in refusal(model)

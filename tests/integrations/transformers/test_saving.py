@@ -1,0 +1,63 @@
+"""What is saved is what was trained, as transformers sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.plan import NodeCosts
+from overlap1f1b.schedule import build_schedule
+from tests.integrations.transformers import tiny
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {}),
+    ("deepseek_v3", {}),
+]
+
+
+def _trained(rank: int, size: int, name: str, options: dict[str, Any], folder: Path) -> dict[str, tuple[Tensor, int]]:
+    """Trains over stages and expert ranks and saves; every tensor of this rank, and which part of the whole it is."""
+    pp = 2 if size > 1 else 1
+    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("dualpipev", ranks=pp, microbatches=4)
+    stages = split_model(tiny.build(name, **options), program, mesh)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=30)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        tokens, labels = tiny.batch(4)  # one batch, again and again
+        losses.append(engine.mean_loss(engine.step(tokens, target=labels)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.05 < losses[0]
+    stages.save_pretrained(folder)
+    part = mesh["ep"].get_local_rank()
+    return {label: (value.clone(), part) for label, value in stages.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    held = ranks4.run(_trained, name, options, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    state = loaded.state_dict()
+    assert {label for part in held for label in part} == state.keys()
+    for part in held:
+        for label, (value, rank) in part.items():
+            whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
+            assert torch.equal(value, whole), label
+    tokens, labels = tiny.batch(4)
+    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05

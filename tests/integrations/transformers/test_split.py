@@ -1,0 +1,262 @@
+"""Models of transformers under the engine, against their own forward and backward in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.transformers import SplitModel, split_model
+from overlap1f1b.moe import Experts
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import build_schedule
+from tests.integrations.transformers import tiny
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+PROGRAMS = ["sequential", "combined_1f1b", "dualpipev"]
+OVERLAPS: list[Overlap] = ["pairs", 3]
+MICROBATCHES = 4
+
+
+def parts_of(stages: SplitModel) -> dict[str, tuple[int, int]]:
+    """(rank, ranks) that share the experts a parameter belongs to."""
+    return {
+        f"{path}.{label}": (module.exchange.rank, module.exchange.ranks)
+        for stage in stages.values()
+        for path, module in stage.named_modules()
+        if isinstance(module, Experts)
+        for label, _ in module.named_parameters()
+    }
+
+
+def problems_of(stages: SplitModel, expected: dict[str, Tensor], limit: float) -> list[str]:
+    """Where this rank's gradients differ from those of one process."""
+    found, parts = dict(stages.named_parameters()), parts_of(stages)
+    problems = [f"{name} is not a parameter of the model" for name in found.keys() - expected.keys()]
+    for name in found.keys() & expected.keys():
+        grad = found[name].grad
+        grad = torch.zeros_like(found[name]) if grad is None else grad
+        rank, ranks = parts.get(name, (0, 1))
+        error = tiny.difference(grad, expected[name].chunk(ranks)[rank])
+        if error > limit:
+            problems.append(f"{name} differs by {error:.1e} from one process")
+    return problems
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("schedule", PROGRAMS)
+def test_one_rank_is_bit_equal(name: str, schedule: str) -> None:
+    tokens, labels = tiny.batch(8)
+    options = {"output_router_logits": True} if name != "deepseek_v3" else {}
+    losses, expected = tiny.own_gradients(tiny.build(name, **options), {"input_ids": tokens}, labels, MICROBATCHES)
+    program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
+    for overlap in OVERLAPS:
+        stages = split_model(tiny.build(name, **options), program)
+        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS)
+        result = engine.step(tokens, target=labels)
+        assert list(result.losses) == losses
+        limit = 0.0 if len(stages) == 1 else 1e-6  # copies of stages: sums over router logits have another order
+        assert problems_of(stages, expected, limit) == []
+
+
+def _compare(rank: int, size: int, name: str, pp: int, ep: int, double: bool, options: dict[str, Any]) -> list[str]:
+    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
+    ep_rank = mesh["ep"].get_local_rank()
+    shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
+    whole = tiny.build(name, double=double, **options)
+    every = [tiny.own_gradients(whole, {"input_ids": x}, y, MICROBATCHES, 1 / ep) for x, y in shards]
+    expected, limit = every[-1][1], 1e-12 if double else 1e-5
+    tokens, labels = shards[ep_rank]
+    problems = []
+    for schedule in PROGRAMS:
+        program = build_schedule(schedule, ranks=pp, microbatches=MICROBATCHES)
+        for overlap in OVERLAPS:
+            stages = split_model(tiny.build(name, double=double, **options), program, mesh)
+            engine = Engine(
+                stages, program, mesh=mesh, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS, timeout=30
+            )
+            result = engine.step(tokens, target=labels)
+            found = problems_of(stages, expected, limit)
+            for loss, own in zip(result.losses, every[ep_rank][0], strict=bool(result.losses)):
+                if tiny.difference(loss, own) > limit:
+                    found.append(f"loss {float(loss)} instead of {float(own)}")
+            problems += [f"{schedule} {overlap}: {problem}" for problem in found]
+    return problems
+
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+CASES = [
+    ("mixtral", {**AUXILIARY, "tie_word_embeddings": True}),
+    ("qwen3_moe", AUXILIARY),
+    ("deepseek_v3", {}),
+    ("gpt_oss", AUXILIARY),
+]
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_two_ranks(ranks2: Ranks, name: str, options: dict[str, Any], pp: int, ep: int) -> None:
+    assert ranks2.run(_compare, name, pp, ep, False, options) == [[]] * 2
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
+    assert ranks4.run(_compare, name, 2, 2, True, options) == [[]] * 4
+
+
+def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:
+    """What else a model is called with: padding on the left and on the right, sequences packed in one row."""
+    left, right, positions = torch.ones(rows, tiny.S), torch.ones(rows, tiny.S), torch.arange(tiny.S).repeat(rows, 1)
+    for row in range(rows):
+        left[row, : row % 4], right[row, tiny.S - row % 3 :] = 0, 0
+        cut = 2 + row % 5
+        positions[row, cut:] = torch.arange(tiny.S - cut)
+    return {
+        "padded left": {"attention_mask": left.long()},
+        "padded right": {"attention_mask": right},
+        "packed": {"position_ids": positions},
+        "both": {"attention_mask": left.long(), "position_ids": (left.cumsum(1) - 1).clamp_min(0).long()},
+    }
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("case", _inputs(1))
+def test_masks_and_positions(name: str, case: str) -> None:
+    tokens, labels = tiny.batch(6)
+    more = _inputs(6)[case]
+    if "attention_mask" in more:
+        labels = labels.masked_fill(more["attention_mask"] == 0, -100)
+    options = {} if name == "deepseek_v3" else AUXILIARY
+    losses, expected = tiny.own_gradients(tiny.build(name, **options), {"input_ids": tokens, **more}, labels, 3)
+    without, _ = tiny.own_gradients(tiny.build(name, **options), {"input_ids": tokens}, labels, 3)
+    unseen = case == "padded right" and not options  # later tokens, which do not count, and no router loss
+    assert unseen or losses[1:] != without[1:]
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=3, chunks=2)
+    stages = split_model(tiny.build(name, **options), program, inputs=["input_ids", *more], grouped=True)
+    result = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step((tokens, *more.values()), target=labels)
+    torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=1e-6, atol=0)
+    assert problems_of(stages, expected, 1e-5) == []
+
+
+def test_mean_over_tokens() -> None:
+    tokens, labels = tiny.batch(6)
+    labels[:2, :6] = -100
+    model = tiny.build("mixtral")
+    loss = model(tokens, labels=labels, use_cache=False).loss
+    loss.backward()
+    program = build_schedule("combined_1f1b", microbatches=3)
+    stages = split_model(tiny.build("mixtral"), program)
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, count_tokens=stages.count_tokens, costs=COSTS)
+    result = engine.step(tokens, target=labels)
+    torch.testing.assert_close(result.loss, loss.detach())
+    assert problems_of(stages, tiny.gradients(model), 1e-5) == []
+
+
+def test_a_loss_of_ones_own_sees_the_logits() -> None:
+    tokens, labels = tiny.batch(4)
+    program = build_schedule("sequential", microbatches=2)
+    stages = split_model(tiny.build("qwen3_moe"), program)
+
+    def loss_fn(own: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        assert logits.shape == (*target.shape, tiny.V)
+        return own + logits.square().mean()
+
+    result = Engine(stages, program, loss_fn=loss_fn, costs=COSTS).step(tokens, target=labels, return_outputs=True)
+    model = tiny.build("qwen3_moe")
+    for loss, (own, logits), x, y in zip(result.losses, result.outputs, tokens.chunk(2), labels.chunk(2), strict=True):
+        output = model(x, labels=y, use_cache=False)
+        assert torch.equal(own, output.loss)
+        assert torch.equal(logits, output.logits)
+        assert torch.equal(loss, own + logits.square().mean())
+
+
+def test_dropout_and_jitter_have_a_stream_of_their_own() -> None:
+    options = {"attention_dropout": 0.3, "router_jitter_noise": 0.1}
+    tokens, labels = tiny.batch(6)
+    found = []
+    for overlap in ("serial", "pairs", 3):
+        program = build_schedule("combined_1f1b", microbatches=3)
+        stages = split_model(tiny.build("mixtral", **options).train(), program, grouped=True)
+        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS)
+        torch.manual_seed(7)
+        result = engine.step(tokens, target=labels)
+        found.append((result.losses, {n: p.grad for n, p in stages.named_parameters()}))
+        assert engine.evaluate(tokens, target=labels).losses != result.losses
+    (losses, grads), *others = found
+    for again, same in others:
+        assert again == losses
+        assert all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+def test_names_and_memory() -> None:
+    """The parts of all ranks make up the model; what a rank does not hold takes no memory."""
+    whole = tiny.build("mixtral", tie_word_embeddings=True)
+    program = build_schedule("1f1b", ranks=2, microbatches=2)
+    names = set()
+    for rank in range(2):
+        mesh: Any = _OneOf(rank)
+        model = tiny.build("mixtral", tie_word_embeddings=True)
+        stages = split_model(model, program, mesh)
+        assert list(stages) == [rank]
+        state = stages.state_dict()
+        assert all(torch.equal(value, whole.state_dict()[name]) for name, value in state.items())
+        names |= state.keys()
+        held = {n for n, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
+        assert held == state.keys()
+    assert names == whole.state_dict().keys()
+
+
+class _OneOf:
+    """Stands in for a mesh of two pipeline ranks."""
+
+    mesh_dim_names = ("pp",)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def get_coordinate(self) -> list[int]:
+        return [self.rank]
+
+
+def test_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = tiny.build("deepseek_v3")
+    stages = split_model(model, build_schedule("sequential", microbatches=1))
+    shapes = {name: p.shape for name, p in tiny.build("deepseek_v3").named_parameters()}
+    assert {name: p.shape for name, p in stages.named_parameters()} == shapes
+    assert all(p.is_meta for p in stages.parameters())
+
+
+def _meta(rank: int, size: int) -> dict[str, list[int]]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    with torch.device("meta"):
+        model = tiny.build("mixtral")
+    stages = split_model(model, build_schedule("sequential", microbatches=1), mesh)
+    assert all(p.is_meta for p in stages.parameters())
+    return {name: list(p.shape) for name, p in stages.named_parameters() if ".experts." in name}
+
+
+def test_experts_are_sliced_on_the_meta_device(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_meta)
+    assert first == second
+    assert first["model.layers.0.mlp.experts.gate_up_proj"] == [2, 48, 32]
+    assert first["model.layers.3.mlp.experts.down_proj"] == [2, 32, 24]
+
+
+def _not_divisible(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    with pytest.raises(ValueError, match="experts") as caught:
+        split_model(tiny.build("mixtral", num_local_experts=3), build_schedule("sequential", microbatches=1), mesh)
+    return str(caught.value)
+
+
+def test_experts_that_are_not_divisible(ranks2: Ranks) -> None:
+    message = "model.layers.0.mlp.experts: 3 experts cannot be divided over 2 ranks; allowed: 1, 3"
+    assert ranks2.run(_not_divisible) == [message] * 2
