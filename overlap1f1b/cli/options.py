@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -207,6 +208,8 @@ def _check_bench(options: BenchOptions) -> None:
         parse_wire(options.wire)
     if options.peers and options.pp < 2:
         raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks")
+    if options.peers and (torch := version("torch")).startswith("2.11."):
+        raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
 
 
 def _check_train(options: TrainOptions) -> None:
