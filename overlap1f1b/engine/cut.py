@@ -62,12 +62,6 @@ class BlockRun:
 
     dense_f = attention_f
 
-    def counts_f(self, node: Node) -> Post[Tensor]:
-        return self._post(node)
-
-    def dispatch_f(self, node: Node) -> Post[Tensor]:
-        return self._post(node)
-
     def experts_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
         differs = seam.state.grad and self.microbatch.grad
@@ -86,9 +80,6 @@ class BlockRun:
         self.stage.leave_to(seam.queue)
         with random, state.applied(name, device=self.stage.device, grad=grad):
             return seam.experts.compute(seam.leaf, seam.route.expert_rows)
-
-    def combine_f(self, node: Node) -> Post[Tensor]:
-        return self._post(node)
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -184,6 +175,8 @@ class BlockRun:
 
         return post
 
+    counts_f = dispatch_f = combine_f = combine_b = dispatch_b = _post
+
     def _announce(self, node: Node, like: Tensor) -> None:
         """Announces the receive of the exchange that follows in the chain; a dispatch's sizes are not known yet."""
         seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
@@ -231,9 +224,6 @@ class BlockRun:
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
 
-    def combine_b(self, node: Node) -> Post[Tensor]:
-        return self._post(node)
-
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
         if seam.result is None or seam.leaf is None:  # no gradient passes these experts, but their rows still travel
@@ -246,9 +236,6 @@ class BlockRun:
             seam.queue.keep(present(parameters, grads[1:]))
         seam.result = seam.leaf = None
         self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
-
-    def dispatch_b(self, node: Node) -> Post[Tensor]:
-        return self._post(node)
 
     def attention_b(self, received: Tensor) -> None:
         self._take_back(received)

@@ -51,8 +51,7 @@ class Engine:
             parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold Experts.
         program: What to play, over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
-        loss_fn: ``(output, target) → scalar`` of one microbatch; with several outputs or targets ``(*outputs,
-            *targets)``.
+        loss_fn: ``(output, target) → scalar`` of one microbatch; of several each, ``(*outputs, *targets)``.
         weights: Of the blocks of a whole model, where stages are not to have equally many: see :func:`split_blocks`.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         recompute: What blocks drop after their forward and compute again before their backward, to save memory:
@@ -131,8 +130,9 @@ class Engine:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.shapes = all_shapes(self.stages, placement, self.mesh)
         self.failures = Failures(self.mesh.name)
-        groups = [group for name in DIMENSIONS if (group := self.mesh.group(name)) is not None]
-        background = any(dist.get_backend(group) == "gloo" for group in groups)
+        background = any(
+            dist.get_backend(g) == "gloo" for name in DIMENSIONS if (g := self.mesh.group(name)) is not None
+        )
         self._shared_links = background  # gloo uses one interface for all its groups
         device = next(iter(self.stages.values())).device
         self.boundary = Boundary(
@@ -236,7 +236,7 @@ class Engine:
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
-        """The loss of a batch of any size that divides into the microbatches, without gradients."""
+        """The loss of a batch that divides into the microbatches, without gradients."""
         plan = self._plans.of_evaluation
         with self._guarded(plan), self.sharding.gathered():
             return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
@@ -259,8 +259,8 @@ class Engine:
             yield
         except BaseException as error:
             where = ", ".join(f"{name} {self.mesh.rank(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1)
-            nodes, position = plan.ranks[self.rank], self.player.position
-            message = f"rank {where or 0} failed at {nodes[position]}, position {position} of its plan"
+            at = self.player.position
+            message = f"rank {where or 0} failed at {plan.ranks[self.rank][at]}, position {at} of its plan"
             error.add_note(message)
             first = self.failures.read(wait=isinstance(error, RuntimeError))
             if first is not None and first not in str(error):
@@ -288,18 +288,10 @@ class Engine:
         self.mesh.meet("ep")
 
     def _play(
-        self,
-        plan: Plan,
-        inputs: Batch | None,
-        target: Batch | None,
-        loss_scale: float,
-        *,
-        grad: bool,
-        keep: bool,
+        self, plan: Plan, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool
     ) -> StepResult:
         microbatches, weights, auxiliary = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
-        nodes = plan.ranks[self.rank]
-        self.player.position = 0
+        nodes, self.player.position = plan.ranks[self.rank], 0
         self.boundary.begin(nodes, remember=grad)
         with contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():

@@ -63,7 +63,7 @@ def _summed(rank: int, size: int, schedule: str, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("dualpipev", 1), ("dualpipe", 1)]
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("dualpipev", 2), ("dualpipe", 1)]
 )
 def test_gradients_are_summed_over_stages(ranks2: Ranks, schedule: str, chunks: int) -> None:
     ranks2.run(_summed, schedule, chunks)
