@@ -47,9 +47,10 @@ class _Living(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 self._meet(storage, size=storage.nbytes())
-        for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
-            self.bytes -= self._here.pop(key)[1]
-        self.peak = max(self.peak, self.bytes)
+        if self.bytes > self.peak:  # perhaps, with what is gone by now
+            for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
+                self.bytes -= self._here.pop(key)[1]
+            self.peak = max(self.peak, self.bytes)
         return result
 
     def _meet(self, storage: UntypedStorage, size: int) -> None:

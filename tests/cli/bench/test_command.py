@@ -129,7 +129,7 @@ def test_half_of_torchruns_environment() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="refused: torch's own V schedules cannot run on gloo")
 def test_pipelines_beside_torchs(text: Path) -> None:
-    sizes = ("--layers", 4, "--hidden", 64, "--intermediate", 128, "--sequence", 64, "--microbatches", 4, "--batch", 4)
+    sizes = ("--layers", 4, "--hidden", 32, "--intermediate", 64, "--sequence", 32, "--microbatches", 4, "--batch", 4)
     pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers")
     status, out, err = Run("bench", "--text", text, *sizes, *pipeline, "--json", "-").wait()
     assert status == 0, err
