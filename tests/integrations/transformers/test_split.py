@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
+from tests import models
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -64,6 +65,20 @@ def test_one_rank_is_bit_equal(name: str, schedule: str) -> None:
         assert list(result.losses) == losses
         limit = 0.0 if len(stages) == 1 else 1e-6  # copies of stages: sums over router logits have another order
         assert problems_of(stages, expected, limit) == []
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_recomputed_layers_are_bit_equal(name: str) -> None:
+    tokens, labels = tiny.batch(8)
+    program = build_schedule("dualpipev", ranks=1, microbatches=MICROBATCHES)
+    expected: dict[str, Tensor] = {}
+    modes: list[Recompute] = ["none", "block", "experts", "attention"]
+    for mode in modes:
+        stages = split_model(tiny.build(name), program, grouped=True)
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS, recompute=mode).step(tokens, target=labels)
+        found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
+        expected = expected or found
+        assert models.equal(found, expected) == [], mode
 
 
 def _compare(rank: int, size: int, name: str, pp: int, ep: int, double: bool, options: dict[str, Any]) -> list[str]:
