@@ -59,13 +59,11 @@ def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> No
     args = (EXAMPLES / "train_hf.py", model, ROOT / "README.md", "--steps", "6", "--every", "4")
     save = ("--pp", "2", "--save", tmp_path / "saved")
     steps = re.compile(r"^step (\d+) loss (\S+) grad_norm \S+ tps \d+ memory \S+ GiB( held_out \S+)?$", re.MULTILINE)
-    first, again, alone = (
-        {int(step): float(loss) for step, loss, _ in steps.findall(output(*command))}
-        for command in ((*TORCHRUN, *args, *save), (*TORCHRUN, *args, *save), args)
+    first, again = (
+        {int(step): float(loss) for step, loss, _ in steps.findall(output(*TORCHRUN, *args, *save))} for _ in range(2)
     )
-    assert list(first) == list(alone) == [0, 1, 2, 3, 4, 5]
+    assert list(first) == [0, 1, 2, 3, 4, 5]
     assert again == {step: first[step] for step in (4, 5)}
-    assert first == pytest.approx(alone, abs=2e-3)
     assert first[5] < first[0]
 
 

@@ -33,7 +33,7 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
     return engine, engine.step(data[0], target=data[1])
 
 
-@pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 1), (2, 4), (3, 3), (3, 7)])
+@pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
 def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: int) -> None:
     data = models.batch(microbatches)
     losses, expected = models.plain_gradients(models.build(seams=seams), *data, microbatches)

@@ -28,6 +28,7 @@ from tests.ranks import Ranks
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
+SINGLE_ON_EIGHT = ("combined_1f1b", "zb_v", "dualpipev")
 LAYERS = {2: 3, 4: 5}  # with embedding, dense block and head 6 and 8 blocks: stages of unlike blocks
 
 # Not divisible by the ranks wherever the schedule allows it.
@@ -65,6 +66,21 @@ def slice_of(full: Tensor, module: nn.Module, ep_rank: int) -> Tensor:
     return full[ep_rank * module.local_experts : (ep_rank + 1) * module.local_experts]
 
 
+def of_one_process(
+    shards: list[tuple[Tensor, Tensor]], microbatches: int, pp: int
+) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+    """Losses of every shard and the gradients of all, computed by one rank for all."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        whole, losses, gradients = nn.Sequential(*build(pp)), [], {}
+        for inputs, target in shards:
+            mine, gradients = models.plain_gradients(whole, inputs, target, microbatches, 1 / len(shards))
+            losses.append(mine)
+        found = [(losses, gradients)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def compiled(program: Program, shapes: tuple[StageShape, ...], overlap: Overlap) -> Plan | None:
     """Where there are more ranks than processors, one compiles for all."""
     if dist.get_world_size() == 2:
@@ -96,13 +112,13 @@ def compared(
 
 
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> list[str]:
-    """All overlaps in double precision, bit for bit; the last, at two ranks all, in single precision as well."""
+    """All overlaps in double precision, bit for bit; the last in single precision as well, on eight ranks of a few."""
     problems = []
-    for double in (True, False):
+    for double in (True, False) if size < 8 or name in SINGLE_ON_EIGHT else (True,):
         torch.set_default_dtype(torch.float64 if double else torch.float32)
         try:
             for program in programs(name, pp, most=size < 4):
-                overlaps = OVERLAPS if double or size < 4 else OVERLAPS[-1:]
+                overlaps = OVERLAPS if double else OVERLAPS[-1:]
                 problems += _compared(rank, program, pp, dp, ep, overlaps, 1e-12 if double else 1e-5)
         finally:
             torch.set_default_dtype(torch.float32)
@@ -116,11 +132,7 @@ def _compared(
     at = mesh.get_coordinate()
     assert at is not None
     shards = [models.batch(program.microbatches, seed=seed, sequence=7) for seed in range(dp * ep)]
-    whole = nn.Sequential(*build(pp))
-    losses = []
-    for inputs, target in shards:
-        mine, expected = models.plain_gradients(whole, inputs, target, program.microbatches, 1 / (dp * ep))
-        losses.append(mine)
+    losses, expected = of_one_process(shards, program.microbatches, pp)
     inputs, target = shards[at[1] * ep + at[2]]
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
