@@ -28,7 +28,7 @@ from tests.ranks import Ranks
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
-SINGLE_ON_EIGHT = ("combined_1f1b", "zb_v", "dualpipev")
+SINGLE_ON_EIGHT = ("combined_1f1b",)
 LAYERS = {2: 3, 4: 5}  # with embedding, dense block and head 6 and 8 blocks: stages of unlike blocks
 
 # Not divisible by the ranks wherever the schedule allows it.
