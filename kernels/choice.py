@@ -1,0 +1,146 @@
+"""Which implementation an op takes: its torch twin, or the Triton kernel of the same name."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Choice = Literal["auto", "triton", "torch"]
+"""``"torch"`` and ``"triton"`` are what they say; ``"auto"`` times both once for each op and class of shapes."""
+
+WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
+"""Floating dtypes that Triton's kernels take; anything else is the twin's."""
+ROUNDS = 5  # timed runs of each implementation, after one that compiles and warms up
+
+
+class Kernels:
+    """Runs each op by its torch twin or by the Triton kernel beside it.
+
+    >>> kernels = Kernels()  # times both on a GPU, the first time it meets an op with shapes of a class
+    >>> rows = kernels(gather_rows, tokens, order, top_k)
+    >>> kernels = Kernels("torch")  # or "triton"
+
+    An op is a function of a module in this folder, its twin. Triton's has the same name and arguments and stands in the
+    module of the same name in ``kernels/triton``. An op whose name ends in ``_`` adds to its first argument.
+
+    A choice once made holds as long as the object, so that what an engine computes does not change under way. Shapes
+    are of a class whose first sizes have the same number of bits and whose other sizes are equal: row counts that vary
+    from batch to batch are timed a few times in all. Ranks may choose otherwise than each other, without harm: an op
+    exchanges nothing, the places of rows are integers and the same either way, and sums differ by rounding alone. Where
+    two models are to have the same bits, they share one object, or have the same ``choice`` but for ``"auto"``.
+
+    The twin runs where there is no Triton, on a CPU (but with ``"triton"`` under ``TRITON_INTERPRET=1``, for tests),
+    for float64, and with ``"auto"`` for what is empty.
+
+    Args:
+        choice: See :data:`Choice`.
+
+    Attributes:
+        chosen: What ``"auto"`` found, by op and class of shapes.
+
+    Raises:
+        ValueError: Another choice; ``"triton"`` without the package; when run, ``"triton"`` on a CPU.
+    """
+
+    def __init__(self, choice: Choice = "auto") -> None:
+        if choice not in get_args(Choice):
+            raise ValueError(f"kernels={choice!r}; allowed: {', '.join(map(repr, get_args(Choice)))}")
+        if choice == "triton" and not _has_triton():
+            raise ValueError("kernels='triton' without the package triton; allowed: 'auto', 'torch'")
+        self.choice = choice
+        self.chosen: dict[tuple[object, ...], Literal["triton", "torch"]] = {}
+
+    def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        assert not kwargs, "what tells shapes apart is positional"
+        return (_triton_of(op) if self.uses_triton(op, *args) else op)(*args)
+
+    def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
+        """Whether this op, with arguments like these, is Triton's; with ``"auto"`` times it if need be."""
+        if self.choice == "torch":
+            return False
+        tensors = [tensor for arg in args for tensor in _tensors(arg)]
+        if not tensors[0].is_cuda:
+            return self.choice == "triton" and _interpreted()
+        if any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
+            return False
+        if self.choice == "triton":
+            return True
+        if not _has_triton() or not all(t.numel() for t in tensors):
+            return False
+        key = (op.__name__, tensors[0].device.index, *(_described(arg) for arg in args))
+        if key not in self.chosen:
+            if torch.cuda.is_current_stream_capturing():
+                return True  # a capture cannot be timed, and the twins may look at values
+            self.chosen[key] = _faster(op, args)
+        return self.chosen[key] == "triton"
+
+
+def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The op by these kernels; by its twin without any."""
+    return op(*args, **kwargs) if kernels is None else kernels(op, *args, **kwargs)
+
+
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
+
+
+def _triton_of(op: Callable[P, T]) -> Callable[P, T]:
+    package, _, module = op.__module__.rpartition(".")
+    function: Callable[P, T] = getattr(import_module(f"{package}.triton.{module}"), op.__name__)
+    return function
+
+
+def _tensors(arg: Any) -> tuple[Tensor, ...]:
+    if isinstance(arg, Tensor):
+        return (arg,)
+    return tuple(t for t in arg if isinstance(t, Tensor)) if isinstance(arg, tuple) else ()
+
+
+def _described(arg: Any) -> object:
+    """What tells classes of shapes apart: sizes, dtypes and numbers, the first size of a tensor by its bits."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, len(arg.shape) and arg.shape[0].bit_length(), *arg.shape[1:]
+    if isinstance(arg, tuple) and _tensors(arg):
+        return tuple(_described(t) for t in arg)
+    return arg
+
+
+def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", "torch"]:
+    if op.__name__.endswith("_"):
+        args = (args[0].clone(), *args[1:])
+    with torch.no_grad():
+        try:
+            triton = _milliseconds(_triton_of(op), args)
+        except Exception as error:  # too large for this GPU's registers or shared memory, or a compiler's fault
+            warnings.warn(f"{op.__name__} runs by torch, since Triton's kernel fails: {error}", stacklevel=2)
+            return "torch"
+        return "triton" if triton < _milliseconds(op, args) else "torch"
+
+
+def _milliseconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """The shortest of a few runs on the current stream."""
+    function(*args)
+    times = []
+    for _ in range(ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function(*args)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)
