@@ -61,7 +61,7 @@ class Kernels:
 
     def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         assert not kwargs, "what tells shapes apart is positional"
-        return (_triton_of(op) if self.uses_triton(op, *args) else op)(*args)
+        return (_triton_of(op) if self.uses_triton(op, *args) else op)(*args, **kwargs)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
         """Whether this op, with arguments like these, is Triton's; with ``"auto"`` times it if need be."""
@@ -70,11 +70,12 @@ class Kernels:
         tensors = [tensor for arg in args for tensor in _tensors(arg)]
         if not tensors[0].is_cuda:
             return self.choice == "triton" and _interpreted()
-        if any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
+        if not _has_triton() or any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
             return False
-        if self.choice == "triton":
-            return True
-        if not _has_triton() or not all(t.numel() for t in tensors):
+        return self.choice == "triton" or self._measured(op, args, tensors)
+
+    def _measured(self, op: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+        if not all(t.numel() for t in tensors):
             return False
         key = (op.__name__, tensors[0].device.index, *(_described(arg) for arg in args))
         if key not in self.chosen:

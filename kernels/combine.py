@@ -124,5 +124,6 @@ class AggregateRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_rows, grad_weights = aggregate_rows_backward(grads[0], *ctx.saved_tensors, ctx.kernels)
+        rows, order, weights, inverse = ctx.saved_tensors
+        grad_rows, grad_weights = aggregate_rows_backward(grads[0], rows, order, weights, inverse, ctx.kernels)
         return grad_rows, None, grad_weights, None, None

@@ -111,4 +111,6 @@ class UnpackRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *run(ctx.kernels, spread_grad, grads[0].contiguous(), *ctx.saved_tensors, True), None, None
+        rows, order, inverse, weights = ctx.saved_tensors
+        args = (grads[0].contiguous(), rows, order, inverse, weights, True)
+        return *run(ctx.kernels, spread_grad, *args), None, None

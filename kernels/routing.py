@@ -39,7 +39,7 @@ class Rule:
     top_groups: int = 1
 
     def best(self, experts: int) -> int:
-        """Experts of a group whose sum ranks it: DeepSeek-V3 takes the two best, DeepSeek-V2, with softmax, the best."""
+        """How many experts rank a group, by their sum: two in DeepSeek-V3, one in DeepSeek-V2, with softmax."""
         return 1 if self.softmax else min(2, experts // self.groups)
 
 

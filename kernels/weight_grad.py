@@ -3,8 +3,8 @@
 Triton keeps the sum of an expert's rows in registers and adds it once, in float32: 8 bytes a parameter (read and write)
 where a product of its own and an addition take 12 (write and read 2 each in bfloat16, read and write 4 each). For
 gate and up of E128 I768 H2048, 403 M parameters: 3.2 GB against 4.8 GB, computed 750 and 1,125 µs at 4.3 TB/s. The
-product itself, 2·R·C·A operations, takes longer as soon as an expert has more rows than about 4 · (operations a second /
-bytes a second): 920 rows an expert, computed at 990 TFLOP/s.
+product itself, 2·R·C·A operations, takes longer beyond 4 · operations / bytes a second rows of an expert: 920,
+computed at 990 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
 
 
 class AddWeightGrad(torch.autograd.Function):
-    """Returns ``product`` unchanged; its backward adds the weight's gradient to ``main``.
+    """Returns ``product [R, C]`` unchanged; its backward adds the weight's gradient to ``main``.
 
-    >>> product = AddWeightGrad.apply(grouped_mm(rows, weight, counts), rows, main, offsets)
-
-    Args (of ``apply``): ``product [R, C]``, ``rows [R, A]``, ``main [E, C, A]``, ``offsets [E]``, perhaps kernels.
+    >>> product = GroupedMM.apply(rows, weight.detach(), counts)  # which gives the rows their gradient
+    >>> product = AddWeightGrad.apply(product, rows.detach(), main, offsets)
     """
 
     @staticmethod

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import launch, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, TILE, launch, tile
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:
@@ -28,10 +28,9 @@ def spread_grad(
     (T, K), H = weights.shape, rows.shape[1]
     grad_rows = (rows.new_zeros if partial else rows.new_empty)(rows.shape)
     grad_weights = weights.new_empty(weights.shape)
-    BT, BH = tile(H)
-    sizes = {"K": K, "WIDE": triton.next_power_of_2(K), "BT": BT, "BH": BH}
-    args = (grad, rows, inverse, weights, grad_rows, grad_weights, T, H)
-    launch(_spread_grad, (triton.cdiv(T, BT),), rows, *args, **sizes)
+    BS, BH = tile(H, 2 * TILE, SUMMED)
+    args = (grad, rows, inverse, weights, grad_rows, grad_weights, T * K, H)
+    launch(_spread_grad, (triton.cdiv(T * K, BS),), rows, *args, K=K, BS=BS, BH=BH)
     return grad_rows, grad_weights
 
 
@@ -62,9 +61,7 @@ def _sum(
         if WEIGHTED:
             value *= tl.load(weights + token * K + k, mask=here, other=0.0).to(tl.float32)[:, None]
         total += value
-    tl.store(
-        out + token[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=here[:, None] & across
-    )
+    tl.store(out + token[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=here[:, None] & across)
 
 
 @triton.jit
@@ -75,29 +72,27 @@ def _spread_grad(
     weights,
     grad_rows,
     grad_weights,
-    T,
+    slots,
     H,
     K: tl.constexpr,
-    WIDE: tl.constexpr,
-    BT: tl.constexpr,
+    BS: tl.constexpr,
     BH: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    here, choice = token < T, tl.arange(0, WIDE)
-    dots = tl.zeros([BT, WIDE], dtype=tl.float32)
+    # Slot by slot, a row for each warp at a time, so that no load waits for a sum over warps. The gradient of a token
+    # comes from memory once and K − 1 times from the cache.
+    slot = tl.program_id(0).to(tl.int64) * BS + tl.arange(0, BS)
+    here = slot < slots
+    row = tl.load(inverse + slot, mask=here, other=-1)
+    # The twin rounds the weight to the rows' dtype before it multiplies.
+    weight = tl.load(weights + slot, mask=here, other=0.0).to(rows.dtype.element_ty).to(tl.float32)[:, None]
+    there = row >= 0
+    products = tl.zeros([BS, BH], dtype=tl.float32)
     for first in range(0, H, BH):
         column = first + tl.arange(0, BH)
-        across = (column < H)[None, :]
-        g = tl.load(grad + token[:, None] * H + column[None, :], mask=here[:, None] & across, other=0.0).to(tl.float32)
-        for k in tl.static_range(K):
-            row = tl.load(inverse + token * K + k, mask=here, other=-1)
-            weight = tl.load(weights + token * K + k, mask=here, other=0.0)
-            # The twin rounds the weight to the rows' dtype before it multiplies.
-            weight = weight.to(rows.dtype.element_ty).to(tl.float32)
-            there = (row >= 0)[:, None] & across
-            place = row[:, None] * H + column[None, :]
-            x = tl.load(rows + place, mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            dots += tl.where(choice[None, :] == k, tl.sum(g * x, 1)[:, None], 0.0)
-            tl.store(grad_rows + place, (g * weight[:, None]).to(grad_rows.dtype.element_ty), mask=there)
-    place = token[:, None] * K + choice[None, :]
-    tl.store(grad_weights + place, dots.to(grad_weights.dtype.element_ty), mask=here[:, None] & (choice < K)[None, :])
+        inside = there[:, None] & (column < H)[None, :]
+        place = row[:, None] * H + column[None, :]
+        g = tl.load(grad + (slot // K)[:, None] * H + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(rows + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        products += g * x
+        tl.store(grad_rows + place, (g * weight).to(grad_rows.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + slot, tl.sum(products, 1).to(grad_weights.dtype.element_ty), mask=here)

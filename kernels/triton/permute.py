@@ -62,6 +62,5 @@ def _spread(
     for k in tl.static_range(K):
         row = tl.load(inverse + token * K + k, mask=here, other=0)
         tl.store(rows + row[:, None] * H + column[None, :], value, mask=inside)
-        if WEIGHTED:
-            if tl.program_id(1) == 0:
-                tl.store(row_weights + row, tl.load(weights + token * K + k, mask=here, other=0.0), mask=here)
+        if WEIGHTED and tl.program_id(1) == 0:
+            tl.store(row_weights + row, tl.load(weights + token * K + k, mask=here, other=0.0), mask=here)

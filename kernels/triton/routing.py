@@ -179,7 +179,7 @@ def _route_backward(
         grad_k = tl.sum(tl.where(column[None, :] == k, grad, 0.0), 1)
         whole += tl.where(expert[None, :] == expert_k[:, None], grad_k[:, None], 0.0)
     if SOFTMAX:
-        out = score * (whole - tl.sum(whole * score, 1)[:, None])
+        whole -= tl.sum(whole * score, 1)[:, None]
     else:
-        out = whole * score * (1.0 - score)
-    tl.store(grad_logits + place, out, mask=inside)
+        whole *= 1.0 - score
+    tl.store(grad_logits + place, whole * score, mask=inside)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
     # One program counts BLOCK slots: a row of the histogram. They are ranked among each other, BLOCK² comparisons.
     BLOCK = 1024 if interpreted() else max(min(CELLS // wide, 128), 16)
     blocks = triton.cdiv(slots, BLOCK)
-    new = {"dtype": torch.int64, "device": indices.device}
+    new: dict[str, Any] = {"dtype": torch.int64, "device": indices.device}
     before = torch.empty(blocks, experts, dtype=torch.int32, device=indices.device)
     counts, starts = torch.empty(experts, **new), torch.empty(experts, **new)
     rows = slots + experts * (align - 1)
@@ -62,9 +64,7 @@ def _offsets(before, counts, starts, blocks, experts, align, ROWS: tl.constexpr,
 
 
 @triton.jit
-def _place(
-    indices, before, counts, starts, order, inverse, slots, experts, PADDED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _place(indices, before, counts, starts, order, inverse, slots, experts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """The row of each slot: its expert's first, those of blocks before, those of this block before it."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import launch, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, launch, tile
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def swiglu_rows_backward(
     R, size = grad.shape
     grads = gate_up.new_empty(gate_up.shape)
     grad_weights = None if weights is None else weights.new_empty(R)
-    BR, BI = tile(size)
+    BR, BI = tile(size, most=SUMMED)
     sizes = {"WEIGHTED": weights is not None, "COUNTED": count is not None, "BR": BR, "BI": BI}
     factors, limit = (grads if weights is None else weights.contiguous()), (grads if count is None else count)
     out = grads if grad_weights is None else grad_weights
@@ -88,7 +88,7 @@ def _backward(
         real = here & (row < tl.load(count))
     if WEIGHTED:
         weight = tl.load(weights + row, mask=real, other=0.0).to(tl.float32)
-        dot = tl.zeros([BR], dtype=tl.float32)
+        products = tl.zeros([BR, BI], dtype=tl.float32)
     for first in range(0, size, BI):
         column = first + tl.arange(0, BI)
         across = (column < size)[None, :]
@@ -102,10 +102,10 @@ def _backward(
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         if WEIGHTED:
-            dot += tl.sum(g * silu * up, 1)
+            products += g * silu * up
             g *= weight[:, None]
         grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(grads + place, grad_gate.to(grads.dtype.element_ty), mask=here[:, None] & across)
         tl.store(grads + place + size, (g * silu).to(grads.dtype.element_ty), mask=here[:, None] & across)
     if WEIGHTED:
-        tl.store(grad_weights + row, dot.to(grad_weights.dtype.element_ty), mask=here)
+        tl.store(grad_weights + row, tl.sum(products, 1).to(grad_weights.dtype.element_ty), mask=here)
