@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +54,8 @@ class Kernels:
     def __init__(self, choice: Choice = "auto") -> None:
         if choice not in get_args(Choice):
             raise ValueError(f"kernels={choice!r}; allowed: {', '.join(map(repr, get_args(Choice)))}")
-        if choice == "triton" and not _has_triton():
+        self._has_triton = find_spec("triton") is not None
+        if choice == "triton" and not self._has_triton:
             raise ValueError("kernels='triton' without the package triton; allowed: 'auto', 'torch'")
         self.choice = choice
         self.chosen: dict[tuple[object, ...], Literal["triton", "torch"]] = {}
@@ -70,28 +71,35 @@ class Kernels:
         tensors = [tensor for arg in args for tensor in _tensors(arg)]
         if not tensors[0].is_cuda:
             return self.choice == "triton" and _interpreted()
-        if not _has_triton() or any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
+        if not self._has_triton or any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
             return False
         return self.choice == "triton" or self._measured(op, args, tensors)
 
     def _measured(self, op: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        if not all(t.numel() for t in tensors):
-            return False
-        key = (op.__name__, tensors[0].device.index, *(_described(arg) for arg in args))
+        key = (op.__name__, tensors[0].device.index, *map(_described, args))
         if key not in self.chosen:
+            if not all(t.numel() for t in tensors):
+                return False
             if torch.cuda.is_current_stream_capturing():
                 return True  # a capture cannot be timed, and the twins may look at values
             self.chosen[key] = _faster(op, args)
         return self.chosen[key] == "triton"
 
 
+def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
+    """Has every module of a model run by these kernels, its layers choosing together.
+
+    >>> use_kernels(model, "triton")
+    """
+    shared = kernels if isinstance(kernels, Kernels) else Kernels(kernels)
+    for module in model.modules():
+        if isinstance(getattr(module, "kernels", None), Kernels):
+            module.__dict__["kernels"] = shared
+
+
 def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The op by these kernels; by its twin without any."""
     return op(*args, **kwargs) if kernels is None else kernels(op, *args, **kwargs)
-
-
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _interpreted() -> bool:
@@ -115,10 +123,9 @@ def _tensors(arg: Any) -> tuple[Tensor, ...]:
 def _described(arg: Any) -> object:
     """What tells classes of shapes apart: sizes, dtypes and numbers, the first size of a tensor by its bits."""
     if isinstance(arg, Tensor):
-        return arg.dtype, len(arg.shape) and arg.shape[0].bit_length(), *arg.shape[1:]
-    if isinstance(arg, tuple) and _tensors(arg):
-        return tuple(_described(t) for t in arg)
-    return arg
+        rows, *rest = arg.shape
+        return arg.dtype, rows.bit_length(), *rest
+    return tuple(map(_described, arg)) if isinstance(arg, tuple) else arg
 
 
 def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", "torch"]:

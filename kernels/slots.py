@@ -67,22 +67,22 @@ def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
     """
     flat = indices.reshape(-1)
     # One more bin for what names no expert: it sorts behind all others.
-    key = flat.masked_fill((flat < 0) | (flat >= experts), experts)
+    key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = key.argsort(stable=True)
-    ones = torch.ones_like(key)
-    every = torch.zeros(experts + 1, dtype=torch.int64, device=key.device).scatter_add_(0, key, ones)
-    counts = every[:experts]
-    here = torch.arange(len(key), device=key.device)
-    # Row of the n-th slot in order: the n-th, moved on by the padding of the experts before.
-    padded = (counts + (align - 1)).div(align, rounding_mode="floor") * align
-    moved = torch.cat([counts.new_zeros(1), (padded - counts).cumsum(0)])
-    lost = here >= counts.sum()
-    row = (here + moved[key[order]]).masked_fill_(lost, -1)
+    every = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
+    counts = every.scatter_add_(0, key, torch.ones_like(key))[:experts]
+    row = torch.arange(len(key), device=key.device)
+    lost = row >= counts.sum()
+    if align > 1:  # a row is moved on by the padding of the experts before its own
+        padding = -counts % align
+        row += torch.cat([padding.new_zeros(1), padding.cumsum(0)])[key[order]]
     inverse = torch.empty_like(row)
-    inverse[order] = row
+    inverse[order] = row.masked_fill(lost, -1)
+    if align == 1:
+        return Slots(order.masked_fill_(lost, -1), inverse, counts)
     rows = len(key) + experts * (align - 1)
     placed = torch.full((rows + 1,), -1, dtype=torch.int64, device=key.device)  # the last takes what has no row
-    placed[row.masked_fill(lost, rows)] = order
+    placed[row.masked_fill_(lost, rows)] = order
     placed[rows] = -1
     return Slots(placed[:rows], inverse, counts)
 

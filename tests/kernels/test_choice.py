@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.kernels import choice
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.choice import Kernels, run, use_kernels
 from overlap1f1b.kernels.slots import place_slots
 from overlap1f1b.kernels.take import take_rows
 from overlap1f1b.kernels.weight_grad import add_weight_grad_
@@ -112,8 +112,13 @@ def test_triton_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_of_a_model_choose_together() -> None:
-    model = MoETransformer(CONFIG)
-    assert len({id(m.kernels) for m in model.modules() if hasattr(m, "kernels")}) == 1
+    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "shared_intermediate": 5, "dense_layers": 1}))
+    held = [m for m in model.modules() if hasattr(m, "kernels")]
+    assert [type(m).__name__ for m in held] == ["SwiGLU", "Router", "GroupedExperts", "SwiGLU"]
+    assert len({id(m.kernels) for m in held}) == 1
+    use_kernels(model, "auto")
+    assert {m.kernels.choice for m in held} == {"auto"}
+    assert len({id(m.kernels) for m in held}) == 1
 
 
 @pytest.mark.triton

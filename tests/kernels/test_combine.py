@@ -8,7 +8,7 @@ import torch
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import AggregateRows, aggregate_rows, spread_grad, sum_rows
 from overlap1f1b.kernels.slots import place_slots, sort_slots
-from tests.kernels.against import DTYPES, SHAPES, check, choose, draw
+from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
 
 @pytest.mark.parametrize(("T", "K", "E", "H"), [(0, 2, 3, 4), (1, 1, 1, 1), (7, 2, 5, 3), (9, 3, 8, 30)])
@@ -44,7 +44,9 @@ def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
         rows = draw(len(order), H, dtype=dtype)
         if align > 1:
             inverse = torch.where(inverse % 5 == 0, -1, inverse)  # what has no row counts nothing
-            order = torch.full_like(order, -1).scatter_(0, inverse[inverse >= 0], torch.arange(T * K)[inverse >= 0])
+            order = torch.full_like(order, -1).scatter_(
+                0, inverse[inverse >= 0], torch.arange(T * K, device=DEVICE)[inverse >= 0]
+            )
         check(sum_rows, rows, inverse, K, None, align > 1)
         check(sum_rows, rows, inverse, K, weights, align > 1)
         check(spread_grad, grad, rows, order, inverse, weights, align > 1)
