@@ -60,7 +60,8 @@ def _spread(
         tokens + token[:, None] * H + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
     )
     for k in tl.static_range(K):
-        row = tl.load(inverse + token * K + k, mask=here, other=0)
-        tl.store(rows + row[:, None] * H + column[None, :], value, mask=inside)
+        row = tl.load(inverse + token * K + k, mask=here, other=-1)
+        there = row >= 0  # of a slot that names no expert nothing is written
+        tl.store(rows + row[:, None] * H + column[None, :], value, mask=inside & there[:, None])
         if WEIGHTED and tl.program_id(1) == 0:
-            tl.store(row_weights + row, tl.load(weights + token * K + k, mask=here, other=0.0), mask=here)
+            tl.store(row_weights + row, tl.load(weights + token * K + k, mask=there, other=0.0), mask=there)
