@@ -20,6 +20,19 @@ from tests.kernels.against import DEVICE
 CONFIG = MoEConfig(vocabulary=11, layers=2, hidden=32, heads=2, experts=6, intermediate=12, sequence=8, kernels="torch")
 
 
+class Recording(Kernels):
+    """Keeps the names of what Triton ran."""
+
+    def __init__(self, choice: choice.Choice) -> None:
+        super().__init__(choice)
+        self.ran: set[str] = set()
+
+    def uses_triton(self, op: Any, *args: Any) -> bool:
+        used = super().uses_triton(op, *args)
+        self.ran |= {op.__name__} if used else set()
+        return used
+
+
 class OnGPU(Tensor):
     """Says that it is on a GPU."""
 
@@ -134,6 +147,7 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
+        use_kernels(model, recording := Recording(kernels))
         engine = Engine(model, program, loss_fn=loss_fn)
         for _ in range(3):  # two that measure, one that overlaps
             model.zero_grad()
@@ -142,7 +156,31 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         results[kernels] = (loss, [p.grad for p in model.parameters()])
     torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
+    routed = {"place_slots", "spread_rows", "sum_rows", "spread_grad"}
+    activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward"}
+    assert recording.ran == routed | activated
+
     bad = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
     bad[1] = 6
     with pytest.raises(ValueError, match="indices name expert 6; allowed: 0 to 5"):
         model[1].mlp.experts(torch.ones(2, 32, device=DEVICE), bad, torch.ones(2, 1, device=DEVICE))
+
+
+@pytest.mark.triton
+def test_experts_of_transformers_by_triton() -> None:
+    pytest.importorskip("transformers")
+    from overlap1f1b.integrations.transformers import split_model
+    from tests.integrations.transformers import tiny
+
+    tokens, labels = (t.to(DEVICE) for t in tiny.batch(4))
+    program = build_schedule("sequential", ranks=1, microbatches=1)
+    results = []
+    for kernels in ("torch", "triton"):
+        stages = split_model(tiny.build("qwen3_moe").to(DEVICE), program, grouped=True)
+        recording = Recording(kernels)
+        for stage in stages.values():
+            use_kernels(stage, recording)
+        loss = Engine(stages, program, loss_fn=stages.loss_fn).step(tokens, target=labels).loss
+        results.append((loss, [p.grad for _, p in stages.named_parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    assert recording.ran > {"swiglu_rows", "swiglu_rows_backward", "sum_rows"}
