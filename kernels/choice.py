@@ -27,7 +27,7 @@ class Kernels:
     """Runs each op by its torch twin or by the Triton kernel beside it.
 
     >>> kernels = Kernels()  # times both on a GPU, the first time it meets an op with shapes of a class
-    >>> rows = kernels(gather_rows, tokens, order, top_k)
+    >>> taken = kernels(take_rows, rows, index)
     >>> kernels = Kernels("torch")  # or "triton"
 
     An op is a function of a module in this folder, its twin. Triton's has the same name and arguments and stands in the

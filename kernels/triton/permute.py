@@ -45,7 +45,7 @@ def _spread(
     rows,
     row_weights,
     T,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BT: tl.constexpr,

@@ -33,7 +33,7 @@ def put_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 @triton.jit
-def _take(rows, index, out, count, width, DIVISOR: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
+def _take(rows, index, out, count, width: tl.constexpr, DIVISOR: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < count, column < width
@@ -45,7 +45,7 @@ def _take(rows, index, out, count, width, DIVISOR: tl.constexpr, BR: tl.constexp
 
 
 @triton.jit
-def _put(rows, index, out, count, width, BR: tl.constexpr, BH: tl.constexpr):
+def _put(rows, index, out, count, width: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < count, column < width

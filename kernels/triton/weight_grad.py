@@ -17,8 +17,8 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     # A tile of 128 × 256 has 85 operations a byte loaded; float32, which tensor cores would round, takes a quarter.
     BC = min(triton.next_power_of_2(max(C, 16)), 128 if low else 64)
     BA = min(triton.next_power_of_2(max(A, 16)), 256 if low else 128)
-    sizes = {"BC": BC, "BA": BA, "BR": 256 if interpreted() else 64 if low else 32, "BAND": 8}
-    sizes |= {"EVEN": C % BC == 0 and A % BA == 0, "WIDEN": interpreted()}
+    BR = 256 if interpreted() else 64 if low else 32
+    sizes = {"BC": BC, "BA": BA, "BR": BR, "BAND": 8, "WIDEN": interpreted()}
     options = {"num_warps": 8 if BC * BA >= 16_384 else 4, "num_stages": 3}
     grid = (triton.cdiv(C, BC) * triton.cdiv(A, BA), E)
     launch(_add_weight_grad, grid, main, main, grad, rows, offsets, C, A, **sizes, **options)
@@ -31,13 +31,12 @@ def _add_weight_grad(
     grad,
     rows,
     offsets,
-    C,
-    A,
+    C: tl.constexpr,
+    A: tl.constexpr,
     BC: tl.constexpr,
     BA: tl.constexpr,
     BR: tl.constexpr,
     BAND: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     expert = tl.program_id(1)
@@ -53,18 +52,15 @@ def _add_weight_grad(
         c = (band * BAND + within % height) * BC + tl.arange(0, BC)
         a = (within // height) * BA + tl.arange(0, BA)
         total = tl.zeros([BC, BA], dtype=tl.float32)
-        inside_c, inside_a = c < C, a < A
-        if EVEN:  # masks would take registers that the sum needs
-            inside_c, inside_a = tl.full([BC], 1, dtype=tl.int1), tl.full([BA], 1, dtype=tl.int1)
-        inside = inside_c[:, None] & inside_a[None, :]
+        inside = (c < C)[:, None] & (a < A)[None, :]
         place = main + expert.to(tl.int64) * C * A + c.to(tl.int64)[:, None] * A + a[None, :]
         # What was there is what the sum begins with: at the end it would need as many registers again.
         total = tl.load(place, mask=inside, other=0.0)
         for first in range(0, end - start, BR):
             row = start + first + tl.arange(0, BR)
             here = (row < end)[:, None]
-            g = tl.load(grad + row[:, None] * C + c[None, :], mask=here & inside_c[None, :], other=0.0)
-            x = tl.load(rows + row[:, None] * A + a[None, :], mask=here & inside_a[None, :], other=0.0)
+            g = tl.load(grad + row[:, None] * C + c[None, :], mask=here & (c < C)[None, :], other=0.0)
+            x = tl.load(rows + row[:, None] * A + a[None, :], mask=here & (a < A)[None, :], other=0.0)
             if WIDEN:  # the interpreter's product of bfloat16 is wrong
                 g, x = g.to(tl.float32), x.to(tl.float32)
             total = tl.dot(tl.trans(g), x, total, input_precision="ieee")
