@@ -24,7 +24,7 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
 
     Args:
         gate_up: ``[R, 2·I]``, gate and up side by side.
-        weights: ``[R]``.
+        weights: ``[R]``, perhaps of a wider dtype than the rest.
         count: ``[1]`` int64 on the device: rows from this one on are padding and give zeros, whatever they hold.
 
     Returns:
@@ -33,7 +33,7 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
     gate, up = gate_up.chunk(2, dim=-1)
     y = F.silu(gate) * up
     if weights is not None:
-        y = y * weights.unsqueeze(1).to(y.dtype)
+        y = (y * weights.unsqueeze(1)).to(y.dtype)
     return y if count is None else y.masked_fill(_beyond(y, count), 0)
 
 
@@ -47,7 +47,7 @@ def swiglu_rows_backward(
     if weights is not None:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad_weights = torch.linalg.vecdot(grad.to(wide), (silu * up).to(wide)).to(weights.dtype)
-        grad_y = grad * weights.unsqueeze(1).to(grad.dtype)
+        grad_y = (grad * weights.unsqueeze(1)).to(grad.dtype)
     grads = torch.cat([torch.ops.aten.silu_backward(grad_y * up, gate), grad_y * silu], dim=-1)
     if count is not None:
         grads = grads.masked_fill(_beyond(grads, count), 0)
