@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.moe.groups import Groups
+from overlap1f1b.moe.streams import HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -26,6 +28,8 @@ class Transfer(Generic[T_co]):
         sends: Works that read ``source``, which lives as long as the transfer.
         source: What is sent.
         ahead: A transfer in front of this one on the same links, so that this one's time alone can be told.
+        mark: Its end on a stream, where it has no works.
+        host: Of counts: those that were sent and those that are received, on their way to the host.
     """
 
     result: T_co
@@ -33,10 +37,14 @@ class Transfer(Generic[T_co]):
     sends: Sequence[dist.Work] = ()
     source: Tensor | Sequence[Tensor] | None = None
     ahead: Transfer[T_co] | None = None
+    mark: Mark | None = None
+    host: HostCopy | None = None
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
         """Waits for the result (on CUDA the current stream does) and returns it. Once only: gloo hangs on a second."""
         _wait(self.receives, timeout)
+        if self.mark is not None:
+            self.mark.wait(timeout)
         return self.result
 
     def release(self, timeout: timedelta | None = None) -> None:
@@ -48,7 +56,8 @@ class Transfer(Generic[T_co]):
     @property
     def done(self) -> bool:
         """Whether everything has been received and sent."""
-        return all(work.is_completed() for work in (*self.receives, *self.sends))
+        ended = self.mark is None or self.mark.is_completed()
+        return ended and all(work.is_completed() for work in (*self.receives, *self.sends))
 
     def finish(self, timeout: timedelta | None = None) -> T_co:
         """Waits for both."""
@@ -60,6 +69,10 @@ class Transfer(Generic[T_co]):
 def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
     for work in works:
         work.wait(timeout) if timeout is not None else work.wait()
+
+
+class EqualSplits(list[int]):
+    """Rows to or from each rank, which are the same number between any two ranks: a collective of its own on NCCL."""
 
 
 class Expected(NamedTuple):
@@ -82,6 +95,8 @@ class Exchange(Protocol):
     rank: int
     background: bool = False
     """Whether a transfer is best started and awaited by a thread of its own."""
+    sms: int = 0
+    """Multiprocessors of a GPU that a transfer occupies while it is in flight."""
 
     def rows(
         self,
@@ -190,23 +205,65 @@ class PeerExchange(Exchange):
 
 
 class CollectiveExchange(Exchange):
-    """torch's ``all_to_all_single``: on NCCL it runs on the group's own stream, and waiting is an event."""
+    """torch's ``all_to_all_single``, on NCCL on streams of high priority: one for rows, one for counts.
 
-    def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup) -> None:
-        self.rows_group, self.counts_group = rows_group, counts_group
+    Collectives that are not asynchronous to torch run on the stream that is current, so they run on these, between
+    events that tell how long they took. The counts are copied to the host on their stream.
+
+    Args:
+        rows_group: Ranks between which rows are exchanged.
+        counts_group: The same ranks, with a queue of its own.
+        streams: For rows and counts; by default those of the device, and without any on a CPU.
+        sms: Blocks that the groups may use, see :func:`lane_groups`.
+    """
+
+    def __init__(
+        self,
+        rows_group: dist.ProcessGroup,
+        counts_group: dist.ProcessGroup,
+        streams: tuple[SideStream, SideStream] | None = None,
+        sms: int = 0,
+    ) -> None:
+        self.rows_group, self.counts_group, self._streams, self.sms = rows_group, counts_group, streams, sms
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
     def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
-        work = dist.all_to_all_single(result, source, list(receive), list(send), group=self.rows_group, async_op=True)
-        return Transfer(result, [_launched(work)], source=source)
+        equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
+        splits = (None, None) if equal else (list(receive), list(send))
+        streams = self._streams_of(source)
+        if streams is None:
+            work = dist.all_to_all_single(result, source, *splits, group=self.rows_group, async_op=True)
+            return Transfer(result, [_launched(work)], source=source)
+        mark = streams[0].run(partial(_all_to_all, self.rows_group, splits), result, source)
+        # Both outlive the exchange by construction: whoever holds the transfer, which holds them, waits for it first.
+        return Transfer(result, source=source, mark=mark)
 
     def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
-        work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)
-        return Transfer(result, [_launched(work)], source=source)
+        streams = self._streams_of(source)
+        if streams is None:
+            work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)
+            return Transfer(result, [_launched(work)], source=source)
+        mark = streams[1].run(partial(_all_to_all, self.counts_group, (None, None)), result, source)
+        # The route keeps both until it has read the copies.
+        return Transfer(result, source=source, mark=mark, host=HostCopy.on(streams[1], source, result))
+
+    def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
+        if self._streams is None and tensor.is_cuda:
+            self._streams = side_stream(tensor.device, "rows"), side_stream(tensor.device, "counts")
+        return self._streams
+
+
+def _all_to_all(
+    group: dist.ProcessGroup,
+    splits: tuple[list[int], list[int]] | tuple[None, None],
+    result: Tensor,
+    source: Tensor,
+) -> None:
+    dist.all_to_all_single(result, source, *splits, group=group)
 
 
 def _launched(work: dist.Work | None) -> dist.Work:
@@ -214,20 +271,27 @@ def _launched(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def lane_groups(group: dist.ProcessGroup, count: int) -> list[dist.ProcessGroup]:
-    """New groups of the same ranks, all of which must call this: their transfers share no queue with others."""
+DEFAULT_CTAS = 16
+
+
+def lane_groups(group: dist.ProcessGroup, count: int, ctas: int = DEFAULT_CTAS) -> list[dist.ProcessGroup]:
+    """New groups of the same ranks, all of which must call this: their transfers share no queue with others.
+
+    ``ctas`` is the most blocks that a transfer on NCCL may have, each on a multiprocessor that compute leaves to it.
+    """
     groups, ranks = Groups.of(group), dist.get_process_group_ranks(group)
-    return [groups.new(ranks, f"lane {number}") for number in range(count)]
+    return [groups.new(ranks, f"lane {number}", ctas=ctas) for number in range(count)]
 
 
-def build_exchange(group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup) -> Exchange:
+def build_exchange(group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup, ctas: int = DEFAULT_CTAS) -> Exchange:
     """The exchange that suits a group: local without one, peer to peer on gloo, a collective on NCCL.
 
-    ``lanes`` are three groups of the same ranks, from :func:`lane_groups`; without them all transfers share ``group``.
+    ``lanes`` are three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
+    transfers share ``group``.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     up, down, control = lanes or (group, group, group)
     if dist.get_backend(group) == "gloo":
         return PeerExchange((up, down, control))
-    return CollectiveExchange(up, control)
+    return CollectiveExchange(up, control, sms=ctas if lanes else 0)
