@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,7 @@ class Boundary:
         failures: Where other ranks say that they failed.
         background: Whether threads start and await.
         dynamic: Whether sizes may change from step to step.
+        stamp: Of the lanes.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Boundary:
         failures: Failures,
         background: bool,
         dynamic: bool = False,
+        stamp: Callable[[], Any] | None = None,
     ) -> None:
         self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
@@ -122,7 +124,8 @@ class Boundary:
                 payload, header = groups[:2] if source < to else groups[2:]
                 assert payload is not None
                 assert header is not None
-                lane = Lane(f"from pipeline rank {source} to {to}", timeout, failures, background=background)
+                name = f"from pipeline rank {source} to {to}"
+                lane = Lane(name, timeout, failures, background=background, stamp=stamp)
                 links, peer = (self._out, to) if rank == source else (self._in, source)
                 links[peer] = _Link(payload, header, lane, mesh.number(peer))
         self._known: dict[_Key, Specs] = {}

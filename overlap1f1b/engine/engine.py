@@ -26,6 +26,7 @@ from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
 from overlap1f1b.engine.tied import TiedReduction, repeated
+from overlap1f1b.engine.timing import cuda_watch
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -131,6 +132,8 @@ class Engine:
         )
         self._shared_links = background  # gloo uses one interface for all its groups
         device = next(iter(self.stages.values())).device
+        watch = cuda_watch(device) if device.type == "cuda" else None
+        stamp = watch and watch.stamp
         self.boundary = Boundary(
             self.mesh,
             placement,
@@ -139,6 +142,7 @@ class Engine:
             failures=self.failures,
             background=background,
             dynamic=dynamic_shapes,
+            stamp=stamp,
         )
         self.reductions: list[Reduction] = reductions_of(
             self.stages,
@@ -147,7 +151,7 @@ class Engine:
             replicas,
             dense=own,
             experts=experts,
-            lane=Lane("reduce", limit, self.failures, background=background),
+            lane=Lane("reduce", limit, self.failures, background=background, stamp=stamp),
             shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
         )
         if reduce:  # it sets gradients aside before all others, and is the last to add to them
@@ -160,6 +164,8 @@ class Engine:
             boundary=self.boundary,
             reductions=self.reductions,
             pace=pace,
+            watch=watch,
+            sms=self.exchange.sms,
         )
         counts_block = not self.exchange.background
         self._plans = Plans(

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -26,12 +27,14 @@ class Flight(Generic[T]):
     """An exchange from its launch to its arrival; times in seconds of ``time.perf_counter``.
 
     ``departed`` is when the transfer was started, or when the one ahead of it had arrived; ``landed`` when its last row
-    was here.
+    was here. On a device that the thread does not wait for, ``begun`` and ``ended`` are stamps of its own clock.
     """
 
     def __init__(self, node: Node, lane: Lane) -> None:
         self.node, self.lane = node, lane
         self.departed = self.landed = 0.0
+        self.begun: Any = None
+        self.ended: Any = None
         self._transfer: Transfer[T] | None = None
         self._result: list[T] = []
         self._error: BaseException | None = None
@@ -85,11 +88,16 @@ class Flight(Generic[T]):
         """The same, and gives up on it."""
         self.drained(seconds)
         self.lane.forgo(self)
-        self._transfer = None
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None and transfer.mark is not None:  # what a stream still uses outlives it
+            with suppress(Exception):
+                transfer.mark.wait(timedelta(seconds=seconds))
 
     def depart(self, post: Post[T]) -> None:
         """Starts the transfer."""
         try:
+            if self.lane.stamp is not None:
+                self.begun = self.lane.stamp()
             self._transfer = post()
             self.departed = time.perf_counter()
         except Exception as error:  # it belongs to the thread that waits for the rows
@@ -109,6 +117,7 @@ class Flight(Generic[T]):
             if self.node.op is Op.SEND:  # nothing comes back: it has ended when it is sent
                 transfer.release(timeout)
             self.landed = time.perf_counter()
+            self._note(transfer)
             if self._arrived is not None:
                 self._arrived.set()
             if self.node.op is not Op.SEND:
@@ -116,6 +125,16 @@ class Flight(Generic[T]):
             self._transfer = None
         except Exception as error:
             self._fail(error)
+
+    def _note(self, transfer: Transfer[T]) -> None:
+        """The stream on which it ran knows better when it did."""
+        mark = transfer.mark
+        if mark is None:
+            self.ended = None if self.lane.stamp is None else self.lane.stamp()
+        elif self.lane.stamp is not None:
+            self.begun, self.ended = mark.begun, mark.ended
+        else:
+            self.departed, self.landed = mark.begun, mark.ended
 
     def watch(self) -> None:
         """Another thread will land it."""
@@ -139,10 +158,20 @@ class Lane:
         timeout: Limit of every wait.
         background: Whether threads of its own start and await.
         failures: Where other ranks say that they failed.
+        stamp: Notes now on the device's clock, where that is not the thread's.
     """
 
-    def __init__(self, name: str, timeout: timedelta, failures: Failures, *, background: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta,
+        failures: Failures,
+        *,
+        background: bool,
+        stamp: Callable[[], Any] | None = None,
+    ) -> None:
         self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
+        self.stamp = stamp
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
         self._threads: list[threading.Thread] = []

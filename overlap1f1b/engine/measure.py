@@ -26,6 +26,7 @@ class BackToBack:
 
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
+        self.sms = real.sms
         self.counts, self.expect_rows, self.expect_counts = real.counts, real.expect_rows, real.expect_counts
 
     def rows(

@@ -64,7 +64,9 @@ class Microbatch:
         self.differentiable: tuple[bool, ...] = ()
         """Which of the outputs have a gradient to come."""
         self.kept: Tensors = ()
-        self.output_grads: OptionalTensors | None = (torch.tensor(loss_scale),) if loss_fn is not None else None
+        self.output_grads: OptionalTensors | None = None
+        if loss_fn is not None:  # filled where it is needed: a copy to a GPU would wait for it
+            self.output_grads = (torch.full((), loss_scale, device=stage.device),)
         self.input_grads: OptionalTensors = ()
         self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
         self.after: Microbatch | None = None

@@ -10,11 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 from overlap1f1b.engine.boundary import Boundary
+from overlap1f1b.engine.carveout import Carveout
 from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.recompute import run_of
 from overlap1f1b.engine.reduction import Reduction
+from overlap1f1b.engine.timing import StepTimes, Watch
 from overlap1f1b.engine.weights import accumulate
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Span
 from overlap1f1b.plan import Lane as LaneName
@@ -47,6 +49,8 @@ class Player:
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
+        watch: Clock of a device that computes while the thread goes on.
+        sms: Multiprocessors that an exchange in flight occupies.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
     of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node.
@@ -61,9 +65,11 @@ class Player:
         boundary: Boundary | None = None,
         reductions: Sequence[Reduction] = (),
         pace: Pace | None = None,
+        watch: Watch | None = None,
+        sms: int = 0,
     ) -> None:
         def lane(name: str, *, background: bool = background) -> Lane:
-            return Lane(name, timeout, failures, background=background)
+            return Lane(name, timeout, failures, background=background, stamp=watch and watch.stamp)
 
         back = lane("combine")
         self.lanes = {
@@ -76,6 +82,7 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
+        self._watch, self._times, self._carveout = watch, None if watch is None else StepTimes(watch), Carveout(sms)
         self.before_launch: Callable[[], None] | None = None
         self.around: Callable[[Node], AbstractContextManager[object]] | None = None
         self.position = 0
@@ -96,6 +103,7 @@ class Player:
         self._spans, self._flights, self._sends, self._begun = [], [], deque(), time.perf_counter()
         self._live, self._held = set(), set()
         self.peak_activations = self.peak_held = 0
+        self._times = None if self._watch is None else StepTimes(self._watch)
         try:
             for self.position, node in enumerate(nodes):
                 lane = node.lane
@@ -115,6 +123,7 @@ class Player:
                 microbatch.stop()
             for flight in self._flights:
                 flight.drain(seconds=1.0)
+            self._carveout.clear()
             raise
 
     def _pass(self, node: Node, microbatch: Microbatch) -> None:
@@ -136,6 +145,8 @@ class Player:
             self.before_launch()
         flight = self.lanes[node.op, node.kind].launch(node, _step(node, microbatch)(node))
         microbatch.flights[node.kind] = flight
+        if node.op is not Op.COUNTS:
+            self._carveout.launched()
         self._flights.append(flight)
 
     def _compute(self, node: Node, microbatch: Microbatch) -> None:
@@ -145,8 +156,11 @@ class Player:
             self._held.add(place)
             self.peak_activations = max(self.peak_activations, len(self._live))
             self.peak_held = max(self.peak_held, len(self._held))
+        if node.op not in RECOMPUTES and node.kind in microbatch.flights:
+            self._carveout.awaited()
         received = None if node.op in RECOMPUTES else microbatch.await_input(node.kind)
-        start = time.perf_counter()
+        start, times = time.perf_counter(), self._times
+        begun = None if times is None else times.watch.stamp()
         with self.around(node) if self.around is not None else _NO_CONTEXT:
             if node.kind is Kind.W:
                 accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
@@ -155,14 +169,24 @@ class Player:
         if self.pace is not None:
             time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))
+        if times is not None:
+            times.computed(node, begun)
         if microbatch.ended:
             self._live.discard(place)
             if not microbatch.queues:
                 self._held.discard(place)
                 microbatch.finish()
 
+    def measured(self) -> Callable[[], tuple[Span, ...]]:
+        """What gives the spans of the last :meth:`play`; on CUDA it waits for the device."""
+        times, flights = self._times, self._flights
+        if times is not None:
+            return lambda: times.spans(flights)
+        spans = self.spans()
+        return lambda: spans
+
     def spans(self) -> tuple[Span, ...]:
-        """What the last :meth:`play` did, in seconds from its start; on CUDA only what the thread saw."""
+        """What the thread saw of the last :meth:`play`, in seconds from its start."""
         landed = [flight for flight in self._flights if flight.landed]
         flights = [Span(f.node, f.departed - self._begun, f.landed - self._begun) for f in landed]
         return (*self._spans, *flights)

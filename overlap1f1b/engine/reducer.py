@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.stage import Stage
 from overlap1f1b.moe.exchange import Transfer
+from overlap1f1b.moe.streams import CudaStream
 from overlap1f1b.plan import Node, Op
 
 BlockPlace = tuple[int, int]
@@ -45,6 +46,7 @@ class Reducer:
         self._flights: list[tuple[list[nn.Parameter], Flight[Tensor]]] = []
         self._order: list[BlockPlace] = []  # of the launches still to come, the last first
         self._ready: dict[BlockPlace, Node] = {}
+        self._stream: CudaStream | None = None
 
     @property
     def reduces(self) -> bool:
@@ -96,10 +98,18 @@ class Reducer:
         launched = []
         for bucket in by_dtype.values():
             flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-            flight = self.lane.launch(node, partial(_all_reduce, flat, group))
+            flight = self.lane.launch(node, partial(self._all_reduce, flat, group))
             self._flights.append((bucket, flight))
             launched.append(flight)
         return launched
+
+    def _all_reduce(self, flat: Tensor, group: dist.ProcessGroup) -> Transfer[Tensor]:
+        if not flat.is_cuda:
+            return Transfer(flat, [group.allreduce([flat])])
+        if self._stream is None:
+            self._stream = CudaStream(flat.device, priority=0)
+        # flat outlives the job by construction: the flight holds it until finish() waits.
+        return Transfer(flat, mark=self._stream.run(partial(_summed, group), flat))
 
     def settle(self) -> None:
         """Waits until nothing is under way, so that the group can be used for something else."""
@@ -123,5 +133,5 @@ class Reducer:
         self._before, self._flights = {}, []
 
 
-def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Transfer[Tensor]:
-    return Transfer(flat, [group.allreduce([flat])])
+def _summed(group: dist.ProcessGroup, flat: Tensor) -> None:
+    dist.all_reduce(flat, group=group)

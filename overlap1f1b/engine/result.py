@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors, one
 from overlap1f1b.engine.player import Player
+from overlap1f1b.plan import Span
 from overlap1f1b.simulation import Timeline
 
 
@@ -22,7 +24,7 @@ class StepResult:
         losses: Loss of each microbatch that ended on this rank, in their order.
         weights: Part of each in the mean over all ranks' microbatches.
         outputs: What went into each of the losses, where it was asked for.
-        overlap: The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+        measured: Gives what was measured of the nodes.
         peak_activations: Most (stage, microbatch) that were alive at once.
         peak_held: The same with those that waited for weight gradients alone.
     """
@@ -30,9 +32,17 @@ class StepResult:
     losses: tuple[Tensor, ...]
     weights: tuple[float, ...]
     outputs: tuple[Tensor | OptionalTensors | None, ...]
-    overlap: Timeline
+    measured: Callable[[], tuple[Span, ...]]
     peak_activations: int
     peak_held: int
+
+    @cached_property
+    def overlap(self) -> Timeline:
+        """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+
+        On CUDA it is that of the device, and the first look at it waits for the step to end.
+        """
+        return Timeline(self.measured())
 
     @property
     def loss(self) -> Tensor:
@@ -55,8 +65,7 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
     losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
-    timeline = Timeline(player.spans())
-    return StepResult(losses, tuple(weights), kept, timeline, player.peak_activations, player.peak_held)
+    return StepResult(losses, tuple(weights), kept, player.measured(), player.peak_activations, player.peak_held)
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:

@@ -231,12 +231,12 @@ class CollectiveExchange(Exchange):
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
         equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        splits = (None, None) if equal else (list(receive), list(send))
+        splits = None if equal else (list(receive), list(send))
         streams = self._streams_of(source)
         if streams is None:
-            work = dist.all_to_all_single(result, source, *splits, group=self.rows_group, async_op=True)
+            work = _all_to_all(self.rows_group, splits, True, result, source)
             return Transfer(result, [_launched(work)], source=source)
-        mark = streams[0].run(partial(_all_to_all, self.rows_group, splits), result, source)
+        mark = streams[0].run(partial(_all_to_all, self.rows_group, splits, False), result, source)
         # Both outlive the exchange by construction: whoever holds the transfer, which holds them, waits for it first.
         return Transfer(result, source=source, mark=mark)
 
@@ -245,9 +245,9 @@ class CollectiveExchange(Exchange):
         result = torch.empty_like(source)
         streams = self._streams_of(source)
         if streams is None:
-            work = dist.all_to_all_single(result, source, group=self.counts_group, async_op=True)
+            work = _all_to_all(self.counts_group, None, True, result, source)
             return Transfer(result, [_launched(work)], source=source)
-        mark = streams[1].run(partial(_all_to_all, self.counts_group, (None, None)), result, source)
+        mark = streams[1].run(partial(_all_to_all, self.counts_group, None, False), result, source)
         # The route keeps both until it has read the copies.
         return Transfer(result, source=source, mark=mark, host=HostCopy.on(streams[1], source, result))
 
@@ -259,11 +259,13 @@ class CollectiveExchange(Exchange):
 
 def _all_to_all(
     group: dist.ProcessGroup,
-    splits: tuple[list[int], list[int]] | tuple[None, None],
+    splits: tuple[list[int], list[int]] | None,
+    async_op: bool,
     result: Tensor,
     source: Tensor,
-) -> None:
-    dist.all_to_all_single(result, source, *splits, group=group)
+) -> dist.Work | None:
+    receive, send = splits or (None, None)
+    return dist.all_to_all_single(result, source, receive, send, group=group, async_op=async_op)
 
 
 def _launched(work: dist.Work | None) -> dist.Work:

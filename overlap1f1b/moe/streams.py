@@ -27,8 +27,11 @@ class Mark(Protocol):
     ``begun`` and ``ended`` are stamps of its start and its end: seconds of ``time.perf_counter``, or CUDA events.
     """
 
-    begun: Any
-    ended: Any
+    @property
+    def begun(self) -> Any: ...
+
+    @property
+    def ended(self) -> Any: ...
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """What is computed from now on comes after it. On CUDA the thread does not stop."""
@@ -149,9 +152,7 @@ class ThreadStream:
 
     def __init__(self, name: str = "stream", delay: Callable[[], float] | None = None) -> None:
         self._jobs: SimpleQueue[_Entry | None] = SimpleQueue()
-        thread = threading.Thread(
-            target=_work, args=(self._jobs, delay), name=f"overlap1f1b-{name}", daemon=True
-        )
+        thread = threading.Thread(target=_work, args=(self._jobs, delay), name=f"overlap1f1b-{name}", daemon=True)
         self.close = weakref.finalize(self, self._jobs.put, None)
         """Ends the thread."""
         thread.start()

@@ -165,6 +165,7 @@ class Delayed:
     def __init__(self, real: Exchange, seed: int) -> None:
         self.real, self.random = real, random.Random(seed)
         self.ranks, self.rank, self.background = self.real.ranks, self.real.rank, self.real.background
+        self.sms = real.sms
 
     def _pause(self) -> None:
         if self.random.random() < 0.2:
