@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class ExpertRows(Sequence[int]):
+    """Rows of each expert, which the host reads only if it must: on CUDA that waits for the device.
+
+    Args:
+        counts: ``[E]`` int64.
+        host: The same, where the host knows them already.
+    """
+
+    def __init__(self, counts: Tensor, host: Sequence[int] | None = None) -> None:
+        self.counts, self._host = counts, host
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """``[E]`` int32, the end of each expert's rows."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if self._host is None:
+            self._host = self.counts.tolist()
+        return self._host[index]
+
+    def __len__(self) -> int:
+        return len(self.counts)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -17,15 +49,15 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     Args:
         rows: ``[R, A]``, sorted by expert.
         weight: ``[E, C, A]``, as ``nn.Linear`` lays it out.
-        counts: Rows of each expert, summing to R; zeros are allowed.
+        counts: Rows of each expert, summing to R or less; zeros are allowed.
 
     Returns:
-        ``[R, C]``.
+        ``[R, C]``, of which rows that belong to no expert have values without meaning.
     """
     if _native(rows, weight):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=_offsets(counts, rows))
     out = rows.new_empty(rows.shape[0], weight.shape[1])
-    for part, source, w in zip(out.split(counts), rows.split(counts), weight, strict=True):
+    for part, source, w in zip(_parts(out, counts), _parts(rows, counts), weight, strict=True):
         torch.mm(source, w.t(), out=part)
     return out
 
@@ -35,7 +67,7 @@ def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -
     if _native(grad, weight):
         return F.grouped_mm(grad.contiguous(), weight, offs=_offsets(counts, grad))
     out = grad.new_empty(grad.shape[0], weight.shape[2])
-    for part, source, w in zip(out.split(counts), grad.split(counts), weight, strict=True):
+    for part, source, w in zip(_parts(out, counts), _parts(grad, counts), weight, strict=True):
         torch.mm(source, w, out=part)
     return out
 
@@ -44,14 +76,26 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) ->
     """Gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
     if _native(grad, rows):
         product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=_offsets(counts, grad))
-        return product.masked_fill((torch.tensor(counts, device=grad.device) == 0)[:, None, None], 0.0)
+        return product.masked_fill_((_offsets(counts, grad).diff(prepend=_zero(grad)) == 0)[:, None, None], 0.0)
     out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
-    for part, g, r in zip(out, grad.split(counts), rows.split(counts), strict=True):
+    for part, g, r in zip(out, _parts(grad, counts), _parts(rows, counts), strict=True):
         torch.mm(g.t(), r, out=part)
     return out
 
 
+def _parts(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """The rows of each expert."""
+    sizes = list(counts)
+    return rows[: sum(sizes)].split(sizes)
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
 def _offsets(counts: Sequence[int], like: Tensor) -> Tensor:
+    if isinstance(counts, ExpertRows):
+        return counts.ends
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=like.device)
 
 

@@ -79,7 +79,7 @@ class BlockRun:
         assert seam.leaf is not None
         self.stage.leave_to(seam.queue)
         with random, state.applied(name, device=self.stage.device, grad=grad):
-            return seam.experts.compute(seam.leaf, seam.route.expert_rows)
+            return seam.experts.compute_routed(seam.leaf, seam.route)
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -104,7 +104,9 @@ class BlockRun:
         """Goes on with the forward."""
         step = self._advance(value, self.microbatch.random)
         if isinstance(step, SeamCall):
-            self.seams.append(SeamRun(step, self.stage.exchange))
+            self.seams.append(SeamRun(step, self.stage.exchange, self.stage.capacity))
+            if (dropped := self.seams[-1].route.dropped) is not None:
+                self.stage.dropped.append((self.block, self.microbatch.index, dropped))
             self._check_seams(ended=False)
             return
         self._check_seams(ended=True)
@@ -162,10 +164,12 @@ class BlockRun:
         def post() -> Transfer[Tensor]:
             route, exchange = seam.route, seam.exchange
             if counts is not None:
-                route.arrive(counts.wait())
+                route.arrive(counts.wait(), counts.lane.timeout)
             expected = microbatch.expected.pop(kind, None)
             if op is Op.COUNTS:
-                return exchange.counts(route.counts, node.tag, expected)
+                sizes = exchange.counts(route.counts, node.tag, expected)
+                route.host = sizes.host
+                return sizes
             assert rows is not None
             outward = (op is Op.DISPATCH) == (kind is Kind.F)  # towards the experts
             send, receive = (route.send, route.receive) if outward else (route.receive, route.send)

@@ -16,14 +16,15 @@ from overlap1f1b.moe.route import Route
 class SeamRun:
     """One call of experts by one microbatch."""
 
-    def __init__(self, call: SeamCall, exchange: Exchange) -> None:
+    def __init__(self, call: SeamCall, exchange: Exchange, capacity: float | None = None) -> None:
         assert isinstance(call.experts, Experts)
         self.experts, self.exchange = call.experts, exchange
         self.tokens: Tensor | None = call.tokens
         self.weights, self.state, self.dtype = call.weights, call.state, call.tokens.dtype
         self.queue = WeightQueue()
         with torch.no_grad():
-            self.route = Route(call.indices, self.experts.experts, exchange.ranks, self.experts.kernels)
+            experts = self.experts
+            self.route = Route(call.indices, experts.experts, exchange.ranks, experts.kernels, capacity=capacity)
             self.rows: Tensor | None = self.route.gather(call.tokens.detach())
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
         self.result_dtype = self.dtype

@@ -49,6 +49,10 @@ class Stage:
     ) -> None:
         self.number = number
         self.exchange = exchange or LocalExchange()
+        self.capacity: float | None = None
+        """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
+        self.dropped: list[tuple[int, int, Tensor]] = []
+        """What found no room: block, microbatch and rows of each expert ``[E]``. Whoever sets a capacity reads it."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
@@ -44,6 +45,11 @@ class Experts(nn.Module):
     product: GroupedProduct
     kernels: Kernels
 
+    @property
+    def reads_counts_late(self) -> bool:
+        """Whether :meth:`compute` takes counts that the host may not know, and rows beyond them; else it waits."""
+        return False
+
     def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
         """Says which ranks share the experts, and what they run by.
 
@@ -68,12 +74,24 @@ class Experts(nn.Module):
         """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
         raise NotImplementedError
 
+    def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
+        """:meth:`compute` on rows that a route has grouped."""
+        counts = route.expert_rows
+        if self.reads_counts_late:
+            return self.compute(rows, counts)
+        known = list(counts)
+        rest = len(rows) - sum(known)
+        result = self.compute(rows[: sum(known)], known)
+        return F.pad(result, (0, 0, 0, rest)) if rest else result
+
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         route = Route(indices, self.experts, self.exchange.ranks, self.kernels)
-        route.arrive(self.exchange.counts(route.counts).finish())
+        counts = self.exchange.counts(route.counts)
+        route.host = counts.host
+        route.arrive(counts.finish())
         rows = GatherRows.apply(tokens, route.order, route.top_k, route.inverse, self.kernels)
         received = _Rows.apply(rows, self.exchange, route.send, route.receive)
-        result = self.compute(_Group.apply(received, route), route.expert_rows).to(tokens.dtype)
+        result = self.compute_routed(_Group.apply(received, route), route).to(tokens.dtype)
         result = _Ungroup.apply(result, route)
         returned = _Rows.apply(result, self.exchange, route.receive, route.send)
         return AggregateRows.apply(returned, route.order, weights, route.inverse, self.kernels)
@@ -128,6 +146,10 @@ class GroupedExperts(Experts):
     @property
     def row_kind(self) -> object:
         return self.experts, self.gate_up.shape[2], self.gate_up.dtype
+
+    @property
+    def reads_counts_late(self) -> bool:
+        return type(self).compute is GroupedExperts.compute
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         gate_up = self.product(rows, self.gate_up, counts)

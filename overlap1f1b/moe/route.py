@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from functools import cached_property
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels, run
-from overlap1f1b.kernels.combine import aggregate_rows, aggregate_rows_backward
-from overlap1f1b.kernels.permute import gather_rows, gather_rows_backward
+from overlap1f1b.kernels.combine import spread_grad, sum_rows
+from overlap1f1b.kernels.grouped_mm import ExpertRows
+from overlap1f1b.kernels.packing import pack_slots
+from overlap1f1b.kernels.permute import spread_rows
 from overlap1f1b.kernels.slots import invert, place_slots, sort_slots
 from overlap1f1b.kernels.take import put_rows, take_rows
+from overlap1f1b.moe.exchange import EqualSplits
+from overlap1f1b.moe.streams import HostCopy
 
 
 class Route:
@@ -21,83 +26,149 @@ class Route:
     The way of a row: token → slot order (sorted by expert, so by rank) → exchange → grouped by local expert → experts
     → back. :meth:`arrive` must have been called with the received counts before rows are grouped.
 
+    By default it is exact: every rank sends as many rows as there are, so the host must know how many. With a
+    ``capacity`` every rank sends every other the same number, ``⌈capacity · T · K / ranks⌉``, filled up with zeros:
+    nothing waits for the host, and ranks must have equally many tokens. Rows that find no room are left out, and
+    :attr:`dropped` says so.
+
     Args:
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
-        kernels: What permutations and sums run by; torch by default.
+        kernels: What rows are moved by; torch by default.
+        capacity: Room for rows, as a multiple of what each rank would be sent if all were sent alike; None for exact.
+
+    Attributes:
+        counts: ``[E]`` int64, rows that are sent to each expert.
+        dropped: ``[E]`` int64, rows that found no room; None where all do.
+        host: The counts on their way to the host, if an exchange has sent them there.
 
     Raises:
-        ValueError: ``indices`` name an expert that is none.
+        ValueError: ``indices`` name an expert that is none. On CUDA that is an assertion of the device.
     """
 
-    def __init__(self, indices: Tensor, experts: int, ranks: int, kernels: Kernels | None = None) -> None:
-        self.top_k, self.kernels = indices.shape[1], kernels
-        if kernels is not None and kernels.uses_triton(place_slots, indices, experts):
-            self.order, self.inverse, self.counts = kernels(place_slots, indices, experts)
-        else:
-            # Counting has to look at all indices anyway: its result is longer than E, or it refuses negative ones. So
-            # what is wrong is seen without a look at values of its own, for which a GPU would have to be waited for.
-            try:
-                self.order, self.counts = sort_slots(indices, experts)
-            except RuntimeError:
-                _refuse(indices, experts)
-                raise
-            if len(self.counts) > experts:
-                _refuse(indices, experts)
-            self.inverse = invert(self.order)
-        self.send = self.counts.view(ranks, -1).sum(1).tolist()
-        if sum(self.send) < indices.numel():  # Triton's kernels count only what names an expert
-            _refuse(indices, experts)
+    def __init__(
+        self,
+        indices: Tensor,
+        experts: int,
+        ranks: int,
+        kernels: Kernels | None = None,
+        *,
+        capacity: float | None = None,
+    ) -> None:
+        self.top_k, self.ranks, self.kernels = indices.shape[1], ranks, kernels
+        self.dropped: Tensor | None = None
+        self.host: HostCopy | None = None
+        self.send: list[int] = []
         self.receive: list[int] = []
-        self._received: list[list[int]] = []  # rows by source and local expert
-
-    def arrive(self, counts: Tensor) -> None:
-        """Takes the received ``counts [ranks, E / ranks]`` and copies them to the host."""
-        self._received = counts.tolist()
-        self.receive = [sum(rows) for rows in self._received]
+        self._arrived: Tensor | None = None  # rows by source and local expert
+        self._counted: list[list[int]] | None = None  # the same on the host, where it must know
+        if not indices.is_cuda:
+            _check(indices, experts)
+        if capacity is not None:
+            room = min(math.ceil(capacity * indices.numel() / ranks), indices.numel())
+            packing = pack_slots(indices, experts, ranks, room, kernels)
+            self.order, self.inverse, self.counts, self.dropped = packing
+            self.send = self.receive = EqualSplits([room] * ranks)
+        elif not indices.is_cuda and (kernels is None or not kernels.uses_triton(place_slots, indices, experts)):
+            self.order, self.counts = sort_slots(indices, experts)
+            self.inverse = invert(self.order)
+        else:
+            self.order, self.inverse, self.counts = run(kernels, place_slots, indices, experts)
 
     @property
-    def expert_rows(self) -> list[int]:
+    def padded(self) -> bool:
+        """Whether what is sent has rows that are none."""
+        return self.dropped is not None
+
+    def arrive(self, counts: Tensor, timeout: timedelta | None = None) -> None:
+        """Takes the received ``counts [ranks, E / ranks]``; what the host must know of them it waits for here."""
+        self._arrived = counts
+        if self.padded:
+            return
+        if self.ranks == 1 and self.host is None:
+            if counts.is_cuda:  # without a wait: the device itself objects
+                torch._assert_async(self.counts.sum() == self.order.shape[0], "indices name an expert that is none")
+            self.send = self.receive = [self.order.shape[0]]
+            return
+        sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout)
+        self.send = sent.view(self.ranks, -1).sum(1).tolist()
+        self._counted = received.tolist()
+        self.receive = [sum(rows) for rows in self._counted]
+        self.host = None
+
+    @property
+    def expert_rows(self) -> ExpertRows:
         """Received rows of each local expert."""
-        return [sum(rows) for rows in zip(*self._received, strict=True)]
+        assert self._arrived is not None
+        counted = self._counted
+        return ExpertRows(
+            self._arrived.sum(0), None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
+        )
 
     @cached_property
     def _regroup(self) -> Tensor | None:
-        """Received rows lie by (source, expert); experts want them by (expert, source)."""
-        ranks, local = len(self._received), len(self._received[0])
-        if ranks == 1 or local == 1:
+        """Received rows lie by (source, expert), experts want them by (expert, source): whence each comes, or −1."""
+        assert self._arrived is not None
+        ranks, local = self._arrived.shape
+        if (ranks == 1 or local == 1) and not self.padded:
             return None
-        rows = torch.arange(sum(self.receive), device=self.order.device).split(list(chain(*self._received)))
-        return torch.cat(list(chain.from_iterable(rows[expert::local] for expert in range(local))))
+        rows = sum(self.receive)
+        # Where the rows of each (source, expert) begin, and where those of each (expert, source) end.
+        within = self._arrived.cumsum(1) - self._arrived
+        if self.padded:
+            first = torch.arange(ranks, device=within.device) * self.receive[0]
+        else:
+            each = self._arrived.sum(1)
+            first = each.cumsum(0) - each
+        begins, ends = (within + first.unsqueeze(1)).t().reshape(-1), self._arrived.t().reshape(-1).cumsum(0)
+        sizes = self._arrived.t().reshape(-1)
+        row = torch.arange(rows, device=ends.device)
+        part = torch.searchsorted(ends, row, right=True)
+        lost = part == len(ends)
+        part = part.clamp_(max=len(ends) - 1)
+        return (begins[part] + row - (ends - sizes)[part]).masked_fill_(lost, -1)
+
+    @cached_property
+    def _ungroup(self) -> Tensor:
+        """Of a padded route: where each received row lies among the grouped ones, or −1."""
+        index = self._regroup
+        assert index is not None
+        rows = len(index)
+        places = index.new_full((rows + 1,), -1)  # the last takes what came from nowhere
+        places[index.masked_fill(index < 0, rows)] = torch.arange(rows, device=index.device)
+        return places[:rows]
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """``[T, H] → [T·K, H]``, the rows to send."""
-        return gather_rows(tokens, self.order, self.top_k, self.inverse, self.kernels)
+        """``[T, H] → [rows, H]``, the rows to send."""
+        return run(self.kernels, spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
 
     def gather_backward(self, grad_rows: Tensor) -> Tensor:
-        """``[T·K, H] → [T, H]``."""
-        return gather_rows_backward(grad_rows, self.order, self.top_k, self.inverse, self.kernels)
+        """``[rows, H] → [T, H]``."""
+        return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded)
 
     def group(self, rows: Tensor) -> Tensor:
         """Received rows ``[R, H]`` grouped by expert."""
-        return rows if self._regroup is None else run(self.kernels, take_rows, rows, self._regroup)
+        return rows if self._regroup is None else run(self.kernels, take_rows, rows, self._regroup, self.padded)
 
     def ungroup(self, rows: Tensor) -> Tensor:
         """Grouped rows ``[R, H]`` as they were received."""
-        return rows if self._regroup is None else run(self.kernels, put_rows, rows, self._regroup)
+        if self._regroup is None:
+            return rows
+        if self.padded:
+            return run(self.kernels, take_rows, rows, self._ungroup, True)
+        return run(self.kernels, put_rows, rows, self._regroup)
 
     def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Returned rows ``[T·K, H]`` and ``weights [T, K]`` → ``[T, H]``."""
-        return aggregate_rows(rows, self.order, weights, self.inverse, self.kernels)
+        """Returned rows ``[rows, H]`` and ``weights [T, K]`` → ``[T, H]``."""
+        return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
 
     def aggregate_backward(self, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the returned rows and of the weights."""
-        return aggregate_rows_backward(grad, rows, self.order, weights, self.inverse, self.kernels)
+        return run(self.kernels, spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
 
 
-def _refuse(indices: Tensor, experts: int) -> None:
-    """Raises if an index names no expert."""
-    lowest, highest = int(indices.amin()), int(indices.amax())
-    if lowest < 0 or highest >= experts:
-        raise ValueError(f"indices name expert {lowest if lowest < 0 else highest}; allowed: 0 to {experts - 1}")
+def _check(indices: Tensor, experts: int) -> None:
+    if indices.numel() and not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}")
