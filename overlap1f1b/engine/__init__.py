@@ -1,5 +1,6 @@
 """Floor ``engine``: plays a Program over a model."""
 
+from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock
@@ -9,6 +10,7 @@ from overlap1f1b.engine.stage import Stage, blocks_of
 
 __all__ = [
     "DEFAULT_OVERLAP",
+    "CapacityOverflowError",
     "Engine",
     "LossFunction",
     "Microbatch",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from overlap1f1b.engine.dropped import Dropped
 from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
 from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors
@@ -105,8 +106,10 @@ class BlockRun:
         step = self._advance(value, self.microbatch.random)
         if isinstance(step, SeamCall):
             self.seams.append(SeamRun(step, self.stage.exchange, self.stage.capacity))
-            if (dropped := self.seams[-1].route.dropped) is not None:
-                self.stage.dropped.append((self.block, self.microbatch.index, dropped))
+            route = self.seams[-1].route
+            if route.dropped is not None:
+                dropped = Dropped(self.block, self.microbatch.index, route.dropped, route.counts, route.send[0])
+                self.stage.dropped.append(dropped)
             self._check_seams(ended=False)
             return
         self._check_seams(ended=True)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.boundary import Boundary
+from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.engine.gradients import clip
 from overlap1f1b.engine.lanes import Lane
@@ -58,6 +59,10 @@ class Engine:
         recompute: What blocks drop after their forward and compute again before their backward, to save memory:
             ``"experts"`` what the experts compute, ``"attention"`` all else (of a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: the rows that the experts received and returned are kept.
+        capacity: Room for rows in the exchanges of experts, as a multiple of what each rank would be sent if all were
+            sent alike, 1.25 say: equal sizes, for which no host waits. Ranks along "ep" must have equally many tokens.
+            By default sizes are exact, and the host waits for them.
+        overflow: What to do where that is too little: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
@@ -71,7 +76,7 @@ class Engine:
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
-        ValueError: Model, program, overlap, recompute, mesh or limit do not fit.
+        ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit.
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class Engine:
         weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
         recompute: Recompute = "none",
+        capacity: float | None = None,
+        overflow: Overflow = "raise",
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
         reduce: bool = True,
@@ -125,6 +132,7 @@ class Engine:
             raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
         if not any(p.requires_grad for p in self.parameters()):
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
+        self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
         self.shapes = all_shapes(self.stages, placement, self.mesh)
         self.failures = Failures(self.mesh.name)
         background = any(
@@ -167,7 +175,7 @@ class Engine:
             watch=watch,
             sms=self.exchange.sms,
         )
-        counts_block = not self.exchange.background
+        counts_block = not self.exchange.background and capacity is None
         self._plans = Plans(
             program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
         )
@@ -225,21 +233,29 @@ class Engine:
         Raises:
             ValueError: A batch that is missing or cannot be cut.
             RuntimeError: Another rank failed, or did not answer within the limit.
+            CapacityOverflowError: There was no room for all rows, with ``overflow="raise"``.
         """
         plan = self.plan
         measuring = self._plans.measuring
-        with self._guarded(plan):
-            if measuring:
-                self._measure(True)
+
+        def play() -> StepResult:
             for reduction in self.reductions:
                 reduction.begin(plan.ranks[self._first_replica])
             result = self._play(plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
             for reduction in reversed(self.reductions):
                 reduction.finish()
+            return result
+
+        with self._guarded(plan):
+            if measuring:
+                self._measure(True)
+            result, lost = self._capacity.played(play, self.parameters())
             if measuring and self._warm:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
+        if lost is not None:
+            raise CapacityOverflowError(lost)
         return result
 
     def evaluate(
@@ -247,8 +263,15 @@ class Engine:
     ) -> StepResult:
         """The loss of a batch that divides into the microbatches, without gradients."""
         plan = self._plans.of_evaluation
-        with self._guarded(plan), self.sharding.gathered():
+
+        def play() -> StepResult:
             return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
+
+        with self._guarded(plan), self.sharding.gathered():
+            result, lost = self._capacity.played(play)
+        if lost is not None:
+            raise CapacityOverflowError(lost)
+        return result
 
     def mean_loss(self, result: StepResult) -> float:
         """The loss of a step over all ranks. All of them must call this."""

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.dropped import Dropped
 from overlap1f1b.engine.forward import seam
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, generators_of
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
@@ -51,8 +52,8 @@ class Stage:
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
         """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
-        self.dropped: list[tuple[int, int, Tensor]] = []
-        """What found no room: block, microbatch and rows of each expert ``[E]``. Whoever sets a capacity reads it."""
+        self.dropped: list[Dropped] = []
+        """What every call under a capacity had no room for. Whoever sets one reads it."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")

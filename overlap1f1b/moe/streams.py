@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Job = Callable[..., object]
 
@@ -136,13 +137,28 @@ class ThreadMark:
         return self._reached.is_set()
 
 
-_Entry = tuple[ThreadMark, Job, list["weakref.ref[Tensor]"], tuple[Mark, ...]]
+class _Borrowed:
+    """A tensor without a hold on its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def tensor(self) -> Tensor:
+        """The tensor; its memory must not have been let go of."""
+        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+        if memory is None:
+            raise AssertionError("a tensor was let go of before the stream had done with it")
+        return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
+
+
+_Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 
 
 class ThreadStream:
     """A thread in place of a CUDA stream.
 
-    Like a stream it does not keep what it works on: a job whose tensors are gone when it is done raises in whoever
+    Like a stream it does not keep what it works on: a job whose tensors are gone when it is its turn raises in whoever
     waits for it, where a GPU would read memory that holds something else by then.
 
     Args:
@@ -160,7 +176,7 @@ class ThreadStream:
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
         # The thread has computed everything that it has asked for so far: without marks there is nothing to wait for.
         mark = ThreadMark()
-        self._jobs.put((mark, job, [weakref.ref(tensor) for tensor in tensors], tuple(after or ())))
+        self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
         return mark
 
 
@@ -172,9 +188,7 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
                 earlier.synchronize()
             if delay is not None:
                 time.sleep(delay())
-            tensors = [tensor for ref in held if (tensor := ref()) is not None]
-            if len(tensors) < len(held):
-                raise AssertionError("a tensor was let go of before the stream had done with it")
+            tensors = [borrowed.tensor() for borrowed in held]
             mark.begun = time.perf_counter()
             with torch.no_grad():
                 job(*tensors)

@@ -1,0 +1,139 @@
+"""Exchanges of equal sizes give what exact ones give, and no row is lost in silence."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import CapacityOverflowError, Engine
+from overlap1f1b.engine.capacity import Overflow
+from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.moe.exchange import Exchange
+from overlap1f1b.moe.loopback import LoopbackExchange
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2)
+PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
+
+
+def _engine(capacity: float | None, overflow: Overflow = "raise", exchange: Exchange | None = None) -> Engine:
+    model = models.build(dropout=0.1)
+    return Engine(
+        model, PROGRAM, loss_fn=models.loss_fn, costs=COSTS, capacity=capacity, overflow=overflow, exchange=exchange
+    )
+
+
+def _step(engine: Engine, steps: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and gradients of steps that add up."""
+    torch.manual_seed(1)
+    data = models.batch(4)
+    losses = [loss for _ in range(steps) for loss in engine.step(data[0], target=data[1]).losses]
+    return losses, models.gradients(torch.nn.Sequential(*engine.stages[0].blocks))
+
+
+@pytest.mark.parametrize("loopback", [False, True])
+def test_with_room_for_all_nothing_changes(loopback: bool) -> None:
+    exchange = LoopbackExchange(torch.device("cpu")) if loopback else None
+    losses, gradients = _step(_engine(1.0, exchange=exchange), steps=1)
+    wanted_losses, wanted = _step(_engine(None), steps=1)
+    assert torch.equal(torch.stack(losses), torch.stack(wanted_losses))
+    assert not models.equal(gradients, wanted)
+
+
+def test_an_overflow_raises_and_leaves_gradients_as_they_were() -> None:
+    engine = _engine(0.75)
+    data = models.batch(4)
+    parameters = list(engine.parameters())
+    before = [torch.randn_like(p) for p in parameters]
+    for parameter, grad in zip(parameters, before, strict=True):
+        parameter.grad = grad.clone()
+    with pytest.raises(CapacityOverflowError) as caught:
+        engine.step(data[0], target=data[1])
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True) if p.grad is not None)
+    # 14 tokens of a microbatch, 2 experts each: 28 rows for the one rank, and room for 21.
+    found = re.search(r"(\d+) rows of block \d+ \(Block\), microbatch \d, found no room .*: 21 rows to each rank; "
+                      r"most of expert (\d+), (\d+) of (\d+)", str(caught.value))  # fmt: skip
+    assert found is not None, str(caught.value)
+    lost, _, most, of = map(int, found.groups())
+    assert lost == 7
+    assert 0 < most <= min(lost, of)
+    with pytest.raises(CapacityOverflowError):
+        engine.evaluate(data[0], target=data[1])
+    engine.stages[0].capacity = None  # the engine itself is in order
+    engine.step(data[0], target=data[1])
+
+
+def test_an_overflow_plays_the_step_again() -> None:
+    """With the same random numbers, and added to what was there; numbers drawn afterwards are the same, too."""
+    losses, gradients = _step(_engine(0.75, "rerun"))
+    drawn = torch.rand(3)
+    wanted_losses, wanted = _step(_engine(None))
+    assert torch.equal(torch.stack(losses), torch.stack(wanted_losses))
+    assert torch.equal(drawn, torch.rand(3))
+    for name, grad in gradients.items():  # the sum of two steps is made in another order
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-7)
+    data = models.batch(4)
+    evaluated = [_engine(c, "rerun").evaluate(data[0], target=data[1]).losses for c in (0.75, None)]
+    assert torch.equal(torch.stack(evaluated[0]), torch.stack(evaluated[1]))
+
+
+def test_refuses_what_is_no_capacity() -> None:
+    with pytest.raises(ValueError, match=r"capacity=0\.0; allowed: more than 0"):
+        _engine(0.0)
+    with pytest.raises(ValueError, match="overflow='drop'; allowed: 'raise', 'rerun'"):
+        _engine(1.0, "drop")  # type: ignore[arg-type]
+
+
+class Halves(GroupedExperts):
+    """Experts that read their counts as a list."""
+
+    def compute(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:  # type: ignore[override]
+        assert isinstance(counts, list)
+        assert sum(counts) == len(rows)
+        return torch.cat([part * (1 + index) for index, part in enumerate(rows.split(counts))]) / 2
+
+
+def _ranks(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    problems = []
+    cases: list[tuple[float, Overflow, Overlap, bool]] = [
+        (2.0, "raise", 3, False),  # room for every row
+        (2.0, "raise", "pairs", True),
+        (1.0, "rerun", 3, False),  # none of the second rank's experts are chosen
+    ]
+    data = models.batch(4, seed=rank)
+    for capacity, overflow, overlap, foreign in cases:
+        found = []
+        for factor in (capacity, None):
+            model = models.build(mesh.get_group("ep"), dropout=0.1)
+            if foreign:
+                for module in model.modules():
+                    if isinstance(module, GroupedExperts):
+                        module.__class__ = Halves
+            engine = Engine(
+                model, PROGRAM, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, costs=COSTS, timeout=30,
+                capacity=factor, overflow=overflow,
+            )  # fmt: skip
+            torch.manual_seed(rank)
+            engine.step(data[0], target=data[1])
+            found.append(models.gradients(model))
+        problems += [f"{capacity} {overlap} {name}" for name in models.equal(*found)]
+    model = models.build(mesh.get_group("ep"))
+    engine = Engine(model, PROGRAM, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30, capacity=1.0)
+    try:
+        engine.step(data[0], target=data[1])
+        problems.append("nothing raised")
+    except CapacityOverflowError as error:
+        if "14 rows to each rank" not in str(error):
+            problems.append(str(error))
+    return problems
+
+
+def test_two_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_ranks, timeout=120) == [[], []]
