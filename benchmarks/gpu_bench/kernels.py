@@ -1,0 +1,130 @@
+"""Each kernel beside its torch twin, eager and compiled, against the bytes that it must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu_bench.context import Context, relative_error, tensors
+from overlap1f1b.kernels.choice import _triton_of
+from overlap1f1b.kernels.combine import spread_grad, sum_rows
+from overlap1f1b.kernels.packing import pack_places
+from overlap1f1b.kernels.permute import spread_rows
+from overlap1f1b.kernels.routing import Rule, route_tokens
+from overlap1f1b.kernels.slots import place_slots
+from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
+from overlap1f1b.kernels.take import take_rows
+from overlap1f1b.kernels.weight_grad import add_weight_grad_
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, hidden, intermediate, choices a token, experts."""
+
+    name: str
+    T: int
+    H: int
+    I: int  # noqa: E741
+    K: int
+    E: int
+
+
+SHAPES = (
+    Shape("B", 8192, 2048, 768, 8, 128),
+    Shape("A", 4096, 7168, 2048, 8, 256),
+    Shape("odd, narrow", 3001, 1000, 504, 3, 60),
+    Shape("odd, one choice", 1777, 2050, 1026, 1, 17),
+)
+TINY = (Shape("tiny", 24, 16, 8, 2, 4), Shape("tiny, odd", 7, 9, 5, 3, 5))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, the bytes that it must at least move, and its arguments."""
+
+    op: Callable[..., Any]
+    bytes: int
+    args: tuple[Any, ...]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.op.__name__
+
+
+def cases(context: Context, s: Shape) -> Iterator[Case]:
+    """One after another, so that not all of them hold memory at once; routing is skewed, some experts have no token."""
+    width = context.dtype.itemsize
+    R = s.T * s.K
+    logits = context.randn(s.T, s.E, dtype=torch.float32, seed=1) - torch.arange(s.E, device=context.device) / s.E
+    bias = torch.zeros(s.E, device=context.device)
+    rule = Rule(s.K, normalize=True)
+    indices, weights, _ = route_tokens(logits, bias, rule)
+    slots = place_slots(indices, s.E)
+    tokens = context.randn(s.T, s.H, seed=2)
+    rows = context.randn(R, s.H, seed=3)
+    order, inverse = slots.order, slots.inverse
+    yield Case(place_slots, 3 * R * 8, (indices, s.E))
+    yield Case(pack_places, 4 * R * 8, (order, inverse, slots.counts, 1, R))
+    yield Case(route_tokens, 2 * s.T * s.E * 4 + s.T * s.K * 12, (logits, bias, rule))
+    yield Case(spread_rows, (1 + s.K) * s.T * s.H * width, (tokens, order, inverse, s.K), "permute")
+    yield Case(sum_rows, (1 + s.K) * s.T * s.H * width, (rows, inverse, s.K, weights), "combine")
+    yield Case(spread_grad, (1 + 2 * s.K) * s.T * s.H * width, (tokens, rows, order, inverse, weights), "combine.grad")
+    yield Case(take_rows, 2 * R * s.H * width, (rows, order), "regroup")
+    del tokens
+    gate_up, p = context.randn(R, 2 * s.I, seed=4), context.randn(R, dtype=torch.float32, seed=5)
+    yield Case(swiglu_rows, 3 * R * s.I * width, (gate_up, p), "swiglu·p")
+    grad = context.randn(R, s.I, seed=6)
+    yield Case(swiglu_rows_backward, 5 * R * s.I * width, (grad, gate_up, p), "swiglu·p.grad")
+    del gate_up
+    main = torch.zeros(s.E, s.I, s.H, dtype=torch.float32, device=context.device)
+    yield Case(add_weight_grad_, 8 * main.numel(), (main, grad, rows, slots.counts.cumsum(0)), "weight.grad")
+
+
+def run(context: Context) -> dict[str, Any]:
+    """All shapes; what fails is said in its row."""
+    copy = context.results.get("ceilings", {}).get("copy_gb_s")
+    found: dict[str, Any] = {"copy_gb_s": copy, "rows": [], "problems": []}
+    for number, shape in enumerate(TINY if context.tiny else SHAPES):
+        for case in cases(context, shape):
+            row = measured(context, shape, case, copy, compiles=number == 0)
+            found["rows"].append(row)
+            if row.get("problem"):
+                found["problems"].append(f"{case.name} at {shape.name}: {row['problem']}")
+            context.say(f"{shape.name} {case.name}: {_text(row)}")
+            context.free()
+    return found
+
+
+def measured(context: Context, shape: Shape, case: Case, copy: float | None, *, compiles: bool) -> dict[str, Any]:
+    """Times in ms, and the share of the time that the copy bandwidth would allow."""
+    row: dict[str, Any] = {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes, "choice": None}
+    with torch.no_grad():
+        try:
+            wanted = [t.clone() for t in tensors(case.op(*case.args))] if case.op is not add_weight_grad_ else None
+            row["eager_ms"] = context.milliseconds(lambda: case.op(*case.args), seconds=0.2)
+            if context.cuda:
+                triton = _triton_of(case.op)
+                if wanted is not None:
+                    row["error"] = relative_error(tensors(triton(*case.args)), wanted)
+                    if not row["error"] < (1e-2 if context.dtype == torch.bfloat16 else 1e-5):
+                        row["problem"] = f"differs from its twin by {row['error']:.1e}"
+                del wanted
+                row["triton_ms"] = context.milliseconds(lambda: triton(*case.args), seconds=0.2)
+                if copy:
+                    row["roofline"] = case.bytes / (row["triton_ms"] * 1e6) / copy
+            if compiles and (context.cuda and case.op is not add_weight_grad_) and context.left > 30:
+                compiled = torch.compile(case.op, dynamic=False)
+                row["compiled_ms"] = context.milliseconds(lambda: compiled(*case.args), seconds=0.2)
+        except Exception as error:
+            row["problem"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    return row
+
+
+def _text(row: dict[str, Any]) -> str:
+    times = ", ".join(f"{name[:-3]} {row[name]:.3f} ms" for name in row if name.endswith("_ms"))
+    share = f", {row['roofline']:.0%} of the roofline" if "roofline" in row else ""
+    return times + share + (f", {row['problem']}" if "problem" in row else "")

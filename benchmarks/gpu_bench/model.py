@@ -1,0 +1,107 @@
+"""The model of the steps: built on the device, with balanced or real routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu_bench.context import Context
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router
+
+Routing = Literal["balanced", "real"]
+
+
+@contextmanager
+def drawn_on_the_device() -> Iterator[None]:
+    """Weights of experts are drawn where they are, not on the CPU one expert after another: seconds, not minutes."""
+    own = GroupedExperts.reset_parameters
+
+    @torch.no_grad()
+    def reset(self: GroupedExperts, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        for parameter in self.parameters():
+            parameter.normal_(std=std)
+
+    GroupedExperts.reset_parameters = reset  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GroupedExperts.reset_parameters = own  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the data of a step."""
+
+    model: MoETransformer
+    inputs: Tensor
+    target: Tensor
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.inputs.numel()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a table says of it."""
+        c = self.model.config
+        return {
+            name: getattr(c, name) for name in ("layers", "hidden", "heads", "intermediate", "experts", "top_k")
+        } | {
+            "microbatches": self.microbatches,
+            "tokens_per_microbatch": self.tokens // self.microbatches,
+        }
+
+
+def build(
+    context: Context, layers: int, *, routing: Routing = "balanced", overhead: bool = False, small: bool = False
+) -> Workload:
+    """Experts as wide as the model, two a token: their exchange at the rate of a fast network card takes about as long
+    as their compute, so that both sides of equality can be measured by slowing it down."""
+    if context.tiny or small:
+        config = MoEConfig(vocabulary=32, layers=layers, hidden=16, heads=2, experts=4, intermediate=8, sequence=9)
+        microbatches, batch = 3, 1
+    else:
+        config = MoEConfig(
+            vocabulary=4096, layers=layers, hidden=2048, heads=16, experts=16, top_k=2, intermediate=2048, sequence=4096
+        )
+        microbatches, batch = 8, 1 if overhead else 2
+    torch.manual_seed(0)
+    with drawn_on_the_device():
+        model = MoETransformer(config, dtype=context.dtype, device=context.device)
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if routing == "balanced":
+            router.__dict__["forward"] = _Balanced(router)
+        else:  # scores of one sixteenth, moved apart until the largest load is a few times the mean
+            noise = torch.randn(config.experts, generator=torch.Generator().manual_seed(1))
+            router.correction_bias.copy_(0.02 * noise)
+    generator = torch.Generator().manual_seed(0)
+    shape = (microbatches * batch, config.sequence + 1)
+    text = torch.randint(config.vocabulary, shape, generator=generator).to(context.device)
+    return Workload(model, text[:, :-1].contiguous(), text[:, 1:].contiguous(), microbatches)
+
+
+class _Balanced:
+    """Stands in for a router's forward: experts in turn, weights by the gate."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.router.config
+        T, K = tokens.shape[0], config.top_k
+        indices = torch.arange(T * K, device=tokens.device).view(T, K) % config.experts
+        scores = F.linear(tokens.float(), self.router.gate.weight.float()).softmax(-1)
+        return indices, scores.gather(1, indices).to(tokens.dtype)
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())

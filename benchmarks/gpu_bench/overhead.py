@@ -1,0 +1,67 @@
+"""What the engine costs where there is nothing to hide: against a plain loop, every exchange answered locally."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+from gpu_bench.context import Context
+from gpu_bench.model import build, loss_fn
+from gpu_bench.steps import Steps
+from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe.exchange import LocalExchange
+from overlap1f1b.plan import Overlap
+
+ROWS: tuple[tuple[str, int, Overlap], ...] = (("sequential", 0, 3), ("combined_1f1b", 1, 3))
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Four layers of hidden 2048, 4,096 tokens a microbatch; in turns, medians."""
+    work = build(context, 4, overhead=True)
+    count = work.microbatches
+
+    def plain() -> float:
+        work.model.zero_grad()
+        set_auxiliary_scale(work.model, 1 / count)
+        context.synchronize()
+        start = time.perf_counter()
+        for x, y in zip(work.inputs.chunk(count), work.target.chunk(count), strict=True):
+            (loss_fn(work.model(x), y) / count).backward()
+        context.synchronize()
+        return time.perf_counter() - start
+
+    engines = [Steps(context, work, row, LocalExchange()) for row in ROWS]
+    for engine in engines:
+        for _ in range(3):  # two measure, one compiles
+            engine.step()
+    samples: dict[str, list[float]] = {"plain": [], **{engine.name: [] for engine in engines}}
+    launched: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    plain()
+    for _ in range(3 if context.quick else 7):
+        samples["plain"].append(plain())
+        for engine in engines:
+            samples[engine.name].append(engine.step()[0])
+            launched[engine.name].append(_launching(context, engine))
+        if context.left < 0:
+            break
+    base = median(samples["plain"])
+    rows = [
+        {"name": name, "step_ms": 1e3 * median(values), "over_plain": median(values) / base}
+        | ({"launch_ms": 1e3 * median(launched[name])} if name in launched else {})
+        for name, values in samples.items()
+    ]
+    for row in rows:
+        context.say(f"{row['name']}: {row['step_ms']:.2f} ms, {row['over_plain']:.3f} of the plain loop")
+    return {"workload": work.options, "rows": rows}
+
+
+def _launching(context: Context, steps: Steps) -> float:
+    """Seconds until a step has been queued: a GPU that is faster than this waits for the thread."""
+    steps.work.model.zero_grad()
+    context.synchronize()
+    start = time.perf_counter()
+    steps.engine.step(steps.work.inputs, target=steps.work.target)
+    took = time.perf_counter() - start
+    context.synchronize()
+    return took

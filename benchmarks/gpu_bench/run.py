@@ -1,0 +1,139 @@
+"""Runs the sections one after another, each within its part of the time, and writes what they found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_bench import ceilings, checks, kernels, layer, overhead, steps, trace
+from gpu_bench.context import Context
+from gpu_bench.tables import markdown
+
+SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
+    "checks": (checks.run, 60),
+    "ceilings": (ceilings.run, 20),
+    "kernels": (kernels.run, 120),
+    "layer": (layer.run, 60),
+    "steps": (steps.run, 170),
+    "overhead": (overhead.run, 30),
+    "trace": (trace.run, 20),
+}
+"""Each with the seconds that it may take of the default budget; what one leaves, the next may use."""
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def main() -> None:
+    """The command."""
+    options = parse()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    day = datetime.now(UTC).date().isoformat()
+    path = out / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{day}"
+    context = Context(device, tiny=options.tiny, quick=options.quick, path=str(path))
+    found: dict[str, Any] = {
+        "environment": environment(name, device),
+        "options": {"tiny": options.tiny, "quick": options.quick, "budget_s": options.budget},
+        "date": day,
+        "sections": {},
+    }
+    scale = options.budget / sum(seconds for _, seconds in SECTIONS.values())
+    begun, due = time.monotonic(), 0.0
+    for title, (section, seconds) in SECTIONS.items():
+        due += seconds * scale
+        if title not in options.sections:
+            continue
+        context.deadline = begun + due
+        print(f"{title}: until {due:.0f} s of {options.budget:.0f} s", flush=True)
+        found["sections"][title] = entry = attempted(section, context)
+        context.results[title] = entry.get("result") or {}
+        print(f"  {entry['status']} after {entry['seconds']:.1f} s {entry.get('error', '')}", flush=True)
+        path.with_suffix(".json").write_text(json.dumps(finite(found), indent=1) + "\n")  # each time: it may be ended
+        path.with_suffix(".md").write_text(markdown(found))
+    print(markdown(found))
+    print(f"written: {path.with_suffix('.json')}, {path.with_suffix('.md')}")
+    if any(entry["status"] != "ok" for entry in found["sections"].values()):
+        raise SystemExit("not all sections are in order: see their status")
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description="Measures kernels, layers, steps and overhead on one GPU.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test of the script itself")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all sections")
+    parser.add_argument("--out", default=str(RESULTS), help="folder of the results")
+    options = parser.parse_args()
+    options.sections = options.sections.split(",")
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"--sections {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("--device cuda without a GPU; allowed here: --device cpu --tiny")
+    return options
+
+
+def attempted(section: Callable[[Context], dict[str, Any]], context: Context) -> dict[str, Any]:
+    """What a section found, or how it failed."""
+    begun = time.monotonic()
+    entry: dict[str, Any] = {"status": "ok"}
+    try:
+        entry["result"] = section(context)
+        if entry["result"].get("problems"):
+            entry["status"] = "problems"
+    except Exception as error:
+        entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        # No paths of the machine: where in which file, and what.
+        frames = traceback.extract_tb(error.__traceback__)
+        entry["traceback"] = [f"{Path(f.filename).name}:{f.lineno} {f.name}: {f.line}" for f in frames]
+    try:
+        context.free()
+    except Exception as error:  # a fault of the device stays with it: the rest will fail, and say so
+        entry |= {"status": "failed", "error": entry.get("error", f"{type(error).__name__}: {error}")}
+    entry["seconds"] = time.monotonic() - begun
+    return entry
+
+
+def environment(name: str, device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on; nothing that names the machine."""
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "device": name}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "cuda": torch.version.cuda,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": properties.total_memory / 2**30,
+        }
+    return found
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,241 @@
+"""The step of a model, its exchanges through host memory, under several programs and ratios of exchange to compute."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu_bench.context import Context
+from gpu_bench.model import Routing, Workload, build, loss_fn
+from overlap1f1b import Engine, build_schedule, simulate
+from overlap1f1b.moe.exchange import Exchange, LocalExchange
+from overlap1f1b.moe.loopback import LoopbackExchange
+from overlap1f1b.plan import NodeCosts, Overlap, Plan
+
+ROWS: tuple[tuple[str, int, Overlap], ...] = (
+    ("sequential", 0, "serial"),
+    ("combined_1f1b", 0, "pairs"),  # Megatron-Core's pattern
+    ("combined_1f1b", 1, 2),
+    ("combined_1f1b", 1, 3),  # the default
+)
+CASES: tuple[tuple[int, Routing, tuple[float, ...]], ...] = (
+    (4, "balanced", (1.0, 0.5, 2.0)),
+    (4, "real", (1.0,)),
+    (8, "balanced", (1.0,)),
+    (8, "real", (1.0,)),
+)
+TINY: tuple[tuple[int, Routing, tuple[float, ...]], ...] = ((2, "real", (1.0,)),)
+DEPTH = 4  # exchanges in flight when they are measured alone
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Every model and ratio for which there is time."""
+    found: dict[str, Any] = {"tables": [], "skipped": [], "problems": []}
+    if context.cuda:  # of torch's attentions the one that has a deterministic backward
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    for layers, routing, ratios in TINY if context.tiny else CASES:
+        name = f"{layers} layers, {routing}"
+        if context.left < 20:
+            found["skipped"].append(f"{name}: no time left")
+            continue
+        try:
+            measure(context, found, layers, routing, ratios)
+        except Exception as error:  # one that does not fit in memory leaves the others
+            found["problems"].append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+        context.free()
+    return found
+
+
+def measure(context: Context, found: dict[str, Any], layers: int, routing: Routing, ratios: Iterable[float]) -> None:
+    """One model: what it computes and exchanges, then every ratio that the loopback can reach."""
+    work = build(context, layers, routing=routing)
+    full = LoopbackExchange(context.device)
+    serial = Steps(context, work, ROWS[0], full)
+    serial.step()
+    sent = full.bytes_sent
+    serial.step()  # the second measures
+    sent = full.bytes_sent - sent
+    compute = Steps(context, work, ROWS[0], LocalExchange(), plan=serial.engine.plan)
+    compute_s = median(compute.step()[0] for _ in range(3))
+    full_gbps = full.full_rate(2 if context.tiny else 32)
+    reached: list[float] = []
+    for wanted in ratios:
+        ratio = max(wanted, sent / 1e9 / full_gbps / compute_s)
+        if any(abs(ratio / other - 1) < 0.1 for other in reached):
+            found["skipped"].append(
+                f"{layers} layers, {routing}, {wanted:g}: the loopback is no faster than {ratio:.2f}"
+            )
+            continue
+        if reached and context.left < 15:
+            found["skipped"].append(f"{layers} layers, {routing}, {wanted:g}: no time left")
+            continue
+        reached.append(ratio)
+        exchange = LoopbackExchange(context.device, sent / 1e9 / ratio / compute_s if ratio == wanted else None)
+        table = {
+            "layers": layers, "routing": routing, "ratio": ratio, "gbps": exchange.gbps or full_gbps,
+            "bytes": sent, "workload": work.options,
+        }  # fmt: skip
+        found["tables"].append(table | rows(context, work, exchange))
+        last = found["tables"][-1]
+        found["problems"] += [
+            f"{layers} layers, {routing}, {ratio:.2f}: gradients of {row['name']} differ"
+            for row in last["rows"]
+            if not row["grads_equal"]
+        ]
+
+
+def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[str, Any]:
+    """Compute only, exchange only and every program, in turns."""
+    measuring = Steps(context, work, ROWS[0], exchange)
+    measuring.step()
+    measuring.step()
+    costs = measuring.engine.costs
+    assert costs is not None
+    programs = [Steps(context, work, row, exchange, costs=costs) for row in ROWS]
+    compute = Steps(context, work, ROWS[-1], LocalExchange(), plan=programs[-1].engine.plan)
+    table = [program.checked() for program in programs]
+    reference = programs[0].grads
+    for row, program in zip(table, programs, strict=True):
+        row["grads_equal"] = all(torch.equal(a, b) for a, b in zip(program.grads, reference, strict=True))
+        row["predicted_ms"] = 1e3 * simulate(program.engine.plan, costs).makespan
+    for program in programs:
+        program.grads = []
+    alone = Alone(context, work, exchange)
+    seconds: dict[str, list[float]] = {"compute_only": [], "exchange_only": []}
+    for turn in range((1 if context.quick else 3) + 1):  # the first warms up
+        took = {"compute_only": compute.step()[0], "exchange_only": alone.run()}
+        for name, value in took.items() if turn else ():
+            seconds[name].append(value)
+        for row, program in zip(table, programs, strict=True):
+            second, result = program.step()
+            if turn:
+                row["samples_ms"].append(1e3 * second)
+                row["exposed"].append(1e3 * result.overlap.exposed)
+                row["hidden"].append(result.overlap.hidden_fraction)
+    bounds = {f"{name}_ms": 1e3 * median(values) for name, values in seconds.items()}
+    bound = max(bounds.values())
+    for row in table:
+        samples = row.pop("samples_ms")
+        row["step_ms"] = {"min": min(samples), "median": median(samples), "max": max(samples)}
+        row["exposed_ms"], row["hidden_fraction"] = median(row.pop("exposed")), median(row.pop("hidden"))
+        row["over_bound"] = row["step_ms"]["median"] / bound
+        row["speedup"] = table[0]["step_ms"]["median"] / row["step_ms"]["median"]
+        row["tokens_per_s"] = 1e3 * work.tokens / row["step_ms"]["median"]
+        context.say(
+            f"{row['name']}: {row['step_ms']['median']:.1f} ms, over bound {row['over_bound']:.3f}, "
+            f"hidden {row['hidden_fraction']:.0%}, gradients {'equal' if row['grads_equal'] else 'DIFFER'}"
+        )
+    return bounds | {"bound_ms": bound, "rows": table}
+
+
+class Steps:
+    """Steps of a workload by one program."""
+
+    def __init__(
+        self,
+        context: Context,
+        work: Workload,
+        row: tuple[str, int, Overlap],
+        exchange: Exchange,
+        *,
+        costs: NodeCosts | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        name, warmup, overlap = row
+        program = build_schedule(
+            name, microbatches=work.microbatches, extra_warmup=warmup if name == "combined_1f1b" else None
+        )
+        self.name = f"{program.name} · {overlap}"
+        self.context, self.work, self.grads = context, work, list[Tensor]()
+        if plan is not None:
+            program = plan.program
+        self.engine = Engine(
+            work.model, program, loss_fn=loss_fn, overlap=overlap, costs=costs, plan=plan, exchange=exchange, timeout=60
+        )
+
+    def step(self) -> tuple[float, Any]:
+        """Seconds from the first launch to the last kernel."""
+        self.work.model.zero_grad()
+        self.context.synchronize()
+        start = time.perf_counter()
+        result = self.engine.step(self.work.inputs, target=self.work.target)
+        self.context.synchronize()
+        return time.perf_counter() - start, result
+
+    def checked(self) -> dict[str, Any]:
+        """A step whose gradients and memory are looked at."""
+        before, retries = 0, 0
+        if self.context.cuda:
+            self.work.model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before, retries = torch.cuda.memory_allocated(), _retries()
+        with deterministic():
+            self.step()
+        self.grads = gradients(self.work.model.parameters())
+        memory = {"peak_bytes": 0, "allocator_retries": 0}
+        if self.context.cuda:
+            memory = {
+                "peak_bytes": torch.cuda.max_memory_allocated() - before,
+                "allocator_retries": _retries() - retries,
+            }
+        return {
+            "name": self.name,
+            "order": self.engine.plan.order,
+            "samples_ms": [],
+            "exposed": [],
+            "hidden": [],
+        } | memory
+
+
+class Alone:
+    """The exchanges of a step, one behind the other, nothing else."""
+
+    def __init__(self, context: Context, work: Workload, exchange: LoopbackExchange) -> None:
+        config, tokens = work.model.config, work.tokens // work.microbatches
+        self.context, self.exchange = context, exchange
+        self.count = 4 * config.layers * work.microbatches  # dispatch and combine, forward and backward
+        self.rows = context.randn(tokens * config.top_k, config.hidden)
+
+    def run(self) -> float:
+        """Seconds from the first launch to the last byte."""
+        self.context.synchronize()
+        start = time.perf_counter()
+        flying: deque[Any] = deque()
+        for _ in range(self.count):
+            if len(flying) == DEPTH:
+                flying.popleft().finish()
+            flying.append(self.exchange.rows(self.rows))
+        while flying:
+            flying.popleft().finish()
+        self.context.synchronize()
+        return time.perf_counter() - start
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Copies, zeros where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Attention's backward otherwise adds in the order in which blocks happen to end."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def _retries() -> int:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))

@@ -1,0 +1,76 @@
+"""The GPU benchmark runs whole on a CPU, from a checkout that was never installed, and a section fails alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# A bare machine has torch, triton, einops and greenlet.
+BARE = """
+import importlib.abc, runpy, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("tyro", "rich", "matplotlib", "transformers"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+{before}
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, Any], str]:
+    argv = [str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--quick", "--out", str(folder), *options]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", BARE.format(argv=argv, before=before)],
+        cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    files = list(folder.glob("cpu-*[0-9].json"))
+    assert len(files) == 1, done.stdout + done.stderr
+    return done.returncode, json.loads(files[0].read_text()), files[0].with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+def test_every_section_runs(tmp_path: Path) -> None:
+    status, found, text = run(tmp_path)
+    sections = found["sections"]
+    assert {name: entry["status"] for name, entry in sections.items()} == dict.fromkeys(
+        ("checks", "ceilings", "kernels", "layer", "steps", "overhead", "trace"), "ok"
+    ), sections
+    assert status == 0
+    assert set(sections["checks"]["result"]["outcomes"].values()) == {"ok"}
+    (table,) = sections["steps"]["result"]["tables"]
+    assert [row["name"] for row in table["rows"]] == [
+        "sequential · serial", "combined_1f1b · pairs", "combined_1f1b+1 · 2", "combined_1f1b+1 · 3",
+    ]  # fmt: skip
+    assert all(row["grads_equal"] and 0 <= row["hidden_fraction"] <= 1 for row in table["rows"])
+    assert table["bound_ms"] == max(table["compute_only_ms"], table["exchange_only_ms"])
+    names = [sections["trace"]["result"][name] for name in ("timeline", "trace")]
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+    for title in ("## kernels", "| tiny |", "**2 layers, real routing", "| plain |"):
+        assert title in text
+
+
+@pytest.mark.slow
+def test_a_section_fails_alone(tmp_path: Path) -> None:
+    """Its error is in the results, without a path of the machine, and the next one runs."""
+    broken = f"""
+sys.path[:0] = [{str(ROOT / "benchmarks")!r}, {str(ROOT)!r}]
+import gpu_bench.kernels
+def cases(*_): raise RuntimeError("no such kernel")
+gpu_bench.kernels.cases = cases
+"""
+    status, found, text = run(tmp_path, "--sections", "ceilings,kernels,layer", before=broken)
+    assert status != 0
+    assert [entry["status"] for entry in found["sections"].values()] == ["ok", "failed", "ok"]
+    assert found["sections"]["kernels"]["error"] == "RuntimeError: no such kernel"
+    assert not any("/" in line.partition(" ")[0] for line in found["sections"]["kernels"]["traceback"])
+    assert "Failed: `RuntimeError: no such kernel`" in text
