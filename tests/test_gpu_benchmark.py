@@ -20,6 +20,7 @@ class Absent(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in ("tyro", "rich", "matplotlib", "transformers"):
             raise ImportError(name)
 sys.meta_path.insert(0, Absent())
+sys.path.insert(0, {folder!r})  # as for any script
 {before}
 sys.argv = {argv!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -30,7 +31,7 @@ def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, A
     argv = [str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--quick", "--out", str(folder), *options]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", BARE.format(argv=argv, before=before)],
+        [sys.executable, "-c", BARE.format(argv=argv, before=before, folder=str(ROOT / "benchmarks"))],
         cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     files = list(folder.glob("cpu-*[0-9].json"))
@@ -63,7 +64,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
 def test_a_section_fails_alone(tmp_path: Path) -> None:
     """Its error is in the results, without a path of the machine, and the next one runs."""
     broken = f"""
-sys.path[:0] = [{str(ROOT / "benchmarks")!r}, {str(ROOT)!r}]
+sys.path.insert(0, {str(ROOT)!r})
 import gpu_bench.kernels
 def cases(*_): raise RuntimeError("no such kernel")
 gpu_bench.kernels.cases = cases

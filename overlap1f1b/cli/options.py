@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from overlap1f1b.cli.output import check_folder, check_json
-from overlap1f1b.cli.rate import parse_wire
+from overlap1f1b.cli.rate import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 
@@ -76,6 +76,11 @@ class RunOptions:
     recompute: Recompute = "none"
     """What blocks drop after their forward and compute again before their backward: what the experts compute, all else
     (attention), or both (block). Nothing is exchanged twice."""
+    capacity: float | None = None
+    """Room for rows in the exchanges of experts, as a multiple of an even share, 1.25 say: equal sizes, for which no
+    host waits. By default sizes are exact."""
+    overflow: Literal["raise", "rerun"] = "raise"
+    """What to do where the capacity is too little: end with an error, or play the step again with exact sizes."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     seed: int = 0
@@ -90,9 +95,14 @@ class RunOptions:
         """All of them."""
         return self.pp * self.dp * self.ep
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.ranks == 1
+
     def program(self) -> Program:
         """What to play: as asked for, or the fastest."""
-        one = self.ranks == 1 and self.schedule is None and self.extra_warmup is None
+        one = self.alone and self.schedule is None and self.extra_warmup is None
         name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
         return build_schedule(
             name, ranks=self.pp, microbatches=self.microbatches, chunks=self.chunks, extra_warmup=self.extra_warmup
@@ -155,12 +165,17 @@ class BenchOptions(RunOptions):
 
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
 
+      overlap1f1b bench --ranks 1 --exchange loopback:20    # one rank, through host memory at 20 GB/s
+
       overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --peers    # beside torch's own schedules
     """
 
     wire: str | None = None
     """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
     rate. Needs root and iproute2. Without it the loopback is used."""
+    exchange: str | None = None
+    """loopback: with one rank, rows leave the device for host memory and come back, as fast as that goes;
+    loopback:GB/s no faster than that."""
     compute: Literal["real", "timed"] = "real"
     """timed: compute waits for its measured time instead of taking it, as a GPU would leave the processor: each node on
     one stage, each matrix product over several."""
@@ -170,6 +185,11 @@ class BenchOptions(RunOptions):
     """Times that every row is measured."""
     peers: bool = False
     """Also measure torch.distributed.pipelining's schedules on the same layers; with --pp from 2."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.ranks == 1 and self.exchange is None
 
 
 def check_run(options: RunOptions) -> None:
@@ -190,6 +210,8 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(
             f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
         )
+    if options.capacity is not None and not 0 < options.capacity < float("inf"):
+        raise ValueError(f"--capacity {options.capacity}; allowed: more than 0")
     parse_overlap(options.overlap)
     stages, blocks = options.program().placement.stages, options.model.layers + 2
     own = not isinstance(options, TrainOptions) or options.hf_config is None
@@ -206,6 +228,10 @@ def check_run(options: RunOptions) -> None:
 def _check_bench(options: BenchOptions) -> None:
     if options.wire is not None:
         parse_wire(options.wire)
+    if options.exchange is not None:
+        parse_loopback(options.exchange)
+        if options.ranks > 1:
+            raise ValueError(f"--exchange {options.exchange} with {options.ranks} ranks; allowed: --ranks 1")
     if options.peers and options.pp < 2:
         raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks")
     if options.peers and (torch := version("torch")).startswith("2.11."):

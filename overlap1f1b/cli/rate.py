@@ -56,3 +56,23 @@ def parse_rate(text: str) -> float:
             f"rate {text!r} is not a number and a unit, such as 100kbit, 500mbit or 2.5gbit (10kbit or more)"
         )
     return rate
+
+
+def parse_loopback(text: str) -> float | None:
+    """Gigabytes per second of ``loopback:GB/s``, None for ``loopback``.
+
+    >>> parse_loopback("loopback:12.5"), parse_loopback("loopback")
+    (12.5, None)
+
+    Raises:
+        ValueError: Anything else.
+    """
+    name, colon, rate = text.partition(":")
+    if name == "loopback" and not colon:
+        return None
+    try:
+        if name == "loopback" and 0 < float(rate) < float("inf"):
+            return float(rate)
+    except ValueError:
+        pass
+    raise ValueError(f"--exchange {text}; allowed: loopback or loopback:GB/s, as loopback:20")

@@ -132,6 +132,7 @@ class _Run:
             "program": self.trainer.engine.program.name,
             "overlap": options.overlap,
             "recompute": options.recompute,
+            "capacity": options.capacity,
             "microbatches": options.microbatches,
             "batch": options.batch,
             "sequence": options.sequence,

@@ -90,6 +90,8 @@ class Trainer:
             weights=weights,
             overlap=overlap,
             recompute=options.recompute,
+            capacity=options.capacity,
+            overflow=options.overflow,
             timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap1f1b.kernels.grouped_mm import GroupedMM, grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad
+from overlap1f1b.kernels.grouped_mm import (
+    ExpertRows,
+    GroupedMM,
+    grouped_mm,
+    grouped_mm_input_grad,
+    grouped_mm_weight_grad,
+)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [1], [0, 7, 0, 2]])
@@ -26,3 +32,17 @@ def test_gradients() -> None:
     rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, w: GroupedMM.apply(r, w, [3, 0, 1]), (rows, weight))
+
+
+def test_rows_that_belong_to_no_expert_are_left_out() -> None:
+    """Counts that only the device knows, and rows beyond them that hold anything."""
+    counts = ExpertRows(torch.tensor([2, 0, 3]))
+    rows, weight, grad = torch.randn(7, 4), torch.randn(3, 6, 4), torch.randn(7, 6)
+    rows[5:], grad[5:] = float("nan"), float("nan")
+    known = [2, 0, 3]
+    assert torch.equal(grouped_mm(rows, weight, counts)[:5], grouped_mm(rows[:5], weight, known))
+    assert torch.equal(grouped_mm_input_grad(grad, weight, counts)[:5], grouped_mm_input_grad(grad[:5], weight, known))
+    found = grouped_mm_weight_grad(grad, rows, counts)
+    assert torch.equal(found, grouped_mm_weight_grad(grad[:5], rows[:5], known))
+    assert counts.ends.tolist() == [2, 2, 5]
+    assert counts.ends.dtype == torch.int32

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from overlap1f1b.moe.exchange import CollectiveExchange, Exchange, LocalExchange, PeerExchange, build_exchange
+from overlap1f1b.moe.streams import ThreadStream
 from tests.ranks import Ranks
 
 H = 3
@@ -30,6 +31,7 @@ def build(kind: str) -> Exchange:
         "shared": lambda: build_exchange(group),
         "lanes": lambda: build_exchange(group, *groups),
         "collective": lambda: CollectiveExchange(group, groups[0]),
+        "streams": lambda: CollectiveExchange(group, groups[0], (ThreadStream("rows"), ThreadStream("counts"))),
     }[kind]()
 
 
@@ -37,7 +39,7 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
     """Three exchanges of rows and of counts in flight together."""
     exchange = build(kind)
     assert (exchange.rank, exchange.ranks) == (rank, size)
-    assert isinstance(exchange, CollectiveExchange if kind == "collective" else PeerExchange)
+    assert isinstance(exchange, CollectiveExchange if kind in ("collective", "streams") else PeerExchange)
     flying, right = [], []
     for tag in range(3):
         table = sizes(size, tag)
@@ -46,7 +48,7 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
         counts = torch.arange(2 * size) + 100 * rank + 10_000 * tag
         ahead = exchange.expect_rows(source, receive, tag) if announced else None
         control = exchange.expect_counts(counts, 100 + tag) if announced else None
-        assert (ahead is not None) == (control is not None) == (announced and kind != "collective")
+        assert (ahead is not None) == (control is not None) == (announced and kind not in ("collective", "streams"))
         flying.append((exchange.counts(counts, 100 + tag, control), exchange.rows(source, send, receive, tag, ahead)))
     for tag, (control, rows) in enumerate(flying):
         wanted = torch.cat([part(source, rank, sizes(size, tag)[source][rank], tag) for source in range(size)])
@@ -57,8 +59,10 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("kind", ["shared", "lanes", "collective"])
+@pytest.mark.parametrize(
+    ("kind", "announced"),
+    [("shared", False), ("shared", True), ("lanes", False), ("lanes", True), ("collective", False), ("streams", False)],
+)
 def test_two_ranks(ranks2: Ranks, kind: str, announced: bool) -> None:
     assert ranks2.run(exchanged, kind, announced) == [[True] * 6] * 2
 

@@ -34,6 +34,7 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         "sequence": options.sequence,
         "rounds": options.rounds,
         "recompute": options.recompute,
+        "capacity": options.capacity,
     }
     result = {"environment": environment(rank), "workload": workload} | result
     result["doubts"] = doubts(result)
@@ -45,8 +46,11 @@ def show(result: dict[str, Any], screen: Console) -> None:
     """Prints the ablation table with the bounds above it."""
     wire, rate = result["wire"], result["wire"]["rate_gbps"]
     link = "loopback" if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
+    if wire["kind"] == "host":
+        link = "through host memory" + ("" if rate is None else f" at {rate / 8:g} GB/s")
+    ranks = result["environment"]["ranks"]
     screen.print(
-        f"[bold]{result['environment']['ranks']} ranks[/bold], {link}, {result['compute']} compute, "
+        f"[bold]{ranks} rank{'s' * (ranks > 1)}[/bold], {link}, {result['compute']} compute, "
         f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
     )
     if result["plain_ms"] is not None:

@@ -23,8 +23,8 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
     def sent_bytes(self, rank: int) -> int:
-        """Bytes that leave this rank."""
-        rows = sum(self.send) - self.send[rank]
+        """Bytes that leave this rank; of a rank alone, those that it sends to itself."""
+        rows = sum(self.send) - (self.send[rank] if len(self.send) > 1 else 0)
         return rows * self.dtype.itemsize * torch.Size(self.row).numel()
 
 
@@ -70,19 +70,26 @@ class AnsweringExchange(Exchange):
         return Transfer(self._counts[tag])
 
 
+def settle(device: torch.device) -> None:
+    """Waits for what a device still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Replay:
     """The exchanges of a recorded step, launched with no compute between them, ``depth`` in flight."""
 
-    def __init__(self, real: Exchange, sizes: Sequence[Sizes], depth: int = 4) -> None:
-        self.real, self.sizes, self.depth = real, sizes, depth
+    def __init__(self, real: Exchange, sizes: Sequence[Sizes], device: torch.device, depth: int = 4) -> None:
+        self.real, self.sizes, self.device, self.depth = real, sizes, device, depth
         width = max((sum(s.send) for s in sizes), default=0)
-        self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype) for s in sizes}
+        self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
 
     def run(self) -> float:
         """Seconds from the first launch to the last arrival."""
         start = time.perf_counter()
         for _ in self._launches():
             pass
+        settle(self.device)
         return time.perf_counter() - start
 
     def _launches(self) -> Iterator[None]:

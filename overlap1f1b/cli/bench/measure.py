@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
+from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, settle
 from overlap1f1b.cli.bench.gradients import compare
 from overlap1f1b.cli.bench.hollow import hollow
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.cli.bench.rows import Row, Samples, ablation
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.rate import Balanced, parse_wire
+from overlap1f1b.cli.rate import Balanced, parse_loopback, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.moe.exchange import build_exchange, lane_groups
+from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.moe.loopback import LoopbackExchange
 from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
 from overlap1f1b.simulation import simulate
 
@@ -57,7 +58,13 @@ class Bench:
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
+        self.real: Exchange
+        self.loopback_gbps: float | None = None
+        if options.exchange is not None:
+            self.loopback_gbps = parse_loopback(options.exchange)
+            self.real = LoopbackExchange(rank.device, self.loopback_gbps)
+        else:
+            self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
         self.recording = RecordingExchange(self.real)
         self.pace: NodeCosts | None = None
 
@@ -90,6 +97,8 @@ class Bench:
             loss_fn=loss_fn,
             overlap=row.overlap,
             recompute=recompute or self.options.recompute,
+            capacity=self.options.capacity,
+            overflow=self.options.overflow,
             costs=costs,
             reduce=self.options.reduce,
             timeout=self.options.timeout,
@@ -104,6 +113,7 @@ class Bench:
         _barrier(self.rank)
         start = time.perf_counter()
         result = engine.step(self.inputs, target=self.target)
+        settle(self.rank.device)
         return _slowest(time.perf_counter() - start, self.rank), result
 
     def _clear_gradients(self) -> None:
@@ -150,6 +160,8 @@ class Bench:
             recorded.program,
             loss_fn=loss_fn,
             recompute=self.options.recompute,
+            capacity=self.options.capacity,
+            overflow=self.options.overflow,
             plan=recorded.plan.without_reductions(),
             exchange=answers,
             pace=self.pace,
@@ -162,7 +174,7 @@ class Bench:
         default = next(engines[row.key] for row in rows if row.default)
         self._step(default)
         compute_only = self._compute_only(default)
-        replay = Replay(self.real, self._sizes)
+        replay = Replay(self.real, self._sizes, self.rank.device)
 
         def exchange_only() -> float:
             _barrier(self.rank)
@@ -178,7 +190,7 @@ class Bench:
             return _slowest(time.perf_counter() - start, self.rank)
 
         phases = {"compute_only": compute_only, "exchange_only": exchange_only, "contended": contended}
-        if self.rank.size == 1:
+        if self.options.alone:
             phases = {"plain": self._plain}
         bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {row.key: Samples() for row in rows}
@@ -204,6 +216,7 @@ class Bench:
         start = time.perf_counter()
         for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
             (loss_fn(self.model(x), y) / count).backward()
+        settle(self.rank.device)
         return time.perf_counter() - start
 
     def _check(self, rows: list[Row], costs: NodeCosts) -> dict[str, dict[str, Any]]:
@@ -247,7 +260,7 @@ class Bench:
         rate: float | None,
     ) -> dict[str, Any]:
         bounds = timed["bounds"]
-        if self.rank.size == 1:  # nothing is exchanged: the plain loop is what the engine is measured against
+        if self.options.alone:  # nothing is exchanged: the plain loop is what the engine is measured against
             bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
         bound = max(bounds["compute_only"], bounds["exchange_only"])
         tokens = self.options.batch * self.options.sequence * self.rank.size
@@ -270,15 +283,18 @@ class Bench:
                 }
                 | checked[row.key]
             )
+        frames = FRAMES
+        if self.loopback_gbps is not None:
+            rate, frames = 8e9 * self.loopback_gbps, 1.0
         sent = max(s.sent_bytes(self.rank.rank) for s in self._sizes) if self._sizes else 0
         total = sum(s.sent_bytes(self.rank.rank) for s in self._sizes)
         return {
             "wire": {
-                "kind": "loopback" if rate is None else "shaped",
+                "kind": "host" if self.options.exchange else "loopback" if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
                 "bytes_sent": int(_slowest(float(total), self.rank)),
                 "largest_exchange_bytes": int(_slowest(float(sent), self.rank)),
-                "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / FRAMES,
+                "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / frames,
             },
             "compute": self.options.compute,
             "plain_ms": 1e3 * bounds["plain"] if "plain" in bounds else None,

@@ -112,6 +112,8 @@ class PipelineBench:
             weights=block_weights(self.options),
             overlap=row.overlap,
             recompute=recompute or self.options.recompute,
+            capacity=self.options.capacity,
+            overflow=self.options.overflow,
             costs=costs,
             reduce=self.options.reduce,
             timeout=self.options.timeout,
@@ -163,7 +165,7 @@ class PipelineBench:
 
     def _exchange_only(self, default: Engine) -> float:
         dist.barrier()
-        return _largest(Replay(self.real, self._sizes).run()) if self.real.ranks > 1 else 0.0
+        return _largest(Replay(self.real, self._sizes, self.rank.device).run()) if self.real.ranks > 1 else 0.0
 
     def _check(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, dict[str, Any]]:
         """Gradients of every row against a plain loop over the whole model, with real compute, and the memory taken."""

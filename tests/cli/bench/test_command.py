@@ -143,3 +143,21 @@ def test_pipelines_beside_torchs(text: Path) -> None:
     best = min(row["step_ms"]["median"] for row in result["rows"] if row["program"] in ours)
     peer = min(rows[name]["step_ms"]["median"] for name in torchs)
     assert result["best_over_peers"] == pytest.approx(peer / best)
+
+
+@pytest.mark.slow
+def test_one_rank_over_the_loopback(text: Path) -> None:
+    """Rows go through host memory at a rate, under a capacity; it has a bound of its own and something to hide."""
+    options = ("--ranks", 1, "--exchange", "loopback:0.05", "--capacity", "1.25", "--layers", 2)
+    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-").wait()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["wire"] | {"kind": "host", "rate_gbps": 0.4} == result["wire"]
+    w = result["workload"]
+    rows = w["batch"] * w["sequence"] * w["top_k"]  # by dispatch and by combine, forward and backward
+    assert result["wire"]["bytes_sent"] == 2 * 2 * 2 * rows * w["hidden"] * 4
+    assert result["exchange_only_ms"] >= result["wire"]["bytes_over_rate_ms"]
+    assert result["plain_ms"] is None
+    assert all(row["grads_equal"] for row in result["rows"])
+    assert [row["program"] for row in result["rows"] if row["default"]] == ["combined_1f1b+1"]
+    assert "through host memory at 0.05 GB/s" in err
