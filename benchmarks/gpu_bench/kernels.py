@@ -85,23 +85,41 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All shapes; what fails is said in its row."""
+    """All shapes, then torch.compile at the first while there is time; what fails is said in its row."""
     copy = context.results.get("ceilings", {}).get("copy_gb_s")
     found: dict[str, Any] = {"copy_gb_s": copy, "rows": [], "problems": []}
-    for number, shape in enumerate(TINY if context.tiny else SHAPES):
+    shapes = TINY if context.tiny else SHAPES
+    for shape in shapes:
         for case in cases(context, shape):
-            row = measured(context, shape, case, copy, compiles=number == 0)
+            row = measured(context, shape, case, copy)
             found["rows"].append(row)
             if row.get("problem"):
                 found["problems"].append(f"{case.name} at {shape.name}: {row['problem']}")
             context.say(f"{shape.name} {case.name}: {_text(row)}")
             context.free()
+    first = {row["kernel"]: row for row in found["rows"] if row["shape"] == vars(shapes[0])}
+    for case in cases(context, shapes[0]) if context.cuda else ():
+        if case.op is add_weight_grad_ or context.left < 25:  # the one looks at values; a compilation takes long
+            first[case.name]["not_compiled"] = "no time left" if context.left < 25 else "looks at values"
+            continue
+        compile_(context, case, first[case.name])
     return found
 
 
-def measured(context: Context, shape: Shape, case: Case, copy: float | None, *, compiles: bool) -> dict[str, Any]:
+def compile_(context: Context, case: Case, row: dict[str, Any]) -> None:
+    """The twin under torch.compile."""
+    try:
+        with torch.no_grad():
+            compiled = torch.compile(case.op, dynamic=False)
+            row["compiled_ms"] = context.milliseconds(lambda: compiled(*case.args), seconds=0.2)
+    except Exception as error:
+        row["not_compiled"] = f"{type(error).__name__}: {str(error)[:200]}"
+    context.say(f"compiled {case.name}: {row.get('compiled_ms', row.get('not_compiled'))}")
+
+
+def measured(context: Context, shape: Shape, case: Case, copy: float | None) -> dict[str, Any]:
     """Times in ms, and the share of the time that the copy bandwidth would allow."""
-    row: dict[str, Any] = {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes, "choice": None}
+    row: dict[str, Any] = {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes}
     with torch.no_grad():
         try:
             wanted = [t.clone() for t in tensors(case.op(*case.args))] if case.op is not add_weight_grad_ else None
@@ -116,9 +134,6 @@ def measured(context: Context, shape: Shape, case: Case, copy: float | None, *, 
                 row["triton_ms"] = context.milliseconds(lambda: triton(*case.args), seconds=0.2)
                 if copy:
                     row["roofline"] = case.bytes / (row["triton_ms"] * 1e6) / copy
-            if compiles and (context.cuda and case.op is not add_weight_grad_) and context.left > 30:
-                compiled = torch.compile(case.op, dynamic=False)
-                row["compiled_ms"] = context.milliseconds(lambda: compiled(*case.args), seconds=0.2)
         except Exception as error:
             row["problem"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     return row

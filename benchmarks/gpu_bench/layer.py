@@ -26,7 +26,7 @@ def run(context: Context) -> dict[str, Any]:
         row = found["rows"]
         row.append(measured(context, shape))
         context.say(", ".join(f"{k} {v:.3g}" for k, v in row[-1].items() if isinstance(v, float)))
-        if not row[-1]["error"] < 2e-2:
+        if not row[-1]["error"] < 5e-2:
             found["problems"].append(f"{shape.name}: differs from the loop by {row[-1]['error']:.1e}")
         context.free()
     return found

@@ -80,7 +80,7 @@ class RunOptions:
     """Room for rows in the exchanges of experts, as a multiple of an even share, 1.25 say: equal sizes, for which no
     host waits. By default sizes are exact."""
     overflow: Literal["raise", "rerun"] = "raise"
-    """What to do where the capacity is too little: end with an error, or play the step again with exact sizes."""
+    """What to do where the capacity is too little: give up, or play the step again with exact sizes."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     seed: int = 0

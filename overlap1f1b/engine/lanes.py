@@ -108,7 +108,8 @@ class Flight(Generic[T]):
         transfer = self._transfer
         if transfer is None:  # failed, or given up
             return
-        timeout = self.lane.timeout
+        # A limit given to a work of NCCL would stop the thread until it ends; NCCL keeps the group's own.
+        timeout = None if self.lane.stamp is not None else self.lane.timeout
         try:
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)

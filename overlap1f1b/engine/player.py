@@ -82,7 +82,8 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
-        self._watch, self._times, self._carveout = watch, None if watch is None else StepTimes(watch), Carveout(sms)
+        self._watch, self._carveout = watch, Carveout(sms)
+        self._times: StepTimes | None = None
         self.before_launch: Callable[[], None] | None = None
         self.around: Callable[[Node], AbstractContextManager[object]] | None = None
         self.position = 0

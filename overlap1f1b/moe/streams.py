@@ -7,8 +7,10 @@ that order, waits and lifetimes are tested without a GPU.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -95,6 +97,8 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other; unset it", stacklevel=2)
         self.device, self.stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> CudaMark:

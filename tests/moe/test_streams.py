@@ -108,6 +108,10 @@ def test_what_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job waits for what was computed or for the marks, lies between two events, and compute waits for the second."""
     log = _Log()
     monkeypatch.setattr(streams.torch, "cuda", log.module())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="unset it"):
+        CudaStream(torch.device("cuda", 0))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     stream = CudaStream(torch.device("cuda", 0))
     first = stream.run(lambda: log.append("copy"))
     stream.run(lambda: log.append("back"), after=(first,))
