@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class Context:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Gives memory back that nothing holds."""
+        """Gives memory back that nothing holds any more; engines and their stages hold each other."""
+        gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 

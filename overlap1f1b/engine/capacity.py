@@ -44,15 +44,18 @@ class Capacity:
         for stage in self.stages:
             stage.capacity = factor
 
-    def played(self, play: Callable[[], T], parameters: Iterable[nn.Parameter] = ()) -> tuple[T, str | None]:
-        """What ``play`` returns, and what it lost, if anything: then it is to be raised.
+    def played(self, play: Callable[[], T], parameters: Iterable[nn.Parameter] = ()) -> T:
+        """What ``play`` returns.
 
         Args:
             play: Plays a step, or the same step once more.
             parameters: Whose gradients it adds to; a step that lost rows adds nothing.
+
+        Raises:
+            CapacityOverflowError: It lost rows, and is not to be played again.
         """
         if self.factor is None:
-            return play(), None
+            return play()
         parameters = list(parameters)
         before = [parameter.grad for parameter in parameters]
         random = torch.get_rng_state()
@@ -67,14 +70,16 @@ class Capacity:
                 torch.set_rng_state(random)  # the same microbatches draw the same numbers
                 with self._exact():
                     result, lost = play(), None
-            kept = lost is None
+            if lost is not None:
+                raise CapacityOverflowError(lost)
+            kept = True
         finally:
             for parameter, grad in zip(parameters, before, strict=True):
                 if not kept or parameter.grad is None:
                     parameter.grad = grad
                 elif grad is not None:
                     parameter.grad = grad + parameter.grad
-        return result, lost
+        return result
 
     def _tried(self, play: Callable[[], T]) -> tuple[T, str | None]:
         for stage in self.stages:

@@ -86,8 +86,7 @@ def combined_forward_backward_step(
         for number, microbatch in members.items()
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
-    exchange = stages[0].exchange
-    player = Player(timedelta(seconds=timeout), Failures(), background=exchange.background, sms=exchange.sms)
+    player = Player(timedelta(seconds=timeout), Failures(), exchange=stages[0].exchange)
     with ExitStack() as changed, torch.no_grad():
         for stage in stages:
             changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))

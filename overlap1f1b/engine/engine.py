@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +15,7 @@ from overlap1f1b import plan as planning
 from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
-from overlap1f1b.engine.failures import Failures, headline
+from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.gradients import clip
 from overlap1f1b.engine.lanes import Lane
 from overlap1f1b.engine.measure import BackToBack, measured_costs
@@ -25,7 +25,7 @@ from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.reduction import Reduction, reductions_of
-from overlap1f1b.engine.result import StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import StepResult, mean_loss
 from overlap1f1b.engine.tied import TiedReduction, repeated
 from overlap1f1b.engine.timing import cuda_watch
 from overlap1f1b.engine.work import Loss, Work, work_of
@@ -59,9 +59,8 @@ class Engine:
         recompute: What blocks drop after their forward and compute again before their backward, to save memory:
             ``"experts"`` what the experts compute, ``"attention"`` all else (of a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: the rows that the experts received and returned are kept.
-        capacity: Room for rows in the exchanges of experts, as a multiple of what each rank would be sent if all were
-            sent alike, 1.25 say: equal sizes, for which no host waits. Ranks along "ep" must have equally many tokens.
-            By default sizes are exact, and the host waits for them.
+        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
+            Ranks along "ep" must have equally many tokens. By default sizes are exact.
         overflow: What to do where that is too little: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.
@@ -71,8 +70,7 @@ class Engine:
             instead of microbatches, ``loss_fn`` being the mean over those of its own.
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
         timeout: Limit in seconds of every wait for another rank.
-        exchange: To share one between engines, or to measure with another; by default the engine makes its own groups,
-            so that its lanes queue behind nothing else.
+        exchange: To share one between engines, or to measure with another; by default one over groups of its own.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
@@ -135,13 +133,10 @@ class Engine:
         self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
         self.shapes = all_shapes(self.stages, placement, self.mesh)
         self.failures = Failures(self.mesh.name)
-        background = any(
-            dist.get_backend(g) == "gloo" for name in DIMENSIONS if (g := self.mesh.group(name)) is not None
-        )
-        self._shared_links = background  # gloo uses one interface for all its groups
+        background = self._shared_links = self.mesh.on_gloo  # which uses one interface for all its groups
         device = next(iter(self.stages.values())).device
         watch = cuda_watch(device) if device.type == "cuda" else None
-        stamp = watch and watch.stamp
+        stamp = None if watch is None else watch.stamp
         self.boundary = Boundary(
             self.mesh,
             placement,
@@ -168,12 +163,11 @@ class Engine:
         self.player = Player(
             limit,
             self.failures,
-            background=self.exchange.background,
+            exchange=self.exchange,
             boundary=self.boundary,
             reductions=self.reductions,
             pace=pace,
             watch=watch,
-            sms=self.exchange.sms,
         )
         counts_block = not self.exchange.background and capacity is None
         self._plans = Plans(
@@ -187,10 +181,7 @@ class Engine:
 
     @property
     def costs(self) -> NodeCosts | None:
-        """Seconds of every node. Others compile another plan; with None the next steps measure them anew.
-
-        To be set between steps, on all ranks alike.
-        """
+        """Seconds of every node, to be set between steps on all ranks alike; with None they are measured anew."""
         return self._plans.costs
 
     @costs.setter
@@ -232,30 +223,18 @@ class Engine:
 
         Raises:
             ValueError: A batch that is missing or cannot be cut.
-            RuntimeError: Another rank failed, or did not answer within the limit.
-            CapacityOverflowError: There was no room for all rows, with ``overflow="raise"``.
+            RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        plan = self.plan
-        measuring = self._plans.measuring
-
-        def play() -> StepResult:
-            for reduction in self.reductions:
-                reduction.begin(plan.ranks[self._first_replica])
-            result = self._play(plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-            for reduction in reversed(self.reductions):
-                reduction.finish()
-            return result
-
+        plan, measuring = self.plan, self._plans.measuring
+        play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
         with self._guarded(plan):
             if measuring:
                 self._measure(True)
-            result, lost = self._capacity.played(play, self.parameters())
+            result = self._capacity.played(play, self.parameters())
             if measuring and self._warm:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
-        if lost is not None:
-            raise CapacityOverflowError(lost)
         return result
 
     def evaluate(
@@ -263,15 +242,9 @@ class Engine:
     ) -> StepResult:
         """The loss of a batch that divides into the microbatches, without gradients."""
         plan = self._plans.of_evaluation
-
-        def play() -> StepResult:
-            return self._play(plan, inputs, target, 1.0, grad=False, keep=return_outputs)
-
+        play = partial(self._play, plan, inputs, target, 1.0, grad=False, keep=return_outputs)
         with self._guarded(plan), self.sharding.gathered():
-            result, lost = self._capacity.played(play)
-        if lost is not None:
-            raise CapacityOverflowError(lost)
-        return result
+            return self._capacity.played(play)
 
     def mean_loss(self, result: StepResult) -> float:
         """The loss of a step over all ranks. All of them must call this."""
@@ -289,15 +262,13 @@ class Engine:
         try:
             self._plans.agree(plan)
             yield
+        except CapacityOverflowError:  # on all ranks, after everything was played
+            raise
         except BaseException as error:
             where = ", ".join(f"{name} {self.mesh.rank(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1)
             at = self.player.position
             message = f"rank {where or 0} failed at {plan.ranks[self.rank][at]}, position {at} of its plan"
-            error.add_note(message)
-            first = self.failures.read(wait=isinstance(error, RuntimeError))
-            if first is not None and first not in str(error):
-                error.add_note(f"the first to fail: {first}")
-            self.failures.post(f"{message}: {headline(error)}")
+            self.failures.tell(error, message)
             self._failed = bool(where)
             self.boundary.forget()
             for reduction in self.reductions:
@@ -322,15 +293,16 @@ class Engine:
     def _play(
         self, plan: Plan, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool
     ) -> StepResult:
-        microbatches, weights, auxiliary = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
+        reductions = self.reductions if grad else []
+        for reduction in reductions:
+            reduction.begin(plan.ranks[self._first_replica])
+        work = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
         nodes, self.player.position = plan.ranks[self.rank], 0
         self.boundary.begin(nodes, remember=grad)
-        with contextlib.ExitStack() as installed, torch.no_grad():
-            for stage in self.stages.values():
-                installed.enter_context(stage.installed(auxiliary))
-            self.player.play(nodes, microbatches)
-        ended = microbatches.of_stage(self.program.placement.stages - 1)
-        return result_of(ended, [weights[m.index] for m in ended], self.player)
+        result = work.played(nodes, self.stages, self.player, last=self.program.placement.stages - 1)
+        for reduction in reversed(reductions):
+            reduction.finish()
+        return result
 
     def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
         """What a step plays, from what it was called with. A subclass may make it of something else."""

@@ -30,6 +30,14 @@ class Failures:
             with suppress(RuntimeError, ValueError):  # the store went down with the rank that held it
                 self._store.set(self._key, message)
 
+    def tell(self, error: BaseException, message: str) -> None:
+        """Adds to an error where it happened, and whose was the first; leaves a note of it."""
+        error.add_note(message)
+        first = self.read(wait=isinstance(error, RuntimeError))
+        if first is not None and first not in str(error):
+            error.add_note(f"the first to fail: {first}")
+        self.post(f"{message}: {headline(error)}")
+
     def read(self, *, wait: bool = False) -> str | None:
         """The first failure; ``wait`` gives another rank a moment to post it."""
         deadline = time.monotonic() + (_GRACE_S if wait else 0.0)

@@ -84,6 +84,11 @@ class Mesh:
         """This rank's number along a dimension."""
         return self._at.get(dimension, 0)
 
+    @property
+    def on_gloo(self) -> bool:
+        """Whether any of the groups is."""
+        return any(dist.get_backend(group) == "gloo" for group in self._groups.values())
+
     def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
         """Numbers in the default group of some pipeline ranks, over further dimensions, ascending."""
         if self._ranks is None:

@@ -18,6 +18,7 @@ from overlap1f1b.engine.recompute import run_of
 from overlap1f1b.engine.reduction import Reduction
 from overlap1f1b.engine.timing import StepTimes, Watch
 from overlap1f1b.engine.weights import accumulate
+from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Span
 from overlap1f1b.plan import Lane as LaneName
 from overlap1f1b.schedule import Kind
@@ -45,12 +46,11 @@ class Player:
     Args:
         timeout: Limit of every wait for another rank.
         failures: Where other ranks say that they failed.
-        background: Whether exchanges are started and awaited by threads of the lanes.
+        exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
         watch: Clock of a device that computes while the thread goes on.
-        sms: Multiprocessors that an exchange in flight occupies.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
     of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node.
@@ -61,14 +61,13 @@ class Player:
         timeout: timedelta,
         failures: Failures,
         *,
-        background: bool = False,
+        exchange: Exchange,
         boundary: Boundary | None = None,
         reductions: Sequence[Reduction] = (),
         pace: Pace | None = None,
         watch: Watch | None = None,
-        sms: int = 0,
     ) -> None:
-        def lane(name: str, *, background: bool = background) -> Lane:
+        def lane(name: str, *, background: bool = exchange.background) -> Lane:
             return Lane(name, timeout, failures, background=background, stamp=watch and watch.stamp)
 
         back = lane("combine")
@@ -82,7 +81,7 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
-        self._watch, self._carveout = watch, Carveout(sms)
+        self._watch, self._carveout = watch, Carveout(exchange.sms)
         self._times: StepTimes | None = None
         self.before_launch: Callable[[], None] | None = None
         self.around: Callable[[Node], AbstractContextManager[object]] | None = None

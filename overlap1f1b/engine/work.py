@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from overlap1f1b.engine.batch import Batch, cut
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, Tensors
-from overlap1f1b.engine.player import Place
+from overlap1f1b.engine.player import Place, Player
+from overlap1f1b.engine.result import StepResult, result_of
 from overlap1f1b.engine.stage import Stage
+from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Placement, Program
 
 
@@ -65,6 +68,15 @@ class Work(NamedTuple):
     microbatches: Microbatches
     weights: dict[int, float]
     auxiliary: float | None
+
+    def played(self, nodes: Sequence[Node], stages: Mapping[int, Stage], player: Player, *, last: int) -> StepResult:
+        """Plays the nodes over the stages, of which the one numbered ``last`` ends the model."""
+        with ExitStack() as installed, torch.no_grad():
+            for stage in stages.values():
+                installed.enter_context(stage.installed(self.auxiliary))
+            player.play(nodes, self.microbatches)
+        ended = self.microbatches.of_stage(last)
+        return result_of(ended, [self.weights[m.index] for m in ended], player)
 
 
 class Loss(NamedTuple):

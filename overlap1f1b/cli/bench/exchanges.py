@@ -11,7 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe.exchange import Exchange, Transfer
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.rate import parse_loopback
+from overlap1f1b.moe.exchange import Exchange, Transfer, build_exchange, lane_groups
+from overlap1f1b.moe.loopback import LoopbackExchange
+
+
+def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:
+    """What the options ask for, and the bits per second that it keeps to, if any."""
+    if options.exchange is not None:
+        gbps = parse_loopback(options.exchange)
+        return LoopbackExchange(rank.device, gbps), None if gbps is None else 8e9 * gbps
+    return build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ())), None
 
 
 class Sizes(NamedTuple):
@@ -22,9 +34,9 @@ class Sizes(NamedTuple):
     row: tuple[int, ...]
     dtype: torch.dtype
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that leave this rank; of a rank alone, those that it sends to itself."""
-        rows = sum(self.send) - (self.send[rank] if len(self.send) > 1 else 0)
+    def sent_bytes(self, rank: int | None) -> int:
+        """Bytes that leave this rank; without one all, also those that it sends to itself."""
+        rows = sum(self.send) - (0 if rank is None else self.send[rank])
         return rows * self.dtype.itemsize * torch.Size(self.row).numel()
 
 

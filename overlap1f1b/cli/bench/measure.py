@@ -15,20 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, settle
+from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange, settle
 from overlap1f1b.cli.bench.gradients import compare
 from overlap1f1b.cli.bench.hollow import hollow
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.cli.bench.rows import Row, Samples, ablation
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.rate import Balanced, parse_loopback, parse_wire
+from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
-from overlap1f1b.moe.loopback import LoopbackExchange
 from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
 from overlap1f1b.simulation import simulate
 
@@ -58,13 +56,8 @@ class Bench:
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.real: Exchange
-        self.loopback_gbps: float | None = None
-        if options.exchange is not None:
-            self.loopback_gbps = parse_loopback(options.exchange)
-            self.real = LoopbackExchange(rank.device, self.loopback_gbps)
-        else:
-            self.real = build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ()))
+        self.real, self.loopback_rate = real_exchange(options, rank)
+        self.sender = rank.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
         self.pace: NodeCosts | None = None
 
@@ -143,7 +136,7 @@ class Bench:
             self._step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
-            sent = _slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
+            sent = _slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
             rate = 8 * sent / seconds / FRAMES * rate.factor
         _barrier(self.rank)
         shape(os.environ[INTERFACE], rate)
@@ -269,7 +262,6 @@ class Bench:
         for row in rows:
             samples = timed["samples"][row.key]
             step = median(samples.seconds)
-            predicted = simulate(engines[row.key].plan, costs).makespan
             table.append(
                 {"program": row.program.name, "overlap": str(row.overlap), "default": row.default}
                 | samples.summary()
@@ -278,16 +270,14 @@ class Bench:
                     "tokens_per_s": tokens / step,
                     "over_bound": step / bound,
                     "over_contended": step / bounds["contended"],
-                    "predicted_ms": 1e3 * predicted,
+                    "predicted_ms": 1e3 * simulate(engines[row.key].plan, costs).makespan,
                     "speedup": baseline / step,
                 }
                 | checked[row.key]
             )
-        frames = FRAMES
-        if self.loopback_gbps is not None:
-            rate, frames = 8e9 * self.loopback_gbps, 1.0
-        sent = max(s.sent_bytes(self.rank.rank) for s in self._sizes) if self._sizes else 0
-        total = sum(s.sent_bytes(self.rank.rank) for s in self._sizes)
+        rate, frames = rate or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
+        sent = max(s.sent_bytes(self.sender) for s in self._sizes) if self._sizes else 0
+        total = sum(s.sent_bytes(self.sender) for s in self._sizes)
         return {
             "wire": {
                 "kind": "host" if self.options.exchange else "loopback" if rate is None else "shaped",

@@ -45,6 +45,10 @@ class OwnExperts(Experts):
         result: Tensor = super().__call__(flat, indices.long(), weights)
         return result.view_as(tokens)
 
+    @property
+    def reads_counts_late(self) -> bool:
+        return self.grouped
+
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         own: Any = self
         if self.grouped:
