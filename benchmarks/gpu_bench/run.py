@@ -38,8 +38,8 @@ def main() -> None:
     options = parse()
     device = torch.device(options.device)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
