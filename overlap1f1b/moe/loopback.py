@@ -70,7 +70,8 @@ class LoopbackExchange(Exchange):
         again, self._again = self._again, 0.0
         gbps, self.gbps = self.gbps, None
         # Random bytes: what is all the same may travel faster.
-        source = torch.randint(256, (chunks * CHUNK_BYTES, 1), dtype=torch.uint8, device=self.device)
+        source = torch.empty(chunks * CHUNK_BYTES, 1, dtype=torch.uint8, device=self.device)
+        source.random_(generator=torch.Generator(self.device))  # whose numbers nobody else draws
         seconds = math.inf
         for _ in range(3):
             if source.is_cuda:
