@@ -23,6 +23,7 @@ from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
+from overlap1f1b.engine.recorder import recorded
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss, result_of
 from overlap1f1b.engine.tied import TiedReduction, repeated
@@ -219,7 +220,7 @@ class Engine:
         """
         plan = self.plan
         measuring = self._plans.measuring
-        with self._guarded(plan):
+        with self._guarded(plan), recorded(self.player.recorder):
             if measuring:
                 self._measure(True)
             for reduction in self.reductions:
