@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from overlap1f1b.cli.arguments import parse
+from overlap1f1b.cli.doctor.options import DoctorOptions
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.cli.plan.options import PlanOptions
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             plan(options)
             return 0
+        if isinstance(options, DoctorOptions):
+            from overlap1f1b.cli.doctor.command import doctor
+
+            return doctor(options)
         if isinstance(options, ProfileOptions):
             _check_profile(options, argv)
         else:
@@ -55,7 +60,13 @@ def _options(argv: Sequence[str]) -> Any:
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
         return parse(argv[1:] or ["--help"], VERBS, prog="overlap1f1b profile", description=about)
-    verbs = {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions, "profile": ProfileOptions}
+    verbs = {
+        "train": TrainOptions,
+        "bench": BenchOptions,
+        "plan": PlanOptions,
+        "profile": ProfileOptions,
+        "doctor": DoctorOptions,
+    }
     return parse(argv, verbs, prog="overlap1f1b", description=about)
 
 
