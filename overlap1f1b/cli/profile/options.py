@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overlap1f1b.cli.options import BenchOptions, TrainOptions, check_run
+from overlap1f1b.cli.output import check_folder
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,4 @@ def check_profile(options: ProfileTrainOptions | ProfileBenchOptions) -> None:
         raise ValueError(f"--profile-steps {options.profile_steps}; allowed: 1 or more")
     if options.profile_warmup < 0:
         raise ValueError(f"--profile-warmup {options.profile_warmup}; allowed: 0 or more")
-    there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--out {options.out}: {there} is a file; allowed: a folder, which may be new")
+    check_folder(options.out, "--out")
