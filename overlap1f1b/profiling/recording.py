@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -75,12 +75,14 @@ class Spans:
         """The time that they cover."""
         return union(self.start, self.end)
 
-    def shifted(self, by: int) -> Spans:
-        """The same on a clock that is ahead."""
-        return Spans(self.what, self.start + by, self.end + by, self.launched + by)
-
-
-NO_SPANS = Spans.of((), (), ())
+    @property
+    def whole(self) -> list[tuple[int, int, int]]:
+        """What, first start and last end of each thing that they are."""
+        what, place = np.unique(self.what, return_inverse=True)
+        start, end = np.full(len(what), np.iinfo(np.int64).max), np.full(len(what), np.iinfo(np.int64).min)
+        np.minimum.at(start, place, self.start)
+        np.maximum.at(end, place, self.end)
+        return list(zip(what.tolist(), start.tolist(), end.tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +106,6 @@ class Step:
     compute: Spans
     flights: Spans
     waits: Spans
-
-    def shifted(self, by: int) -> Step:
-        """The same on a clock that is ahead."""
-        parts = {name: getattr(self, name).shifted(by) for name in ("issued", "compute", "flights", "waits")}
-        return replace(self, start=self.start + by, end=self.end + by, **parts)
 
 
 @dataclass(frozen=True, eq=False)
