@@ -14,6 +14,7 @@ from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.cli.plan.options import PlanOptions
+from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.cli.wire import Wire
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(
             argv or ["--help"],
-            {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions},
+            {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions, "report": ReportOptions},
             prog="overlap1f1b",
             description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
         )
@@ -36,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from overlap1f1b.cli.plan.command import plan
 
             plan(options)
+            return 0
+        if isinstance(options, ReportOptions):
+            from overlap1f1b.cli.report.command import report
+
+            report(options)
             return 0
         check_run(options)
         if STORE in os.environ:

@@ -48,7 +48,8 @@ class Recordings:
 def read(*paths: str | Path) -> Recordings:
     """The ranks of files, and of folders that hold some.
 
-    Files that cannot be read are left out as long as one can be.
+    Files that cannot be read are left out as long as one can be. Where a folder has a trace and a record of a rank, as
+    ``overlap1f1b profile`` writes them, the trace counts.
 
     Raises:
         ValueError: None can be read, or two are of one rank; names the file.
@@ -65,7 +66,9 @@ def read(*paths: str | Path) -> Recordings:
             left_out.append(str(error))
     if not found:
         raise ValueError(left_out[0])
-    return _set(found, left_out)
+    traced = {(r.path.parent, r.rank) for r in found if r.source != "records" and r.path not in map(Path, paths)}
+    twice = [r for r in found if r.source == "records" and (r.path.parent, r.rank) in traced]
+    return _set([recording for recording in found if recording not in twice], left_out)
 
 
 def read_file(path: Path) -> list[Recording]:

@@ -80,14 +80,12 @@ class _Reader:
         while True:
             try:
                 value, end = _VALUE.raw_decode(self._text, self._at)
-                if end < len(self._text):  # else a number may go on
+                if self._ended or not isinstance(value, int | float) or end + 2 < len(self._text):
                     self._at = end
-                    return value
+                    return value  # a number may go on behind the text so far, as 1e-5 does behind 1e-
             except json.JSONDecodeError as error:
                 if self._ended:
                     raise ValueError(f"it is truncated, or no JSON ({error.msg})") from None
-            if self._ended:
-                raise ValueError(TRUNCATED)
             self._fill()
 
     def _fill(self) -> None:
