@@ -121,7 +121,8 @@ def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]
     for index, start, end in spans.whole:
         what = recording.names[index]
         if isinstance(what, Node):
-            yield what, start, end
+            if end > start:
+                yield what, start, end
         else:
             these = spans[spans.what == index]
             for first, last in union(these.start, these.end + finest).tolist():

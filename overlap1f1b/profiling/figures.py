@@ -11,7 +11,7 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op
 from overlap1f1b.profiling.idle import IDLE, idle_time
-from overlap1f1b.profiling.intervals import Intervals, clipped, difference, length
+from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, length
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Step, lane_of
 from overlap1f1b.schedule import Kind
 
@@ -126,12 +126,12 @@ class Lanes:
     def open_actions(self) -> int:
         """Most forwards and backwards of a microbatch on a stage that were under way at once."""
         names, issued = self.recording.names, self.step.issued
-        begun: dict[tuple[object, ...], tuple[int, int]] = {}
+        begun: dict[object, tuple[int, int]] = {}
         for what, start, end in zip(issued.what.tolist(), issued.start.tolist(), issued.end.tolist(), strict=True):
             node = names[what]
             if not isinstance(node, Node) or not _of_chain(node):
                 continue
-            key = (node.pipe, node.stage, node.microbatch, node.kind)
+            key = _chain(node)
             begun[key] = (begun[key][0] if key in begun else start, end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
@@ -204,15 +204,29 @@ def figures_of(recording: Recording, steps: Iterable[Step] | None = None) -> Ran
 
 
 def _queued(lanes: Lanes) -> int:
-    """Time from the launch of the first kernel of each exchange to its start, beside compute."""
-    flights = lanes.recording.exchanges(lanes.step)
-    if not lanes.recording.device or not len(flights):
-        return 0
-    from overlap1f1b.profiling.intervals import covered
+    """Time in which an exchange could have started, and nothing but another microbatch's compute was on the device.
 
+    It can start when it is launched and what its own chain computes before it has ended.
+    """
+    recording, step = lanes.recording, lanes.step
+    if not recording.device or recording.by == "stream":
+        return 0
+    done: dict[object, list[int]] = {}
+    for what, _, end in step.compute.whole:
+        done.setdefault(_chain(recording.names[what]), []).append(end)
+    flights = recording.exchanges(step)
     _, first = np.unique(flights.what, return_index=True)  # spans stand by their start
     flights = flights[first]
-    return int(covered(flights.launched, np.maximum(flights.launched, flights.start), lanes.compute).sum())
+    ready = flights.launched.copy()
+    for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
+        before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
+        ready[place] = min(start, max([ready[place], *before]))
+    alone = difference(lanes.compute, lanes.exchange)
+    return int(covered(ready, flights.start, alone).sum())
+
+
+def _chain(what: object) -> object:
+    return (what.pipe, what.stage, what.microbatch, what.kind) if isinstance(what, Node) else None
 
 
 def _kind(what: object) -> str:

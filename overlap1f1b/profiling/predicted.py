@@ -42,8 +42,10 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     costs = _costs(steps)
     try:
         spans = play_ranks(orders, _placement(orders), costs, counts_block=ranks[0].device)
-    except (KeyError, AssertionError, ValueError) as error:
-        raise ValueError(f"the nodes of step {number} are no whole step ({error}); nothing can be predicted") from None
+    except (LookupError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"the nodes of step {number} are no whole step of all stages ({error}), so nothing can be predicted"
+        ) from None
     timelines = [Timeline(tuple(rank)) for rank in spans]
     return {recording.rank or 0: timelines[recording.mesh.get("pp", (0, 1))[0]] for recording, _ in steps}
 

@@ -42,6 +42,8 @@ def read_records(path: Path, content: Mapping[str, Any]) -> Recording:
         rank = int(content["rank"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({type(error).__name__}: {error})") from None
+    if not steps:
+        raise ValueError(f"{path} has no steps; allowed: a record of one or more")
     world = prod(size for _, size in mesh.values())
     return Recording(path, rank, mesh, world, tuple(names.what), tuple(steps), "records")
 

@@ -16,7 +16,7 @@ TRUNCATED = "it is truncated, its end is missing"
 
 
 def read_events(file: IO[str], take: Callable[[Event], None], key: str = "traceEvents") -> dict[str, Any]:
-    """Passes every element of one top-level array on, and returns all other top-level values.
+    """Passes every element of one top-level array on, and returns the other top-level values, with True for the array.
 
     A file that is an array itself is that array.
 
@@ -40,6 +40,7 @@ class _Reader:
         first = self._peek()
         if first == "[":
             self._array(take)
+            others[key] = True
         elif first == "{":
             self._at += 1
             while self._peek() != "}":

@@ -27,7 +27,7 @@ def test_chunks_end_anywhere(monkeypatch: pytest.MonkeyPatch, chunk: int, indent
     monkeypatch.setattr(stream, "_CHUNK", chunk)
     content = {"first": 1, "traceEvents": EVENTS, **TOP}
     assert parts(json.dumps(content, indent=indent)) == (EVENTS, {**TOP, "traceEvents": True})
-    assert parts(json.dumps(EVENTS, indent=indent)) == (EVENTS, {})
+    assert parts(json.dumps(EVENTS, indent=indent)) == (EVENTS, {"traceEvents": True})
 
 
 def test_every_truncation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
