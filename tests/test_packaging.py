@@ -27,9 +27,10 @@ LEVEL = {
     "simulation": 2,
     "moe": 3,
     "engine": 4,
-    "integrations": 5,
-    "cli": 6,
-    "__main__": 7,
+    "profiling": 5,
+    "integrations": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 PURE = ("schedule", "plan", "simulation")
 

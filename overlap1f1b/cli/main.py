@@ -17,6 +17,7 @@ from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, chec
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.profile.nsys import INSIDE, check_nsys, enter_nsys
 from overlap1f1b.cli.profile.options import VERBS, ProfileOptions, check_profile
+from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.cli.wire import Wire
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from overlap1f1b.cli.plan.command import plan
 
             plan(options)
+            return 0
+        if isinstance(options, ReportOptions):
+            from overlap1f1b.cli.report.command import report
+
+            report(options)
             return 0
         if isinstance(options, DoctorOptions):
             from overlap1f1b.cli.doctor.command import doctor
@@ -65,6 +71,7 @@ def _options(argv: Sequence[str]) -> Any:
         "bench": BenchOptions,
         "plan": PlanOptions,
         "profile": ProfileOptions,
+        "report": ReportOptions,
         "doctor": DoctorOptions,
     }
     return parse(argv, verbs, prog="overlap1f1b", description=about)
