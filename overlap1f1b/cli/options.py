@@ -222,7 +222,5 @@ def _check_train(options: TrainOptions) -> None:
         check_folder(options.checkpoint)
     if options.tensorboard is not None:
         if find_spec("tensorboard") is None:
-            raise ValueError(
-                "--tensorboard without the package tensorboard; allowed: pip install overlap1f1b[tensorboard]"
-            )
+            raise ValueError("--tensorboard without its package; allowed: after pip install 'overlap1f1b[tensorboard]'")
         check_folder(options.tensorboard, "--tensorboard")

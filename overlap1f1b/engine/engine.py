@@ -25,7 +25,7 @@ from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.recorder import recorded
 from overlap1f1b.engine.reduction import Reduction, reductions_of
-from overlap1f1b.engine.result import StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import StepResult, mean_loss, result_of, with_reductions
 from overlap1f1b.engine.tied import TiedReduction, repeated
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
@@ -232,7 +232,7 @@ class Engine:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
-        return result
+        return with_reductions(result, self.player) if self.reductions else result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False

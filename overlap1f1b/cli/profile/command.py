@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch.profiler import profile as torch_profile
 
 from overlap1f1b.cli.options import TrainOptions
@@ -17,8 +19,11 @@ from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
 from overlap1f1b.cli.profile.subject import subject
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.report.content import content_of
+from overlap1f1b.cli.report.tables import shown, tables_of
 from overlap1f1b.cli.workload import environment
 from overlap1f1b.engine import Engine, Profile
+from overlap1f1b.profiling import read
 from overlap1f1b.simulation import Timeline
 
 
@@ -78,7 +83,24 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
     if rank.rank == 0:
         result = _result(options, rank, engine, sorted(ranks, key=lambda found: found["rank"]))
         show(result, screen)
+        if not options.nsys:
+            result |= reported([Path(found["files"][-1]) for found in result["ranks"]], screen)
         write_json(options.json, result)
+
+
+def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
+    """The tables and the verdict of the traces, printed and as JSON; nothing where another machine has some."""
+    if not all(path.exists() for path in traces):
+        return {}
+    content = content_of(read(*traces))
+    for table in tables_of(content)[:2]:
+        screen.print()
+        screen.print(shown(table))
+    screen.print()
+    screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
+    for advice in content["advice"]:
+        screen.print(f"try: {advice}", highlight=False, markup=False, soft_wrap=True)
+    return {"verdict": content["verdict"], "advice": content["advice"]}
 
 
 def _result(

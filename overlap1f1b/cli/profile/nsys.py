@@ -50,8 +50,8 @@ def nsys_line(folder: Path, argv: Sequence[str], rank: str = "%q{RANK}") -> list
 def enter_nsys(folder: Path, argv: Sequence[str], rank: str) -> NoReturn:
     """Replaces this process, one rank, by nsys, which runs the same once more."""
     folder.mkdir(parents=True, exist_ok=True)
-    if rank == "0":
-        sys.stderr.write(f"{shlex.join(nsys_line(folder, argv))}\n")
-        sys.stderr.flush()
     line = nsys_line(folder, argv, rank)
+    if rank == "0":
+        sys.stderr.write(f"{shlex.join(nsys_line(folder, argv) if 'RANK' in os.environ else line)}\n")
+        sys.stderr.flush()
     os.execvpe(line[0], line, {**os.environ, INSIDE: "1"})
