@@ -42,11 +42,13 @@ class Profile:
         first: Number of the first step.
 
     Raises:
-        ValueError: The folder cannot be made, or for nsys this torch was built without CUDA.
+        ValueError: The folder cannot be made, or there is no GPU for nsys to trace.
     """
 
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
         self.folder, self.tool = Path(folder), tool
+        if tool == "nsys" and not torch.cuda.is_available():
+            raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

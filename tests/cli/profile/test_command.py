@@ -112,9 +112,9 @@ exec "$@"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for nsys, with a torch that has no NVTX")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for nsys where there is no GPU")
 def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path) -> None:
-    """By a stand-in that notes how it is called and runs the rank: as far as NVTX, which a build for CPU lacks."""
+    """By a stand-in that notes how it is called and runs the rank, as far as it goes without a GPU."""
     log, nsys = tmp_path / "log", tmp_path / "nsys"
     nsys.write_text(NSYS.format(log=log))
     nsys.chmod(0o755)
@@ -123,7 +123,7 @@ def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path)
     status, _, err = Run("train", "--nsys", *sizes, command=PROFILE, PATH=path).wait()
     assert status == 2
     printed, error = err.splitlines()
-    assert error.startswith(f"overlap1f1b: error: torch {torch.__version__} has no NVTX")
+    assert error.startswith("overlap1f1b: error: nsys without a GPU that torch ")
     lines = sorted(log.read_text().splitlines())
     assert len(lines) == 2
     for rank, line in enumerate(lines):
