@@ -6,6 +6,7 @@ import gzip
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -56,29 +57,34 @@ class Profile:
         self.recorder = Recorder(engine, NvtxRanges() if tool == "nsys" else TorchRanges(), first=first)
         self.files: tuple[Path, ...] = ()
         self._profiler: profile | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> Profile:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if self.tool == "nsys":
-            torch.cuda.profiler.start()
-        else:
-            devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
-            self._profiler.start()
-        self.recorder.__enter__()
+        with ExitStack() as opening:
+            opening.enter_context(self._traced())
+            opening.enter_context(self.recorder)
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.recorder.__exit__(kind, error, trace)
-        if torch.cuda.is_available() and kind is None:
-            torch.cuda.synchronize()
-        if self._profiler is None:
-            torch.cuda.profiler.stop()
-        else:
-            self._profiler.stop()
+        self._open.close()
         if kind is None:
             self._save()
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        gpu = torch.cuda.is_available()
+        if gpu:  # nothing of the steps before
+            torch.cuda.synchronize()
+        if self.tool == "nsys":
+            tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
+        else:
+            devices = [ProfilerActivity.CUDA] if gpu else []
+            tracing = self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
+        with tracing:
+            yield
+            if gpu:  # all of these
+                torch.cuda.synchronize()
 
     def _save(self) -> None:
         record = self.folder / f"rank{self.recorder.rank}.json"
