@@ -104,11 +104,7 @@ class Engine:
         limit = timedelta(seconds=timeout)
         self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
         placement = program.placement
-        if self.mesh.size("pp") != placement.ranks:
-            raise ValueError(
-                f"program {program.name!r} over {placement.ranks} pipeline ranks on a mesh with "
-                f"{self.mesh.size('pp')} along 'pp'; allowed: the same number"
-            )
+        self.mesh.check(program)
         self.rank = rank = self.mesh.rank("pp")
         ep = self.mesh.group("ep")
         self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
@@ -190,8 +186,15 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What the next step plays: the compiled plan, or the serial one as long as there are no costs."""
+        """What the next step plays: the compiled plan, or the serial one as long as there are no costs.
+
+        Another may be set between steps, on all ranks alike; setting costs replaces it.
+        """
         return self._plans.of_step
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plans.of_step = plan
 
     def step(
         self,
