@@ -95,8 +95,10 @@ def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
     launched = np.where(found, at[place], start) if len(number) else start
     threads = np.where(found, thread[place], -1) if len(number) else np.full(len(start), -1)
     owner = np.full(len(start), -1, np.int64)
-    around = Ranges(*(np.concatenate(parts) for parts in zip(*table.nodes.values(), strict=True)))
     issuer = table.issuer
+    flights = table.nodes["flight"]  # on the issuing thread they lie across other nodes
+    nested = table.nodes | {"flight": flights.chosen(flights.thread != issuer)}
+    around = Ranges(*(np.concatenate(parts) for parts in zip(*nested.values(), strict=True)))
     for each in np.unique(threads[found]):
         mine = found & (threads == each)
         owner[mine] = _innermost(around.chosen(around.thread == each), launched[mine])

@@ -58,14 +58,18 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
 
 
 def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterator[tuple[str, int, int, int]]:
-    """Our ranges: their text stands in the row or, where it was registered, among the strings."""
+    """Our ranges: their text stands in the row or, where it was registered, among the strings.
+
+    One that was open when the capture ended has no end; only a label can do without.
+    """
     text, strings = "e.text", ""
     if named:
         text, strings = "COALESCE(e.text, s.value)", "LEFT JOIN StringIds AS s ON e.textId = s.id"
     yield from database.execute(
-        f'SELECT {text} AS name, e.globalTid, e.start, e."end" FROM NVTX_EVENTS AS e {strings} '
-        f'WHERE e.eventType IN (?, ?) AND e."end" IS NOT NULL AND substr(name, 1, ?) = ? ORDER BY e.start',
-        (_PUSH_POP, _START_END, len(PREFIX), PREFIX),
+        f'SELECT {text} AS name, e.globalTid, e.start, COALESCE(e."end", e.start) FROM NVTX_EVENTS AS e {strings} '
+        "WHERE e.eventType IN (?, ?) AND substr(name, 1, ?) = ? "
+        'AND (e."end" IS NOT NULL OR substr(name, ?, 5) = ?) ORDER BY e.start',
+        (_PUSH_POP, _START_END, len(PREFIX), PREFIX, len(PREFIX) + 1, "rank "),
     )
 
 

@@ -48,7 +48,7 @@ class Recordings:
 def read(*paths: str | Path) -> Recordings:
     """The ranks of files, and of folders that hold some.
 
-    Files that cannot be read are left out as long as one can be. Where a folder has a trace and a record of a rank, as
+    Files that cannot be read are left out as long as one can be. Of a trace and a record of a rank side by side, as
     ``overlap1f1b profile`` writes them, the trace counts.
 
     Raises:
@@ -66,9 +66,8 @@ def read(*paths: str | Path) -> Recordings:
             left_out.append(str(error))
     if not found:
         raise ValueError(left_out[0])
-    traced = {(r.path.parent, r.rank) for r in found if r.source != "records" and r.path not in map(Path, paths)}
-    twice = [r for r in found if r.source == "records" and (r.path.parent, r.rank) in traced]
-    return _set([recording for recording in found if recording not in twice], left_out)
+    traced = {(r.path.parent, r.rank) for r in found if r.source != "records"}
+    return _set([r for r in found if r.source != "records" or (r.path.parent, r.rank) not in traced], left_out)
 
 
 def read_file(path: Path) -> list[Recording]:

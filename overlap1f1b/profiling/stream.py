@@ -48,7 +48,7 @@ class _Reader:
                 if self._peek() != ":":
                     raise ValueError("it is no JSON object")
                 self._at += 1
-                if name == key and self._peek() == "[":
+                if self._peek() == "[" and name == key:
                     self._array(take)
                     others.setdefault(key, True)
                 else:
@@ -76,8 +76,7 @@ class _Reader:
             self._fill()
 
     def _value(self) -> Any:
-        """The next value, and goes behind it."""
-        self._peek()
+        """The value that begins here, and goes behind it."""
         while True:
             try:
                 value, end = _VALUE.raw_decode(self._text, self._at)

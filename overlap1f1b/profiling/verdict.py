@@ -151,7 +151,7 @@ def _against_exposure(sums: Sums) -> str:
             "expert-parallel ranks"
         )
     if opened == 2:
-        return "two actions were open at a time: overlap=3 keeps a third one open"
+        return "two actions were open at a time: overlap=3 and one more warm-up forward (extra_warmup=1) open a third"
     phases = sums.by_phase
     edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
     if edges > overlap.exposed / 2:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.plan import Node, Op
 from overlap1f1b.profiling import bars_of, read
 from overlap1f1b.profiling.bars import arrows
 from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
-from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, Range, write_chrome
 
 
@@ -56,25 +54,3 @@ def test_ranks_with_nothing_in_common_begin_together(tmp_path: Path) -> None:
     write_chrome(tmp_path / "a.json", Events(alone(0)))
     write_chrome(tmp_path / "b.json", Events(alone(1)).shifted(12345))
     assert offsets([(recording, recording.steps[0]) for recording in read(tmp_path).ranks]) == [-5, -12350]
-
-
-def test_every_exchange_has_its_consumer(tmp_path: Path) -> None:
-    timeline = simulated("combined_1f1b", 3)
-    bars = bars_of(read(write_run(tmp_path / "run", timeline)).ranks, 1)
-    assert len(bars) == sum(span.end > span.start for rank in timeline.ranks for span in rank.spans)
-    found = arrows(bars)
-    travelled = [bar for bar in bars if isinstance(bar.what, Node) and bar.what.op in EXCHANGED]
-    assert sorted(source for source, _ in found if source in travelled) == sorted(travelled)
-    following = {
-        (Op.COUNTS, "F"): Op.DISPATCH, (Op.DISPATCH, "F"): Op.EXPERTS, (Op.COMBINE, "F"): Op.AGGREGATE,
-        (Op.COMBINE, "I"): Op.EXPERTS, (Op.DISPATCH, "I"): Op.ATTENTION,
-    }  # fmt: skip
-    for source, target in found:
-        assert isinstance(source.what, Node)
-        assert isinstance(target.what, Node)
-        assert target.what.op is following[source.what.op, source.what.kind.value]
-        assert source.what._replace(op=target.what.op, seam=0) == target.what
-        assert source.end <= target.start + 1e-6
-
-
-EXCHANGED = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)

@@ -79,6 +79,15 @@ def test_tables_that_nsys_did_not_create(tmp_path: Path) -> None:
     assert len(recording.steps[0].issued) == 7
 
 
+def test_a_label_that_was_still_open(tmp_path: Path) -> None:
+    path = write_nsys(tmp_path / "open.sqlite", {1: device(3)})
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE NVTX_EVENTS SET end = NULL WHERE text LIKE 'o1 rank %'")
+    database.close()
+    (recording,) = read_file(path)
+    assert (recording.rank, len(recording.steps)) == (3, 1)
+
+
 def test_a_set(tmp_path: Path) -> None:
     write_chrome(tmp_path / "b.json", device(0))
     write_chrome(tmp_path / "a.json.gz", device(1))
@@ -106,7 +115,10 @@ def test_a_trace_beside_the_record_of_its_rank(tmp_path: Path) -> None:
     write_chrome(tmp_path / "rank0.trace.json.gz", device(0))
     assert [recording.source for recording in read(tmp_path).ranks] == ["torch.profiler"]
     assert [recording.source for recording in read(record).ranks] == ["records"]
-    assert "both of rank 0" in refusal(record, tmp_path / "rank0.trace.json.gz")
+    assert [recording.source for recording in read(*tmp_path.iterdir()).ranks] == ["torch.profiler"]
+    (tmp_path / "elsewhere").mkdir()
+    other = write_record(tmp_path / "elsewhere" / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
+    assert "both of rank 0" in refusal(other, tmp_path / "rank0.trace.json.gz")
 
 
 def test_who_says_which_rank(tmp_path: Path) -> None:

@@ -152,6 +152,27 @@ def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
     assert all(isinstance(what, Node) for what in names)
 
 
+def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
+    ranges = [
+        Range("o1 dispatch.f[0] m0", 0, 10),
+        Range("o1 flight dispatch.f[0] m0", 5, 90),  # its host's view; its kernel says better
+        Range("o1 attention.f[0] m1", 10, 20),
+        Range("o1 experts.f[0] m0", 30, 40),
+    ]
+    kernels = [
+        Kernel(EXCHANGE, 10, 50, 6),
+        Kernel(COMPUTE, 20, 30, 11),
+        Kernel(COMPUTE, 30, 40, 25),
+        Kernel(COMPUTE, 60, 70, 31),
+    ]
+    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    assert figures_of(recording).by_sub_op == {"dispatch.f": (40, 20)}
+    (step,) = recording.steps
+    assert [str(recording.names[what]) for what in step.compute.what] == [
+        "attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0",
+    ]  # fmt: skip
+
+
 def test_ranges_of_two_ranks_in_a_trace_of_one(tmp_path: Path) -> None:
     events = Events([*device(0).ranges, *device(1).ranges])
     with pytest.raises(ValueError, match=r"trace\.json has ranges of ranks 0, 1; allowed: one file a rank"):

@@ -48,3 +48,27 @@ def test_foreign_text(text: str) -> None:
 def test_malformed(text: str) -> None:
     with pytest.raises(ValueError, match="no JSON"):
         parts(text)
+
+
+class Watched(io.StringIO):
+    """Notes how many events had been taken whenever more text is asked for."""
+
+    def __init__(self, text: str, taken: list[Any]) -> None:
+        super().__init__(text)
+        self.taken, self.seen = taken, [0]
+
+    def read(self, size: int | None = -1, /) -> str:
+        self.seen.append(len(self.taken))
+        return super().read(size)
+
+
+def test_text_is_read_as_events_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory does not grow with the file."""
+    monkeypatch.setattr(stream, "_CHUNK", 1000)
+    taken: list[Any] = []
+    file = Watched(json.dumps({"traceEvents": [{"n": n} for n in range(10_000)]}), taken)
+    read_events(file, taken.append)
+    assert len(taken) == 10_000
+    steps = [after - before for before, after in zip(file.seen[1:], file.seen[2:], strict=False)]
+    assert max(steps) <= 150
+    assert len(steps) >= 100

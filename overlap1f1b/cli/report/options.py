@@ -55,7 +55,7 @@ class ReportOptions:
       nsys export --type sqlite profile.nsys-rep && overlap1f1b report profile.sqlite --trace perfetto.json
     """
 
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = ()
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ()
     """Files of one run, one a rank, or folders that hold them."""
     compare: Annotated[tuple[Path, Path] | None, _none("A B")] = None
     """Set two runs side by side, each a file or a folder of one file a rank."""
