@@ -16,9 +16,10 @@ import overlap1f1b
 
 ROOT = Path(__file__).parents[1]
 PURE = ("schedule", "plan", "simulation")
+DOCUMENTED = (*PURE, "profiling")
 MODULES = [
     module.name
-    for floor in PURE
+    for floor in DOCUMENTED
     for module in pkgutil.walk_packages([str(ROOT / "overlap1f1b" / floor)], f"overlap1f1b.{floor}.")
 ]
 
@@ -44,6 +45,13 @@ def run(code: str) -> str:
 def test_schedules_and_plans_load_without_torch(use: str) -> None:
     heavy = ("torch", "numpy", "greenlet", "einops", "rich", "tyro")
     code = f"import sys, overlap1f1b; {use}; print([name for name in {heavy} if name in sys.modules])"
+    assert run(code) == "[]\n"
+
+
+def test_reports_load_without_torch() -> None:
+    heavy = ("torch", "greenlet", "einops", "plotly", "matplotlib")
+    modules = "overlap1f1b.profiling, overlap1f1b.cli.report.command"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     assert run(code) == "[]\n"
 
 
@@ -77,7 +85,7 @@ def test_version_is_the_projects() -> None:
     assert overlap1f1b.__version__ == project["version"]
 
 
-@pytest.mark.parametrize("floor", PURE)
+@pytest.mark.parametrize("floor", DOCUMENTED)
 def test_floors_export_what_they_list(floor: str) -> None:
     module = importlib.import_module(f"overlap1f1b.{floor}")
     assert len(set(module.__all__)) == len(module.__all__)

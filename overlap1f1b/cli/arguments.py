@@ -49,13 +49,16 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
 
 
 def _options_of(cls: type) -> Iterator[tuple[str, Any]]:
-    """Every option's name, dashes included, with the type of its value."""
+    """Every option's name, dashes included, with the type of its value; no name for what needs none."""
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(kind):
             yield from _options_of(kind)  # type: ignore[arg-type]
+            continue
+        if tyro.conf.Positional in notes:
+            yield "", kind
             continue
         name = field.name.replace("_", "-")
         yield f"--{name}", kind
@@ -69,7 +72,7 @@ def _options_of(cls: type) -> Iterator[tuple[str, Any]]:
 def _refusal(command: str, options: Mapping[str, Any], words: Sequence[str]) -> str | None:
     """The first word that cannot be; None if none is found that tyro would refuse."""
     option = typed = ""
-    room = 0.0  # for values of the option
+    room = _room(options[""]) if "" in options else 0.0  # for values of the option
     for word in words:
         if re.match(r"--?[A-Za-z]", word) and not re.fullmatch(r"-(inf|nan)", word):
             if room == 1:
@@ -85,6 +88,8 @@ def _refusal(command: str, options: Mapping[str, Any], words: Sequence[str]) -> 
                 continue
         else:
             value = word
+            if not room and "" in options:
+                option, typed, room = "", "", _room(options[""])
         if not room:
             return f"{value!r} after {typed or command}; allowed: options, which begin with --"
         if not _fits(value, options[option]):

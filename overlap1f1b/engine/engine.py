@@ -24,6 +24,7 @@ from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
+from overlap1f1b.engine.recorder import recorded
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss
 from overlap1f1b.engine.tied import TiedReduction, repeated
@@ -227,7 +228,7 @@ class Engine:
         """
         plan, measuring = self.plan, self._plans.measuring
         play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-        with self._guarded(plan):
+        with self._guarded(plan), recorded(self.player.recorder):
             if measuring:
                 self._measure(True)
             result = self._capacity.played(play, self.parameters())

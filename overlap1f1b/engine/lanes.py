@@ -9,11 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
+
+if TYPE_CHECKING:
+    from overlap1f1b.engine.recorder import Recorder
 
 T = TypeVar("T")
 
@@ -46,14 +49,22 @@ class Flight(Generic[T]):
         Raises:
             RuntimeError: It failed here or on another rank, or did not arrive within the limit.
         """
+        recorder = self.lane.recorder
+        if recorder is None or self.arrived:
+            self._await()
+        else:
+            with recorder.waiting(self.node):
+                self._await()
+        if self._error is not None:
+            self._raise(self._error)
+        return self._result.pop()
+
+    def _await(self) -> None:
         if self._arrived is None:
             self.lane.depart_late(self)
             self.land()
         elif not self._arrived.wait(_LOOK_S):
             self._wait_long(self._arrived)
-        if self._error is not None:
-            self._raise(self._error)
-        return self._result.pop()
 
     def _wait_long(self, arrived: threading.Event) -> None:
         # The transfers before it on the lane have as long, and this one from its own start.
@@ -120,6 +131,8 @@ class Flight(Generic[T]):
             self.landed = time.perf_counter()
             self._note(transfer)
             if self._arrived is not None:
+                if self.lane.recorder is not None:
+                    self.lane.recorder.landed(self)
                 self._arrived.set()
             if self.node.op is not Op.SEND:
                 transfer.release(timeout)
@@ -160,6 +173,8 @@ class Lane:
         background: Whether threads of its own start and await.
         failures: Where other ranks say that they failed.
         stamp: Notes now on the device's clock, where that is not the thread's.
+
+    A ``recorder`` is told what is waited for, and by the threads what is in flight.
     """
 
     def __init__(
@@ -173,6 +188,7 @@ class Lane:
     ) -> None:
         self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
         self.stamp = stamp
+        self.recorder: Recorder | None = None
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
         self._threads: list[threading.Thread] = []
@@ -239,6 +255,8 @@ def _start(
     while (entry := starting.get()) is not None:
         flight, post = entry
         flight.depart(post)
+        if flight.lane.recorder is not None:
+            flight.lane.recorder.departed(flight)
         landing.put(flight)
         del entry, flight, post
     landing.put(None)

@@ -18,29 +18,36 @@ from overlap1f1b.plan.node import (
     weight_node,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
+from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import Recompute, parse_recompute
 
 __all__ = [
     "LANE_OF",
     "RECOMPUTES",
+    "ActionRange",
     "BlockShape",
     "Chains",
     "CostKey",
+    "Label",
     "Lane",
     "Node",
     "NodeCosts",
+    "NodeRange",
     "Op",
     "Overlap",
     "Plan",
     "Recompute",
     "Span",
     "StageShape",
+    "StepRange",
     "backward_chain",
     "check",
     "compile",
     "cost_key",
     "forward_chain",
+    "parse_node",
     "parse_overlap",
+    "parse_range",
     "parse_recompute",
     "play_ranks",
     "weight_node",

@@ -22,7 +22,9 @@ class Event(NamedTuple):
     end: float
 
 
-def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1000.0) -> None:
+def write_trace(
+    events: Iterable[Event], path: str | Path, *, unit_us: float = 1000.0, flows: Iterable[tuple[Event, Event]] = ()
+) -> None:
     """Writes the events as JSON; where spans of one track overlap, later ones move to further tracks beside it.
 
     Times are rounded to nanoseconds, the finest that viewers know, so that rounding makes no two spans overlap.
@@ -32,6 +34,7 @@ def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1
         events: The spans.
         path: The file.
         unit_us: Microseconds that one unit of time is shown as.
+        flows: Two of the events each; an arrow leads from the end of the first to the start of the second.
 
     Raises:
         ValueError: A unit that is not a finite number above 0.
@@ -42,6 +45,7 @@ def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1
     for event in events:
         tracks.setdefault(event.process, {}).setdefault(event.track, []).append(event)
     records: list[dict[str, Any]] = []
+    slices: dict[Event, dict[str, Any]] = {}
     threads = count(1)
     for pid, (process, of_process) in enumerate(tracks.items(), 1):
         records += _named("process", pid, 0, process)
@@ -52,7 +56,10 @@ def write_trace(events: Iterable[Event], path: str | Path, *, unit_us: float = 1
                 for event in row:
                     start, end = (round(time * unit_us * 1000) for time in (event.start, event.end))
                     times = {"ts": start / 1000, "dur": (end - start) / 1000}
-                    records.append({"ph": "X", "name": event.name, "cat": track, "pid": pid, "tid": tid, **times})
+                    slices[event] = {"ph": "X", "name": event.name, "cat": track, "pid": pid, "tid": tid, **times}
+                    records.append(slices[event])
+    for number, (source, target) in enumerate(flows, 1):
+        records += _arrow(number, slices[source], slices[target])
     Path(path).write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
@@ -60,3 +67,12 @@ def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]
     """Records of a name, and of a place in the order of those that have one."""
     for key, args in ((f"{what}_name", {"name": name}), (f"{what}_sort_index", {"sort_index": tid or pid})):
         yield {"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args}
+
+
+def _arrow(number: int, source: dict[str, Any], target: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Both ends of a flow, each at a time inside its slice, since that is how viewers find it."""
+    last = source["ts"] + max(0.0, source["dur"] - 0.001)
+    begin = max(source["ts"], min(last, target["ts"]))
+    for phase, at, slice_ in (("s", begin, source), ("f", target["ts"], target)):
+        place = {"pid": slice_["pid"], "tid": slice_["tid"], "ts": round(at, 3)}
+        yield {"ph": phase, "bp": "e", "id": number, "name": "consumed", "cat": "consumed", **place}

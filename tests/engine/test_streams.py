@@ -92,7 +92,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     spans = {span.node: span for span in result.overlap.spans if span.node.lane is Lane.COMPUTE}
     assert settled == [True]
     assert set(spans) == {node for node in overlapped.plan.nodes if node.lane is Lane.COMPUTE}
-    seen = {span.node: span for span in overlapped.player.spans()}
+    seen = {span.node: span for span in overlapped.player.measured()()}
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 
 

@@ -140,3 +140,22 @@ def test_overlapping_spans_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
 def test_a_unit_without_length(unit: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^unit_us={unit!r}; allowed: a finite number > 0$"):
         write_trace([], tmp_path / "trace.json", unit_us=unit)
+
+
+def test_flows_lead_from_the_end_of_one_span_to_the_start_of_another(tmp_path: Path) -> None:
+    """Viewers look for the slice that is there at the time of a flow's end, so both lie inside theirs."""
+    send, far = Event("rank 0", "peer", "send", 1.0, 2.0), Event("rank 0", "peer", "next", 2.0, 3.0)
+    take, early = Event("rank 1", "compute", "take", 2.5, 4.0), Event("rank 1", "compute", "early", 0.0, 2.5)
+    path = tmp_path / "trace.json"
+    write_trace([send, far, take, early], path, flows=[(send, take), (send, early)])
+    records = json.loads(path.read_text())["traceEvents"]
+    slices = {record["name"]: record for record in records if record["ph"] == "X"}
+    flows = [record for record in records if record["ph"] in "sf"]
+    assert [(flow["ph"], flow["id"], flow["ts"]) for flow in flows] == [
+        ("s", 1, 1999.999),
+        ("f", 1, 2500.0),
+        ("s", 2, 1000.0),  # not behind its target
+        ("f", 2, 0.0),
+    ]
+    for flow, name in zip(flows, ("send", "take", "send", "early"), strict=True):
+        assert (flow["pid"], flow["tid"], flow["bp"]) == (slices[name]["pid"], slices[name]["tid"], "e")

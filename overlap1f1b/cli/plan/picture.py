@@ -16,6 +16,7 @@ COLOURS = {
     "pair": "#9c6ade",
     "exchange": "#e8710a",
     "peer": "#8d8d8d",
+    "other": "#b8b8b8",
 }
 LABELS = {
     "F": "forward",
@@ -25,6 +26,7 @@ LABELS = {
     "pair": "fused pair",
     "exchange": "exchange",
     "peer": "transfer between ranks",
+    "other": "outside all ranges",
 }
 LETTER = 0.085
 """Inches of a letter."""
@@ -32,8 +34,10 @@ MOST_TEXTS = 2000
 """Cells beyond which none is labelled: nobody could read them."""
 
 
-def paint(rows: Sequence[Row], path: Path, *, title: str, option: str) -> None:
-    """Draws the rows into a file of the format that its option names, ``png`` or ``svg``.
+def paint(
+    rows: Sequence[Row], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+) -> None:
+    """Draws the rows into a file of the format that its option names, ``png`` or ``svg``; ``unit`` is that of time.
 
     Raises:
         ValueError: matplotlib is missing, or the file cannot be written.
@@ -53,7 +57,7 @@ def paint(rows: Sequence[Row], path: Path, *, title: str, option: str) -> None:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, end)
-    axes.set_xlabel("time, in the unit of the costs")
+    axes.set_xlabel(unit)
     axes.set_title(title, fontsize=10)
     used = {cell.style for row in rows for cell in row.cells}
     handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]

@@ -1,0 +1,112 @@
+"""``overlap1f1b report``: reads, prints, compares, draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.plan.picture import paint
+from overlap1f1b.cli.report.content import add_predicted, compared, content_of
+from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
+from overlap1f1b.cli.report.page import remarks, write_page
+from overlap1f1b.cli.report.rows import rows_of
+from overlap1f1b.cli.report.tables import comparison, shown, tables_of
+from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
+from overlap1f1b.simulation.trace import write_trace
+
+
+def report(options: ReportOptions) -> None:
+    """Carries out the verb.
+
+    Raises:
+        ValueError: Options that contradict each other, files that cannot be read or written.
+    """
+    check_report(options)
+    screen = console(options.output.json)
+    if options.compare is not None:
+        _compare(options.compare, screen, options.output.json)
+        return
+    recordings = read(*options.files)
+    content = content_of(recordings)
+    output = options.output
+    bars: list[Bar] = []
+    if output.predicted or any(getattr(output, name) is not None for name in PICTURES):
+        step = _drawn_step(recordings.ranks, output.step)
+        bars = bars_of(recordings.ranks, step)
+        if output.predicted:
+            timelines = predict(recordings.ranks, step)
+            add_predicted(content, timelines, step)
+            bars += predicted_bars(recordings.ranks, timelines)
+        content["drawn_step"] = step
+    elif output.step is not None:
+        raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
+    _write(content, bars, output, _title(recordings))
+    _show(content, _title(recordings), screen)
+    write_json(output.json, content)
+
+
+def _compare(paths: Sequence[Path], screen: Console, target: str | None) -> None:
+    contents = [content_of(read(path)) for path in paths]
+    names = [str(path) for path in paths]
+    for content, name in zip(contents, names, strict=True):
+        _say(screen, [f"{name}: {line}" for line in (*remarks(content), *content["notes"])])
+    sentence = compared(contents[0], contents[1], names)
+    screen.print(shown(comparison(contents, names)))
+    screen.print()
+    screen.print(Text(sentence, style="bold"), soft_wrap=True)
+    write_json(target, {"compare": contents, "verdict": sentence})
+
+
+def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
+    """The step of the pictures."""
+    numbers = [{step.number for step in recording.steps} for recording in ranks]
+    every = sorted(set.union(*numbers))
+    if wanted is not None and wanted not in every:
+        raise ValueError(f"--step {wanted}; allowed: {', '.join(map(str, every))}")
+    return max(set.intersection(*numbers) or every) if wanted is None else wanted
+
+
+def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOptions, title: str) -> None:
+    if output.trace is not None:
+        flows = [(source.event, target.event) for source, target in arrows(bars)]
+        try:
+            write_trace([bar.event for bar in bars], output.trace, flows=flows)
+        except OSError as error:
+            raise ValueError(
+                f"--trace {output.trace}: {error.strerror}; allowed: a file that can be written"
+            ) from error
+    title = f"{title}, step {content.get('drawn_step')}"
+    for option, path in (("png", output.png), ("svg", output.svg)):
+        if path is not None:
+            paint(rows_of(bars), path, title=title, option=option, unit="ms from the start of the step")
+    if output.html is not None:
+        write_page(content, bars, output.html, title=title)
+
+
+def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:
+    screen.print(Text(title, style="bold"), soft_wrap=True)
+    _say(screen, [*remarks(content), *content["notes"]])
+    for table in tables_of(content):
+        screen.print()
+        screen.print(shown(table))
+    screen.print()
+    screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
+    _say(screen, [f"next: {text}" for text in content["advice"]])
+
+
+def _say(screen: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _title(recordings: Recordings) -> str:
+    ranks = recordings.ranks
+    steps = sorted({len(recording.steps) for recording in ranks})
+    sources = ", ".join(dict.fromkeys(recording.source for recording in ranks))
+    count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"

@@ -1,0 +1,111 @@
+"""A report as JSON: times in milliseconds of a step, the mean over its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from overlap1f1b.profiling import (
+    Exposed,
+    Overlap,
+    RankFigures,
+    Recordings,
+    Sums,
+    advice,
+    figures_of,
+    longest,
+    verdict,
+)
+from overlap1f1b.simulation import Timeline
+
+PARTIAL = "Partial: "
+
+
+def content_of(recordings: Recordings) -> dict[str, Any]:
+    """The keys of one run."""
+    ranks = [figures_of(recording) for recording in recordings.ranks]
+    sums = Sums(ranks)
+    steps = sum(rank.steps for rank in ranks)
+    sentence = verdict(sums)
+    return {
+        "ranks": [_rank(rank) for rank in ranks],
+        "all": _figures(sums, steps) | {"step_ms": sums.time / steps / 1e6, "compute_ms": sums.compute / steps / 1e6},
+        "longest_exposed": [_exposed(span) for span in longest(recordings.ranks)],
+        "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
+        "advice": advice(sums),
+        "partial": recordings.partial,
+        "missing_ranks": list(recordings.missing),
+        "left_out": list(recordings.left_out),
+        "notes": [f"rank {rank.rank}: {note}" for rank in ranks for note in rank.recording.notes],
+    }
+
+
+def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:
+    """What the simulation of a step says, a rank each."""
+    for rank in content["ranks"]:
+        timeline = timelines[rank["rank"]]
+        rank["predicted"] = {
+            "step": step,
+            "step_ms": timeline.makespan,
+            "exchange_ms": timeline.exchange,
+            "exposed_ms": timeline.exposed,
+            "hidden_fraction": timeline.hidden_fraction,
+        }
+
+
+def compared(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str]) -> str:
+    """One sentence on two runs."""
+    a, b = first["all"], second["all"]
+    ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
+    sentence = (
+        f"{names[1]} hides {b['hidden_fraction']:.0%} of its exchange and {names[0]} {a['hidden_fraction']:.0%}; "
+        f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
+    )
+    return f"{PARTIAL}{sentence}" if first["partial"] or second["partial"] else sentence
+
+
+def _rank(rank: RankFigures) -> dict[str, Any]:
+    recording = rank.recording
+    return {
+        "rank": rank.rank,
+        "file": str(recording.path),
+        "source": recording.source,
+        "told_by": recording.by,
+        "mesh": {name: list(place) for name, place in recording.mesh.items()},
+        "steps": rank.steps,
+        "step_ms": rank.per_step_ms(rank.time),
+        "compute_ms": rank.per_step_ms(rank.compute),
+        **_figures(rank, rank.steps),
+        "open_actions": rank.open_actions or None,
+    }
+
+
+def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
+    return {
+        **_overlap(of.overlap, steps),
+        "by_sub_op": {name: _overlap(part, steps) for name, part in of.by_sub_op.items()},
+        "by_phase": {name: _overlap(part, steps) for name, part in of.by_phase.items()},
+        "idle_ms": {name: time / steps / 1e6 for name, time in of.idle.items()},
+    }
+
+
+def _overlap(overlap: Overlap, steps: int) -> dict[str, float]:
+    return {
+        "exchange_ms": overlap.exchange / steps / 1e6,
+        "hidden_ms": overlap.hidden / steps / 1e6,
+        "exposed_ms": overlap.exposed / steps / 1e6,
+        "hidden_fraction": overlap.hidden_fraction,
+    }
+
+
+def _exposed(span: Exposed) -> dict[str, Any]:
+    return {
+        "rank": span.rank,
+        "step": span.step,
+        "phase": span.phase,
+        "start_ms": span.start / 1e6,
+        "exposed_ms": span.duration / 1e6,
+        "in_flight": list(span.in_flight),
+        "waited_for": span.waited_for,
+        "next": span.next,
+    }

@@ -1,0 +1,93 @@
+"""What ``overlap1f1b report`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from overlap1f1b.cli.output import check_json
+
+PICTURES = ("png", "svg", "html", "trace")
+
+
+def _none(metavar: str, default: str = "none") -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the report goes, beside the terminal."""
+
+    png: Annotated[Path | None, _none("FILE")] = None
+    """Draw one step, a lane a row, into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
+    svg: Annotated[Path | None, _none("FILE")] = None
+    """The same as SVG."""
+    html: Annotated[Path | None, _none("FILE")] = None
+    """A page that needs nothing else: the step to zoom and point at, the tables beside it (needs plotly, likewise)."""
+    trace: Annotated[Path | None, _none("FILE")] = None
+    """A Chrome trace of the step, for Perfetto, with arrows from every exchange to what consumes it."""
+    step: Annotated[int | None, _none("INT", "the last that all ranks have")] = None
+    """Number of the step that is drawn."""
+    predicted: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Simulate the step from the measured times of its nodes, and set that beside it."""
+    json: Annotated[str | None, _none("FILE")] = None
+    """File for the results as JSON, or - for standard output."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How much of the exchange was hidden behind compute, where it was not, and what to try next.
+
+    Reads records of overlap1f1b profile, Chrome traces of torch.profiler (also gzipped) and SQLite files of nsys
+    export, one a rank; torch is not loaded. Times are milliseconds of a step.
+
+    For example
+
+      overlap1f1b report profile/
+
+      overlap1f1b report rank0.json rank1.json.gz --html report.html
+
+      overlap1f1b report --compare sequential/ overlap3/
+
+      nsys export --type sqlite profile.nsys-rep && overlap1f1b report profile.sqlite --trace perfetto.json
+    """
+
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ()
+    """Files of one run, one a rank, or folders that hold them."""
+    compare: Annotated[tuple[Path, Path] | None, _none("A B")] = None
+    """Set two runs side by side, each a file or a folder of one file a rank."""
+    output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
+
+
+def check_report(options: ReportOptions) -> None:
+    """Raises ``ValueError`` for options that contradict each other, and files that could not be written."""
+    output = options.output
+    if options.compare is None and not options.files:
+        raise ValueError("no FILE; allowed: one or more, or --compare A B")
+    if options.compare is not None:
+        for name in (*PICTURES, "step", "predicted"):
+            if getattr(output, name):
+                raise ValueError(f"--{name} with --compare; allowed: one of them")
+        if options.files:
+            given = " ".join(map(str, options.files))
+            raise ValueError(f"{given} with --compare {' '.join(map(str, options.compare))}; allowed: one of them")
+    if output.json is not None:
+        check_json(output.json)
+    taken = {path.resolve(): str(path) for path in options.files}
+    for name in (*PICTURES, "json"):
+        value = getattr(output, name)
+        if value is None or (name == "json" and value == "-"):
+            continue
+        path = Path(value)
+        if str(path) == "-":
+            raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
+        if not path.parent.is_dir():
+            raise ValueError(f"--{name} {path}: its folder does not exist; allowed: a file in a folder that does")
+        if path.is_dir():
+            raise ValueError(f"--{name} {path} is a folder; allowed: a file")
+        if path.resolve() in taken:
+            raise ValueError(f"--{name} {path} is the file of {taken[path.resolve()]}; allowed: another file for each")
+        taken[path.resolve()] = f"--{name} {path}"

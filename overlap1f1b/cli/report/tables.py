@@ -1,0 +1,141 @@
+"""The tables of a report: the same in the terminal and on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+RANKS_SHOWN = 16
+_OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
+_IDLE = {"exposed_exchange": "for exchange", "pipeline_bubble": "for the pipeline", "host_late": "for the host"}
+_PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
+
+
+class Cell(NamedTuple):
+    """A figure as text, with the keys that lead to it in the JSON."""
+
+    text: str
+    path: tuple[str | int, ...] = ()
+
+
+class Table(NamedTuple):
+    """Rows of cells under headings."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def tables_of(content: Mapping[str, Any]) -> list[Table]:
+    """All tables of a run that have something in them."""
+    found = [
+        _per_rank(content),
+        _parts(content, "by_sub_op", "sub-op", {}),
+        _parts(content, "by_phase", "phase", _PHASES),
+    ]
+    found += [_predicted(content), _longest(content["longest_exposed"])]
+    return [table for table in found if table.rows]
+
+
+def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
+    """Two runs side by side, and what changed."""
+    first, second = (content["all"] for content in contents)
+    lines: list[tuple[str, float, float, str]] = [("step", first["step_ms"], second["step_ms"], "ms")]
+    lines += [("compute", first["compute_ms"], second["compute_ms"], "ms")]
+    lines += [(key.removesuffix("_ms"), first[key], second[key], "ms") for key in ("exchange_ms", "exposed_ms")]
+    lines += [("hidden", first["hidden_fraction"], second["hidden_fraction"], "%")]
+    for group, label in (("by_phase", _PHASES), ("by_sub_op", {})):
+        names_of = dict.fromkeys((*first[group], *second[group]))
+        for name in names_of:
+            pair = [part[group].get(name, {"exposed_ms": 0.0})["exposed_ms"] for part in (first, second)]
+            lines.append((f"exposed, {label.get(name, name)}", *pair, "ms"))
+    for name, text in _IDLE.items():
+        lines.append((f"idle {text}", first["idle_ms"][name], second["idle_ms"][name], "ms"))
+    rows = [
+        [Cell(name), *(_value(unit, value) for value in (a, b)), _change(unit, b - a)] for name, a, b, unit in lines
+    ]
+    return Table("", ("ms a step", *names, "change"), rows)
+
+
+def shown(table: Table) -> RichTable:
+    """For the terminal."""
+    drawn = RichTable(box=None, pad_edge=False, title=table.title or None, title_justify="left", title_style="bold")
+    for place, heading in enumerate(table.headings):
+        texts = [row[place].text for row in table.rows]
+        numeric = all(text == "" or text[0].isdigit() or text[0] in "+-−" for text in texts)
+        drawn.add_column(heading, justify="right" if numeric else "left")
+    for row in table.rows:
+        drawn.add_row(*(escape(cell.text) for cell in row))
+    return drawn
+
+
+def _per_rank(content: Mapping[str, Any]) -> Table:
+    headings = ("rank", "step", "compute", *_OVERLAP.values(), *(f"idle {text}" for text in _IDLE.values()))
+    rows = [_figures(rank, ("ranks", place), str(rank["rank"])) for place, rank in enumerate(content["ranks"])]
+    if len(rows) > RANKS_SHOWN:
+        half = RANKS_SHOWN // 2
+        gap = [Cell(f"… {len(rows) - 2 * half} more"), *[Cell("")] * (len(headings) - 1)]
+        rows = [*rows[:half], gap, *rows[-half:]]
+    if len(content["ranks"]) > 1:
+        rows.append(_figures(content["all"], ("all",), "mean"))
+    return Table("Milliseconds of a step", headings, rows)
+
+
+def _figures(figures: Mapping[str, Any], path: tuple[str | int, ...], name: str) -> list[Cell]:
+    cells = [Cell(name), _cell(figures, path, "step_ms"), _cell(figures, path, "compute_ms")]
+    cells += [_cell(figures, path, key) for key in _OVERLAP]
+    return cells + [_cell(figures["idle_ms"], (*path, "idle_ms"), key) for key in _IDLE]
+
+
+def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[str, str]) -> Table:
+    parts = content["all"][key]
+    rows = [
+        [Cell(names.get(name, name)), *(_cell(part, ("all", key, name), figure) for figure in _OVERLAP)]
+        for name, part in parts.items()
+    ]
+    return Table("", (heading, *_OVERLAP.values()), rows)
+
+
+def _predicted(content: Mapping[str, Any]) -> Table:
+    keys = {"step_ms": "step", "exchange_ms": "exchange", "exposed_ms": "exposed", "hidden_fraction": "hidden"}
+    rows = [
+        [Cell(str(rank["rank"])), *(_cell(rank["predicted"], ("ranks", place, "predicted"), key) for key in keys)]
+        for place, rank in enumerate(content["ranks"])
+        if "predicted" in rank
+    ]
+    return Table("Predicted from the times of its nodes", ("rank", *keys.values()), rows)
+
+
+def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
+    headings = ("exposed", "rank", "step", "at", "phase", "waited for", "in flight", "then")
+    rows = []
+    for place, span in enumerate(spans):
+        path = ("longest_exposed", place)
+        texts = (_PHASES.get(span["phase"], ""), span["waited_for"], _few(span["in_flight"]), span["next"])
+        numbers = [Cell(str(span[key]), (*path, key)) for key in ("rank", "step")]
+        rows.append([_cell(span, path, "exposed_ms"), *numbers, _cell(span, path, "start_ms"), *map(Cell, texts)])
+    return Table("Longest times of exposed exchange", headings, rows)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> Cell:
+    return Cell(number(key, figures[key]), (*path, key))
+
+
+def number(key: str, value: float) -> str:
+    """A figure as every table shows it."""
+    return f"{value:.1%}" if key.endswith("fraction") else f"{value:.3f}"
+
+
+def _value(unit: str, value: float) -> Cell:
+    return Cell(f"{value:.1%}" if unit == "%" else f"{value:.3f}")
+
+
+def _change(unit: str, value: float) -> Cell:
+    return Cell(f"{100 * value:+.1f} points" if unit == "%" else f"{value:+.3f}")

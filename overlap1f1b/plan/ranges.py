@@ -1,0 +1,147 @@
+"""Names of profiler ranges: written while a step is played, read from traces.
+
+One grammar for NVTX and torch.profiler:
+
+    o1 rank 3: pp 1/2, dp 0/1, ep 1/2     a label: the rank, its position and the size of each mesh dimension
+    o1 step 17                            a step, counted from 1
+    o1 experts.w[1] m3                    a node on the issuing thread; of what travels between ranks, its launch
+    o1 flight dispatch.f[1] m3            what travels, from departure to arrival
+    o1 wait dispatch.f[1] m3              the issuing thread waits for that arrival
+    o1 action 2F0                         an action from its first node to its last; actions overlap without nesting
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.schedule import Action, Kind
+
+PREFIX = "o1 "
+NodeRangeKind = Literal["node", "flight", "wait"]
+
+_NODE = re.compile(r"(flight |wait )?(\w+)\.([fbw])\[(\d+)(?:\.(\d+))?\] m(\d+)(?: s(\d+)('*))?", re.ASCII)
+_LABEL = re.compile(r"rank (\d+):((?: \w+ \d+/\d+(?:,(?! *$)|$))*)", re.ASCII)
+_STEP = re.compile(r"step (\d+)", re.ASCII)
+_RANGE_KIND: dict[str | None, NodeRangeKind] = {None: "node", "flight ": "flight", "wait ": "wait"}
+_KIND = {"f": Kind.F, "b": Kind.I, "w": Kind.W}
+_OPS = {op.value: op for op in Op}
+
+
+class Label(NamedTuple):
+    """Who writes: the first range of a profile.
+
+    >>> str(Label(3, {"pp": (1, 2), "ep": (1, 2)}))
+    'o1 rank 3: pp 1/2, ep 1/2'
+
+    ``mesh`` has position and size of each dimension.
+    """
+
+    rank: int
+    mesh: Mapping[str, tuple[int, int]]
+
+    def __str__(self) -> str:
+        return f"{PREFIX}rank {self.rank}:" + ",".join(f" {name} {at}/{size}" for name, (at, size) in self.mesh.items())
+
+
+class StepRange(NamedTuple):
+    """A step.
+
+    >>> str(StepRange(17))
+    'o1 step 17'
+    """
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"{PREFIX}step {self.number}"
+
+
+class NodeRange(NamedTuple):
+    """A node on the issuing thread, in flight, or waited for.
+
+    >>> str(NodeRange("wait", Node(Op.DISPATCH, Kind.I, microbatch=3, block=1)))
+    'o1 wait dispatch.b[1] m3'
+    """
+
+    kind: NodeRangeKind
+    node: Node
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.node}" if self.kind == "node" else f"{PREFIX}{self.kind} {self.node}"
+
+
+class ActionRange(NamedTuple):
+    """An action from its first node to its last.
+
+    >>> str(ActionRange(Action(Kind.F, stage=2, microbatch=0)))
+    'o1 action 2F0'
+    """
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{PREFIX}action {self.action}"
+
+
+Range = Label | StepRange | NodeRange | ActionRange
+
+
+def parse_range(text: str) -> Range | None:
+    """The range of a name, the reverse of ``str``; None for a name that is not in the grammar.
+
+    >>> parse_range("o1 step 17")
+    StepRange(number=17)
+    """
+    if not text.startswith(PREFIX):
+        return None
+    text = text[len(PREFIX) :]
+    return _node_range(text) or _step(text) or _label(text) or _action(text)
+
+
+def _node_range(text: str) -> NodeRange | None:
+    match = _NODE.fullmatch(text)
+    if match is None:
+        return None
+    kind, op, direction, block, seam, microbatch, stage, marks = match.groups()
+    if op not in _OPS:
+        return None
+    place = (int(microbatch), int(block), int(seam or 0), int(stage or 0), len(marks or ""))
+    return NodeRange(_RANGE_KIND[kind], Node(_OPS[op], _KIND[direction], *place))
+
+
+def _step(text: str) -> StepRange | None:
+    match = _STEP.fullmatch(text)
+    return StepRange(int(match[1])) if match else None
+
+
+def _label(text: str) -> Label | None:
+    match = _LABEL.fullmatch(text)
+    if match is None:
+        return None
+    entries = (entry.split() for entry in match[2].split(",") if entry)
+    return Label(int(match[1]), {name: _position(at) for name, at in entries})
+
+
+def _action(text: str) -> ActionRange | None:
+    try:
+        return ActionRange(Action.parse(text.removeprefix("action "))) if text.startswith("action ") else None
+    except ValueError:
+        return None
+
+
+def parse_node(text: str) -> Node | None:
+    """The node of its text, the reverse of ``str``; None for anything else.
+
+    >>> str(parse_node("experts.w[1] m3"))
+    'experts.w[1] m3'
+    """
+    found = parse_range(PREFIX + text)
+    return found.node if isinstance(found, NodeRange) and found.kind == "node" else None
+
+
+def _position(text: str) -> tuple[int, int]:
+    at, size = text.split("/")
+    return int(at), int(size)

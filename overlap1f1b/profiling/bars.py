@@ -1,0 +1,129 @@
+"""A step as bars on lanes, for every kind of picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op
+from overlap1f1b.plan.clock import destination
+from overlap1f1b.profiling.clocks import offsets
+from overlap1f1b.profiling.intervals import union
+from overlap1f1b.profiling.recording import Recording, Spans, What, lane_of
+from overlap1f1b.schedule import Kind
+from overlap1f1b.simulation import Timeline
+from overlap1f1b.simulation.drawing import staged, text_of
+from overlap1f1b.simulation.trace import Event
+
+LANES = {Lane.COMPUTE: "compute", Lane.EXCHANGE: "exchange", Lane.CONTROL: "counts", Lane.PEER: "peers"}
+MEASURED, PREDICTED = "measured", "predicted"
+FINEST = 2000
+"""Part of a step that is the shortest gap which is drawn between kernels without a range."""
+_STYLES = {Lane.EXCHANGE: "exchange", Lane.CONTROL: "exchange", Lane.PEER: "peer"}
+
+
+class Bar(NamedTuple):
+    """One node, or one stream's kernel, of a rank; times in milliseconds from the start of the step.
+
+    ``process`` is the rank, with ``predicted`` behind it where it was simulated; ``style`` names a colour; bars of one
+    ``group`` send to each other.
+    """
+
+    process: str
+    lane: str
+    what: What
+    text: str
+    style: str
+    start: float
+    end: float
+    group: tuple[object, ...] = ()
+
+    @property
+    def event(self) -> Event:
+        """As in a Chrome trace."""
+        return Event(self.process, self.lane, str(self.what), self.start, self.end)
+
+
+def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
+    """The bars of one step of all ranks that have it, on one clock.
+
+    A node's kernels make one bar, from the first to the last.
+    """
+    steps = [(recording, step) for recording in ranks for step in recording.steps if step.number == number]
+    bars = []
+    for (recording, step), by in zip(steps, offsets(steps) if steps else (), strict=True):
+        process, several = f"rank {recording.rank}", _staged(recording.names)
+        group = (MEASURED, *_replica(recording))
+        for spans, computes in ((step.compute, True), (step.flights, False)):
+            for what, start, end in _drawn(recording, spans):
+                lane = "compute" if computes else LANES[lane_of(what)] if isinstance(what, Node) else what.name
+                text, style = _look(what, lane, several=several)
+                bars.append(Bar(process, lane, what, text, style, (start + by) / 1e6, (end + by) / 1e6, group))
+    return bars
+
+
+def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]) -> list[Bar]:
+    """The bars of simulated ranks, beside the measured ones."""
+    bars = []
+    for recording in ranks:
+        timeline = timelines[recording.rank or 0]
+        several, group = staged(timeline.spans), (PREDICTED, *_replica(recording))
+        for node, start, end in timeline.spans:
+            if end > start:
+                lane = LANES[node.lane]
+                text, style = _look(node, lane, several=several)
+                bars.append(Bar(f"rank {recording.rank} {PREDICTED}", lane, node, text, style, start, end, group))
+    return bars
+
+
+def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
+    """From everything that travels to what consumes it: the next of its chain, or the receive on another rank."""
+    chains: dict[object, list[Bar]] = {}
+    received: dict[object, Bar] = {}
+    sends: list[tuple[object, Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
+        node = bar.what
+        if not isinstance(node, Node) or node.op is Op.REDUCE or node.op in RECOMPUTES or node.kind is Kind.W:
+            continue
+        if node.op is Op.SEND:
+            sends.append(((bar.group, destination(node)), bar))
+            continue
+        key = (node.pipe, node.stage, node.microbatch, node.kind)
+        chains.setdefault((bar.process, key), []).append(bar)
+        if node.op is Op.RECEIVE:
+            received[bar.group, key] = bar
+    travelled = [pair for chain in chains.values() for pair in pairwise(chain) if pair[0].lane != "compute"]
+    return travelled + [(send, received[key]) for key, send in sends if key in received]
+
+
+def _replica(recording: Recording) -> tuple[object, ...]:
+    """What ranks that send to each other have in common."""
+    return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
+
+
+def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
+    """Text and colour."""
+    if isinstance(what, Node):
+        return text_of(what, staged=several), _STYLES.get(what.lane, what.kind.value)
+    return "", "other" if lane == "compute" else "exchange"
+
+
+def _staged(names: Iterable[What]) -> bool:
+    return len({(what.stage, what.pipe) for what in names if isinstance(what, Node)}) > 1
+
+
+def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]]:
+    """A node from its first kernel to its last; what else a stream did, drawn together where gaps are too short."""
+    if not len(spans):
+        return
+    finest = int(spans.end.max() - spans.start.min()) // FINEST
+    for index, start, end in spans.whole:
+        what = recording.names[index]
+        if isinstance(what, Node):
+            if end > start:
+                yield what, start, end
+        else:
+            these = spans[spans.what == index]
+            for first, last in union(these.start, these.end + finest).tolist():
+                yield what, first, last - finest

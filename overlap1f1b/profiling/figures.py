@@ -1,0 +1,243 @@
+"""How much of a rank's exchange was hidden, when, and why the rank did not compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op
+from overlap1f1b.profiling.idle import IDLE, idle_time
+from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, length
+from overlap1f1b.profiling.recording import EXCHANGES, Recording, Step, lane_of
+from overlap1f1b.schedule import Kind
+
+PHASES = ("warm_up", "steady", "cool_down")
+
+
+class Overlap(NamedTuple):
+    """Exchange of some time, in nanoseconds.
+
+    >>> Overlap(exchange=8, exposed=2).hidden_fraction
+    0.75
+
+    ``exchange`` is the union of what was in flight, ``exposed`` the part of it in which nothing was computed: as in
+    :class:`overlap1f1b.simulation.Timeline`.
+    """
+
+    exchange: int = 0
+    exposed: int = 0
+
+    @property
+    def hidden(self) -> int:
+        """The part with compute beside it."""
+        return self.exchange - self.exposed
+
+    @property
+    def hidden_fraction(self) -> float:
+        """That part's share; 1 where nothing is exchanged."""
+        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+
+    def plus(self, other: Overlap) -> Overlap:
+        """Both together."""
+        return Overlap(self.exchange + other.exchange, self.exposed + other.exposed)
+
+
+class Lanes:
+    """A step of a rank as intervals in which its lanes work.
+
+    Args:
+        recording: The rank.
+        step: One of its steps.
+    """
+
+    def __init__(self, recording: Recording, step: Step) -> None:
+        self.recording, self.step = recording, step
+
+    @cached_property
+    def compute(self) -> Intervals:
+        """Compute."""
+        return self.step.compute.covered
+
+    @cached_property
+    def exchange(self) -> Intervals:
+        """Exchanges in flight, counts and reductions included."""
+        return self.recording.exchanges(self.step).covered
+
+    @cached_property
+    def exposed(self) -> Intervals:
+        """Exchanges in flight, and nothing computed."""
+        return difference(self.exchange, self.compute)
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """Start and end of the step, with all that is computed and exchanged in it."""
+        there = [edges for edges in (self.compute, self.exchange) if len(edges)]
+        starts, ends = [int(edges[0, 0]) for edges in there], [int(edges[-1, 1]) for edges in there]
+        return min([self.step.start, *starts]), max([self.step.end, *ends])
+
+    @cached_property
+    def phases(self) -> Mapping[str, tuple[int, int]]:
+        """Windows of warm-up (until the first backward), steady and cool-down (after the last forward).
+
+        Empty without ranges; all is steady where there are no forwards or no backwards.
+        """
+        if self.recording.by == "stream":
+            return {}
+        kinds = np.array([_kind(what) for what in self.recording.names], "U1")[self.step.compute.what]
+        forward, backward = self.step.compute[kinds == "F"], self.step.compute[(kinds == "I") | (kinds == "W")]
+        start, end = self.window
+        if not len(forward) or not len(backward):
+            return dict(zip(PHASES, ((start, start), (start, end), (end, end)), strict=True))
+        first = int(backward.start.min())
+        last = max(first, int(forward.end.max()))
+        return dict(zip(PHASES, ((start, first), (first, last), (last, end)), strict=True))
+
+    @property
+    def overlap(self) -> Overlap:
+        """Of the whole step."""
+        return Overlap(length(self.exchange), length(self.exposed))
+
+    @property
+    def by_phase(self) -> dict[str, Overlap]:
+        """Of each phase; their sum is that of the step."""
+        return {
+            name: Overlap(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
+            for name, edges in self.phases.items()
+        }
+
+    @property
+    def by_sub_op(self) -> dict[str, Overlap]:
+        """Of each kind of exchange by itself; where two kinds are in flight at once, the time counts for both."""
+        flights, names = self.step.flights, self.recording.names
+        sub_ops = dict.fromkeys(names[what].name for what in np.unique(flights.what).tolist())
+        found = {}
+        for sub_op in sorted(sub_ops):
+            chosen = np.array([what.name == sub_op and lane_of(what) in EXCHANGES for what in names], bool)
+            covered = flights[chosen[flights.what]].covered
+            if len(covered):
+                found[sub_op] = Overlap(length(covered), length(difference(covered, self.compute)))
+        return found
+
+    @property
+    def open_actions(self) -> int:
+        """Most forwards and backwards of a microbatch on a stage that were under way at once."""
+        names, issued = self.recording.names, self.step.issued
+        begun: dict[object, tuple[int, int]] = {}
+        for what, start, end in zip(issued.what.tolist(), issued.start.tolist(), issued.end.tolist(), strict=True):
+            node = names[what]
+            if not isinstance(node, Node) or not _of_chain(node):
+                continue
+            key = _chain(node)
+            begun[key] = (begun[key][0] if key in begun else start, end)
+        edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
+        return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class RankFigures:
+    """A rank over its steps, sums in nanoseconds.
+
+    Args:
+        recording: The rank.
+        steps: Their number.
+        time: Of the steps together.
+        compute: Time in which something was computed.
+        overlap: The exchange.
+        by_sub_op: That of each kind of exchange.
+        by_phase: That of each phase.
+        idle: Time in which nothing was computed, by reason.
+        open_actions: Most that were under way at once; 0 without ranges.
+        queued: Time that exchanges were held up on the device while it computed, after their launch.
+    """
+
+    recording: Recording
+    steps: int
+    time: int
+    compute: int
+    overlap: Overlap
+    by_sub_op: Mapping[str, Overlap]
+    by_phase: Mapping[str, Overlap]
+    idle: Mapping[str, int]
+    open_actions: int
+    queued: int
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.recording.rank or 0
+
+    def per_step_ms(self, time: float) -> float:
+        """A sum as the mean over steps, in milliseconds."""
+        return time / self.steps / 1e6
+
+
+def figures_of(recording: Recording, steps: Iterable[Step] | None = None) -> RankFigures:
+    """The figures of a rank over its steps, or some of them."""
+    lanes = [Lanes(recording, step) for step in (recording.steps if steps is None else steps)]
+    by_sub_op: dict[str, Overlap] = {}
+    by_phase: dict[str, Overlap] = {}
+    idle = dict.fromkeys(IDLE, 0)
+    overlap = Overlap()
+    for step in lanes:
+        overlap = overlap.plus(step.overlap)
+        for total, part in ((by_sub_op, step.by_sub_op), (by_phase, step.by_phase)):
+            for name, figure in part.items():
+                total[name] = total.get(name, Overlap()).plus(figure)
+        for name, time in idle_time(recording, step.step, step.window, step.compute, step.exposed).items():
+            idle[name] += time
+    return RankFigures(
+        recording=recording,
+        steps=len(lanes),
+        time=sum(step.window[1] - step.window[0] for step in lanes),
+        compute=sum(length(step.compute) for step in lanes),
+        overlap=overlap,
+        by_sub_op=dict(sorted(by_sub_op.items())),
+        by_phase=by_phase,
+        idle=idle,
+        open_actions=max((step.open_actions for step in lanes), default=0),
+        queued=sum(_queued(step) for step in lanes),
+    )
+
+
+def _queued(lanes: Lanes) -> int:
+    """Time in which an exchange could have started, and nothing but another microbatch's compute was on the device.
+
+    It can start when it is launched and what its own chain computes before it has ended.
+    """
+    recording, step = lanes.recording, lanes.step
+    if not recording.device or recording.by == "stream":
+        return 0
+    done: dict[object, list[int]] = {}
+    for what, _, end in step.compute.whole:
+        done.setdefault(_chain(recording.names[what]), []).append(end)
+    flights = recording.exchanges(step)
+    _, first = np.unique(flights.what, return_index=True)  # spans stand by their start
+    flights = flights[first]
+    ready = flights.launched.copy()
+    for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
+        before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
+        ready[place] = min(start, max([ready[place], *before]))
+    alone = difference(lanes.compute, lanes.exchange)
+    return int(covered(ready, flights.start, alone).sum())
+
+
+def _chain(what: object) -> object:
+    return (what.pipe, what.stage, what.microbatch, what.kind) if isinstance(what, Node) else None
+
+
+def _kind(what: object) -> str:
+    """Forward, input or weight gradient of a node; what is computed again belongs to neither phase."""
+    return what.kind.value if isinstance(what, Node) and what.op not in RECOMPUTES else ""
+
+
+def _of_chain(node: Node) -> bool:
+    return (
+        node.kind is not Kind.W
+        and node.lane is not Lane.PEER
+        and node.op is not Op.REDUCE
+        and node.op not in RECOMPUTES
+    )

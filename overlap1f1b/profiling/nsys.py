@@ -1,0 +1,79 @@
+"""SQLite files that ``nsys export --type sqlite`` writes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from overlap1f1b.plan.ranges import PREFIX
+from overlap1f1b.profiling.capture import Capture
+
+MAGIC = b"SQLite format 3\0"
+_PUSH_POP, _START_END = 59, 60
+"""Types of NVTX events that are ranges."""
+_DEVICE_TABLES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_PROCESS = 1 << 24  # a global thread is that of a process in its lower 24 bits
+
+
+def read_nsys(path: Path) -> list[Capture]:
+    """What the export notes of each process, in the order of their first range.
+
+    Tables are created by nsys only where there is something to note, so each may be missing.
+
+    Raises:
+        ValueError: No such export, or a damaged one.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return _captures(path, database)
+    except sqlite3.Error as error:
+        raise ValueError(f"{path}: {error}; allowed: a whole file of nsys export --type sqlite") from None
+
+
+def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
+    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
+    devices = [name for name in _DEVICE_TABLES if name in tables]
+    if "NVTX_EVENTS" not in tables and not devices:
+        raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
+    captures: dict[int, Capture] = {}
+
+    def of(process: int) -> Capture:
+        return captures.setdefault(process, Capture(path, "nsys"))
+
+    if "NVTX_EVENTS" in tables:
+        for text, thread, start, end in _ranges(database, named="StringIds" in tables):
+            of(thread // _PROCESS).add_range(text, thread, start, end)
+    for name in devices:
+        rows = _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end"))
+        for process, *kernel in rows:
+            of(process // _PROCESS).kernels.append(tuple(kernel))
+    if _RUNTIME in tables:
+        for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
+            if (capture := captures.get(thread // _PROCESS)) is not None:
+                capture.launches.append((number, thread, start))
+    return list(captures.values())
+
+
+def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterator[tuple[str, int, int, int]]:
+    """Our ranges: their text stands in the row or, where it was registered, among the strings.
+
+    One that was open when the capture ended has no end; only a label can do without.
+    """
+    text, strings = "e.text", ""
+    if named:
+        text, strings = "COALESCE(e.text, s.value)", "LEFT JOIN StringIds AS s ON e.textId = s.id"
+    yield from database.execute(
+        f'SELECT {text} AS name, e.globalTid, e.start, COALESCE(e."end", e.start) FROM NVTX_EVENTS AS e {strings} '
+        "WHERE e.eventType IN (?, ?) AND substr(name, 1, ?) = ? "
+        'AND (e."end" IS NOT NULL OR substr(name, ?, 5) = ?) ORDER BY e.start',
+        (_PUSH_POP, _START_END, len(PREFIX), PREFIX, len(PREFIX) + 1, "rank "),
+    )
+
+
+def _rows(database: sqlite3.Connection, table: str, columns: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    chosen = ", ".join(f'"{column}"' for column in columns)
+    given = " AND ".join(f'"{column}" IS NOT NULL' for column in columns)
+    yield from database.execute(f'SELECT {chosen} FROM "{table}" WHERE {given}')

@@ -1,0 +1,97 @@
+"""The step that the measured order and times of nodes should have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from overlap1f1b.plan import CostKey, Lane, Node, NodeCosts, Op, cost_key, play_ranks
+from overlap1f1b.profiling.recording import Recording, Step
+from overlap1f1b.schedule import Placement
+from overlap1f1b.simulation import Timeline
+
+
+def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
+    """The simulated timelines of one step, by rank, in milliseconds.
+
+    Every rank's nodes are played in the order in which they were issued. A compute node takes its mean over the
+    microbatches; what travels takes the shortest of its times, since the others may have waited for their turn or for
+    the other rank; of both the slowest rank counts. Ranks that share their experts play the same plan, so one of them
+    is played for each pipeline rank.
+
+    Args:
+        ranks: Of one run.
+        number: Of the step.
+
+    Raises:
+        ValueError: No ranges, a step that a rank does not have, or a pipeline rank that is missing.
+    """
+    steps = [(recording, _step(recording, number)) for recording in ranks]
+    played: dict[int, tuple[Node, ...]] = {}
+    size = 1
+    for recording, step in steps:
+        at, of = recording.mesh.get("pp", (0, 1))
+        size = max(size, of)
+        played.setdefault(at, _order(recording, step))
+    if len(played) < size:
+        absent = ", ".join(str(at) for at in range(size) if at not in played)
+        raise ValueError(f"no file of pipeline rank {absent}, so nothing can be predicted; allowed: all pipeline ranks")
+    orders = [played[at] for at in range(size)]
+    costs = _costs(steps)
+    try:
+        spans = play_ranks(orders, _placement(orders), costs, counts_block=ranks[0].device)
+    except (LookupError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"the nodes of step {number} are no whole step of all stages ({error}), so nothing can be predicted"
+        ) from None
+    timelines = [Timeline(tuple(rank)) for rank in spans]
+    return {recording.rank or 0: timelines[recording.mesh.get("pp", (0, 1))[0]] for recording, _ in steps}
+
+
+def _step(recording: Recording, number: int) -> Step:
+    for step in recording.steps:
+        if step.number == number and len(step.issued):
+            return step
+    raise ValueError(f"{recording.path} has no ranges of step {number}, so nothing can be predicted")
+
+
+def _order(recording: Recording, step: Step) -> tuple[Node, ...]:
+    """Nodes by issue; those without a launch of their own by their departure."""
+    late = step.flights[~np.isin(step.flights.what, step.issued.what)]
+    spans = step.issued + late
+    order = np.argsort(spans.start, kind="stable")
+    nodes = (recording.names[what] for what in spans.what[order].tolist())
+    return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
+
+
+def _costs(steps: Sequence[tuple[Recording, Step]]) -> NodeCosts:
+    merged: dict[CostKey, float] = {}
+    for recording, step in steps:
+        took: dict[CostKey, list[float]] = {}
+        for node, time in _times(recording, step).items():
+            if node.op is not Op.RECEIVE:
+                took.setdefault(cost_key(node), []).append(time)
+        for key, times in took.items():
+            mean = fmean(times) if Node(*key[:2], 0, 0).lane is Lane.COMPUTE else min(times)
+            merged[key] = max(merged.get(key, 0.0), mean)
+    return NodeCosts(by_node=merged)
+
+
+def _times(recording: Recording, step: Step) -> Mapping[Node, float]:
+    """Milliseconds that each node occupied its lane."""
+    times: dict[Node, float] = {}
+    for spans in (step.compute, step.flights):
+        for what, start, end in spans.whole:
+            node = recording.names[what]
+            if isinstance(node, Node) and (node.lane is Lane.COMPUTE or spans is step.flights):
+                times[node] = (end - start) / 1e6
+    return times
+
+
+def _placement(orders: Sequence[Sequence[Node]]) -> Placement:
+    """Which rank holds which stage, as its nodes say."""
+    held = {(node.pipe, node.stage): rank for rank, order in enumerate(orders) for node in order}
+    pipes, stages = max(pipe for pipe, _ in held) + 1, max(stage for _, stage in held) + 1
+    return Placement(tuple(tuple(held[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))

@@ -1,0 +1,156 @@
+"""Files of any kind, one a rank, and sets of them."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, cast
+
+from overlap1f1b.profiling.capture import Capture
+from overlap1f1b.profiling.chrome import add_place, is_trace, taker
+from overlap1f1b.profiling.nsys import MAGIC, read_nsys
+from overlap1f1b.profiling.recording import Recording
+from overlap1f1b.profiling.records import FORMAT, read_records
+from overlap1f1b.profiling.steps import recording_of
+from overlap1f1b.profiling.stream import read_events
+
+_GZIP = b"\x1f\x8b"
+ENDINGS = (".json", ".json.gz", ".sqlite")
+"""Of the files that are read of a folder."""
+_ALLOWED = (
+    "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Recordings:
+    """The ranks of one run.
+
+    Args:
+        ranks: By their number.
+        missing: Numbers of ranks that the run had and no file has.
+        left_out: Why files were left out, one line each.
+    """
+
+    ranks: tuple[Recording, ...]
+    missing: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether figures of some ranks are missing."""
+        return bool(self.missing or self.left_out)
+
+
+def read(*paths: str | Path) -> Recordings:
+    """The ranks of files, and of folders that hold some.
+
+    Files that cannot be read are left out as long as one can be. Of a trace and a record of a rank side by side, as
+    ``overlap1f1b profile`` writes them, the trace counts.
+
+    Raises:
+        ValueError: None can be read, or two are of one rank; names the file.
+    """
+    files = [file for path in paths for file in _files(Path(path))]
+    found: list[Recording] = []
+    left_out: list[str] = []
+    for file in files:
+        try:
+            found += read_file(file)
+        except ValueError as error:
+            if len(files) == 1:
+                raise
+            left_out.append(str(error))
+    if not found:
+        raise ValueError(left_out[0])
+    traced = {(r.path.parent, r.rank) for r in found if r.source != "records"}
+    return _set([r for r in found if r.source != "records" or (r.path.parent, r.rank) not in traced], left_out)
+
+
+def read_file(path: Path) -> list[Recording]:
+    """The ranks of one file; several in an export of nsys that watched several processes.
+
+    Raises:
+        ValueError: It is missing, empty, truncated, or nothing that this can read.
+    """
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise ValueError(f"{path} is a report of nsys; allowed: what nsys export --type sqlite makes of it")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC))
+        if not start:
+            raise ValueError(f"{path} is empty; {_ALLOWED}")
+        if start == MAGIC:
+            return _of_processes(read_nsys(path))
+        with (
+            gzip.open(path, "rt", encoding="utf-8") if start.startswith(_GZIP) else path.open(encoding="utf-8") as text
+        ):
+            return [_read_json(path, cast("IO[str]", text))]
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: it is truncated or damaged ({error}); {_ALLOWED}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; {_ALLOWED}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
+
+
+def _read_json(path: Path, text: IO[str]) -> Recording:
+    capture = Capture(path, "torch.profiler")
+    try:
+        content = read_events(text, taker(capture))
+    except (UnicodeDecodeError, OSError):
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        why = str(error) if type(error) is ValueError else f"an event is malformed ({type(error).__name__}: {error})"
+        raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
+    if content.get("format") == FORMAT:
+        return read_records(path, content)
+    if not is_trace(content):
+        raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
+    add_place(capture, content)
+    return recording_of(capture)
+
+
+def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
+    """Those of processes with something to report: a launcher has neither ranges nor kernels."""
+    if len(captures) == 1:
+        return [recording_of(captures[0])]
+    return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+    if not files:
+        raise ValueError(f"{path} holds no *{', no *'.join(ENDINGS)}; allowed: a file, or a folder of one file a rank")
+    return files
+
+
+def _set(found: list[Recording], left_out: list[str]) -> Recordings:
+    """The ranks in order, each once; those without a number take the next free ones."""
+    taken: dict[int, Path] = {}
+    for recording in found:
+        if recording.rank is None:
+            continue
+        if recording.rank in taken:
+            raise ValueError(
+                f"{taken[recording.rank]} and {recording.path} are both of rank {recording.rank}; "
+                "allowed: one file a rank, of one run"
+            )
+        taken[recording.rank] = recording.path
+    numbered, free = [], 0
+    for recording in found:
+        if recording.rank is None:
+            while free in taken:
+                free += 1
+            taken[free] = recording.path
+            note = f"no rank in it: called rank {free}, as it comes"
+            recording = replace(recording, rank=free, notes=(*recording.notes, note))  # noqa: PLW2901
+        numbered.append(recording)
+    ranks = tuple(sorted(numbered, key=lambda recording: recording.rank or 0))
+    world = max((recording.world or 0 for recording in ranks), default=0)
+    return Recordings(ranks, tuple(sorted(set(range(world)) - set(taken))), tuple(left_out))

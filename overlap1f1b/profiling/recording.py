@@ -1,0 +1,155 @@
+"""What one file says of one rank: spans of its steps, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap1f1b.plan import Lane, Node
+from overlap1f1b.profiling.intervals import Intervals, Times, union
+
+
+class Stream(NamedTuple):
+    """Kernels and copies of one CUDA stream that no range tells apart."""
+
+    number: int
+
+    @property
+    def name(self) -> str:
+        """As in tables, in place of a sub-op."""
+        return f"stream {self.number}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+What = Node | Stream
+EXCHANGES = (Lane.EXCHANGE, Lane.CONTROL)
+"""Lanes that count as exchange: as in :class:`overlap1f1b.simulation.Timeline`, counts and reductions included."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Columns of spans, all ``[n]``; times in nanoseconds of the file's clock.
+
+    Args:
+        what: Index of what each is, in the recording's ``names``.
+        start: Its start.
+        end: Its end.
+        launched: When the host launched it; of what the host does itself its start.
+    """
+
+    what: NDArray[np.int64]
+    start: Times
+    end: Times
+    launched: Times
+
+    @classmethod
+    def of(cls, what: Sequence[int] | Times, start: Sequence[int] | Times, end: Sequence[int] | Times) -> Spans:
+        """Spans of the host."""
+        columns = [np.asarray(column, np.int64) for column in (what, start, end)]
+        return cls(columns[0], columns[1], columns[2], columns[1])
+
+    def __len__(self) -> int:
+        return len(self.what)
+
+    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Spans:
+        return Spans(self.what[chosen], self.start[chosen], self.end[chosen], self.launched[chosen])
+
+    def __add__(self, other: Spans) -> Spans:
+        pairs = zip(self.columns, other.columns, strict=True)
+        return Spans(*(np.concatenate(pair) for pair in pairs))
+
+    @property
+    def columns(self) -> tuple[Times, Times, Times, Times]:
+        """All of them."""
+        return self.what, self.start, self.end, self.launched
+
+    @property
+    def covered(self) -> Intervals:
+        """The time that they cover."""
+        return union(self.start, self.end)
+
+    @property
+    def whole(self) -> list[tuple[int, int, int]]:
+        """What, first start and last end of each thing that they are."""
+        what, place = np.unique(self.what, return_inverse=True)
+        start, end = np.full(len(what), np.iinfo(np.int64).max), np.full(len(what), np.iinfo(np.int64).min)
+        np.minimum.at(start, place, self.start)
+        np.maximum.at(end, place, self.end)
+        return list(zip(what.tolist(), start.tolist(), end.tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a rank.
+
+    Args:
+        number: As its range says; counted from 0 where there is none.
+        start: Of the window that idle time is counted in.
+        end: Of that window.
+        issued: Nodes on the issuing thread, in the order of issue.
+        compute: What the compute lane did: the same nodes, or their kernels.
+        flights: What travelled, on any lane.
+        waits: What the issuing thread waited for.
+    """
+
+    number: int
+    start: int
+    end: int
+    issued: Spans
+    compute: Spans
+    flights: Spans
+    waits: Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One rank.
+
+    Args:
+        path: The file.
+        rank: Its number; None where nothing says it.
+        mesh: Position and size of each dimension; empty where nothing says it.
+        world: Number of ranks; None where nothing says it.
+        names: What spans are, by their index.
+        steps: In order.
+        source: What kind of file it is.
+        device: Whether compute is that of a GPU's kernels, not of the thread that issues nodes.
+        by: Whether ranges or, where there are none, streams tell compute from exchange.
+        notes: What a reader should know of these figures, one line each.
+    """
+
+    path: Path
+    rank: int | None
+    mesh: Mapping[str, tuple[int, int]]
+    world: int | None
+    names: tuple[What, ...]
+    steps: tuple[Step, ...]
+    source: Literal["records", "torch.profiler", "nsys"]
+    device: bool = False
+    by: Literal["range", "stream"] = "range"
+    notes: tuple[str, ...] = ()
+
+    def on(self, spans: Spans, *lanes: Lane) -> Spans:
+        """Those of some lanes; streams without ranges count as exchange."""
+        chosen = [lane_of(what) in lanes for what in self.names]
+        return spans[np.array(chosen, bool)[spans.what]]
+
+    def exchanges(self, step: Step) -> Spans:
+        """Exchanges in flight."""
+        return self.on(step.flights, *EXCHANGES)
+
+    def transfers(self, step: Step) -> Spans:
+        """Transfers between pipeline stages in flight."""
+        return self.on(step.flights, Lane.PEER)
+
+
+def lane_of(what: What) -> Lane:
+    """The lane of a span that travels."""
+    return what.lane if isinstance(what, Node) else Lane.EXCHANGE

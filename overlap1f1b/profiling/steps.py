@@ -1,0 +1,150 @@
+"""The steps of a rank, from what a profiler noted."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap1f1b.plan import Lane, Node
+from overlap1f1b.profiling.attribution import Index, Kernels, Table, owned
+from overlap1f1b.profiling.capture import Capture
+from overlap1f1b.profiling.intervals import covered, difference
+from overlap1f1b.profiling.recording import Recording, Spans, Step, Stream
+
+
+def recording_of(capture: Capture) -> Recording:
+    """The rank that a capture describes.
+
+    What was launched for a compute node is compute, on whatever stream. What was launched for an exchange or a transfer
+    is its flight, but for kernels on the stream that computes, which pack and unpack; where it has nothing elsewhere it
+    travels there. What was launched outside all ranges is compute if it is on that stream. Without kernels the ranges
+    of nodes are the compute, and ``flight`` ranges what travels.
+
+    Raises:
+        ValueError: Neither ranges nor kernels, or ranges of several ranks.
+    """
+    table = Table(capture)
+    if not len(capture.kernels) and not len(table.nodes["node"].what):
+        raise ValueError(
+            f"{capture.path} has no ranges of overlap1f1b and no kernels; allowed: what overlap1f1b profile writes"
+        )
+    kernels, notes = owned(capture, table)
+    return _Builder(capture, table, kernels, notes).recording()
+
+
+class _Builder:
+    def __init__(self, capture: Capture, table: Table, kernels: Kernels, notes: list[str]) -> None:
+        self.capture, self.table, self.kernels, self.notes = capture, table, kernels, notes
+        self.names = table.names
+        self.by_range, self.device = bool(len(table.nodes["node"].what)), bool(len(kernels.start))
+        on_compute = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in self.names]
+        self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
+        self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
+        self.ran = np.maximum.accumulate(kernels.end)  # when everything that was launched so far had ended
+        self.main = self._compute_stream()
+
+    def _compute_stream(self) -> int:
+        """The stream with most kernels of compute nodes; of all, where none has a range."""
+        streams = self.kernels.stream
+        if not len(streams):
+            return -1
+        of_compute = self.on_compute[self.kernels.owner]
+        numbers, counts = np.unique(streams[of_compute] if of_compute.any() else streams, return_counts=True)
+        return int(numbers[np.argmax(counts)])
+
+    def recording(self) -> Recording:
+        capture = self.capture
+        if not self.by_range:
+            self.notes.append(
+                f"no ranges of overlap1f1b: stream {self.main}, which has most kernels, is taken for compute and all "
+                "others for exchange"
+            )
+        steps = tuple(self._steps())
+        label = self.table.labels[0] if self.table.labels else None
+        return Recording(
+            path=capture.path,
+            rank=capture.rank if label is None else label.rank,
+            mesh={} if label is None else label.mesh,
+            world=capture.world if label is None else prod(size for _, size in label.mesh.values()),
+            names=tuple(self.names),
+            steps=steps,
+            source=capture.source,
+            device=self.device,
+            by="range" if self.by_range else "stream",
+            notes=tuple(self.notes),
+        )
+
+    def _steps(self) -> list[Step]:
+        numbers, begins, ends = self.table.steps.what, self.table.steps.start, self.table.steps.end
+        if not len(numbers):
+            self.notes.append("no ranges of steps: the whole file is taken for one")
+            columns = [column for spans in self.host.values() for column in (spans.start, spans.end)]
+            times = np.concatenate([*columns, self.kernels.start, self.kernels.end, self.kernels.launched])
+            numbers, begins, ends = np.array([0]), np.array([times.min()]), np.array([times.max() + 1])
+        each = zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return [self._step(number, begin, end) for number, begin, end in each]
+
+    def _step(self, number: int, begin: int, end: int) -> Step:
+        host = {kind: _between(spans, begin, end) for kind, spans in self.host.items()}
+        issued, flights, waits = host["node"], host["flight"], host["wait"]
+        if not self.device:
+            compute = _without(issued[self.on_compute[issued.what]], waits)
+            return Step(number, begin, end, issued, compute, flights, waits)
+        first, last = np.searchsorted(self.kernels.launched, (begin, end)).tolist()
+        compute, travelled = self._split(slice(first, last))
+        flights = travelled + flights[~np.isin(flights.what, travelled.what)]
+        if last > first:  # from the end of what was launched before to that of what is launched here
+            begin = max(begin, int(self.ran[first - 1]) if first else begin)
+            begin = min(begin, int(self.kernels.start[first:last].min()))
+            end = int(self.kernels.end[first:last].max())
+        return Step(number, begin, end, issued, compute, flights, waits)
+
+    def _split(self, here: slice) -> tuple[Spans, Spans]:
+        """Kernels of a step that compute, and those that travel."""
+        owner, stream, start, end, launched = (column[here] for column in self.kernels)
+        main, named = stream == self.main, owner >= 0
+        travels = named & ~self.on_compute[owner]
+        elsewhere = np.isin(owner, owner[travels & ~main])
+        flying = travels & ~(main & elsewhere) if self.by_range else ~main
+        computing = ~flying & (named | main)
+        self._note_lost(stream[~flying & ~computing])
+        what = owner.copy()
+        what[~named] = self._streams(stream[~named])
+        spans = Spans(what, start, end, launched)
+        order = np.argsort(start, kind="stable")
+        return spans[order][computing[order]], spans[order][flying[order]]
+
+    def _note_lost(self, stream: Index) -> None:
+        if len(stream):
+            streams = ", ".join(map(str, np.unique(stream)))
+            note = f"what was launched outside all ranges on streams {streams} is neither compute nor exchange"
+            if note not in self.notes:
+                self.notes.append(note)
+
+    def _streams(self, stream: Index) -> NDArray[np.int64]:
+        """Names of kernels without a range."""
+        numbers, place = np.unique(stream, return_inverse=True)
+        for number in numbers.tolist():
+            if Stream(number) not in self.names:
+                self.names.append(Stream(number))
+        index = np.array([self.names.index(Stream(number)) for number in numbers.tolist()], np.int64)
+        return index[place]
+
+
+def _between(spans: Spans, begin: int, end: int) -> Spans:
+    """Those that start in it."""
+    first, last = np.searchsorted(spans.start, (begin, end)).tolist()
+    return spans[np.arange(first, last)]
+
+
+def _without(spans: Spans, waits: Spans) -> Spans:
+    """The spans cut where the thread waits inside them."""
+    there = waits.covered
+    inside = covered(spans.start, spans.end, there) > 0
+    kept = spans[~inside]
+    for what, start, end in zip(*(column.tolist() for column in spans[inside].columns[:3]), strict=True):
+        left = difference(np.array([[start, end]]), there)
+        kept = kept + Spans.of(np.full(len(left), what), left[:, 0], left[:, 1])
+    return kept[np.argsort(kept.start, kind="stable")]

@@ -1,0 +1,159 @@
+"""What the figures say in one sentence, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from overlap1f1b.profiling.figures import PHASES, Overlap, RankFigures
+
+_NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
+WELL, NONE = 0.9, 0.05
+"""Hidden shares from which an exchange counts as hidden, and up to which as not hidden at all."""
+WORTH = 0.05
+"""Share of a step from which a loss is worth an advice."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All ranks together, in nanoseconds.
+
+    Args:
+        ranks: Of which there are one or more.
+    """
+
+    ranks: Sequence[RankFigures]
+
+    @property
+    def time(self) -> int:
+        """Of all steps."""
+        return sum(rank.time for rank in self.ranks)
+
+    @property
+    def compute(self) -> int:
+        """In which something was computed."""
+        return sum(rank.compute for rank in self.ranks)
+
+    @property
+    def queued(self) -> int:
+        """In which exchanges waited on their device behind compute."""
+        return sum(rank.queued for rank in self.ranks)
+
+    @property
+    def overlap(self) -> Overlap:
+        """The exchange."""
+        return _sum(rank.overlap for rank in self.ranks)
+
+    @property
+    def by_sub_op(self) -> dict[str, Overlap]:
+        """That of each kind of exchange."""
+        names = sorted({name for rank in self.ranks for name in rank.by_sub_op})
+        return {name: _sum(rank.by_sub_op.get(name, Overlap()) for rank in self.ranks) for name in names}
+
+    @property
+    def by_phase(self) -> dict[str, Overlap]:
+        """That of each phase."""
+        names = [name for name in PHASES if any(name in rank.by_phase for rank in self.ranks)]
+        return {name: _sum(rank.by_phase.get(name, Overlap()) for rank in self.ranks) for name in names}
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """In which nothing was computed, by reason."""
+        return {name: sum(rank.idle[name] for rank in self.ranks) for name in self.ranks[0].idle}
+
+    @property
+    def open_actions(self) -> int:
+        """Most that a rank had under way at once; 0 without ranges."""
+        return max(rank.open_actions for rank in self.ranks)
+
+    def part(self, time: float) -> float:
+        """Share of the steps."""
+        return time / self.time if self.time else 0.0
+
+
+def _sum(parts: Iterable[Overlap]) -> Overlap:
+    total = Overlap()
+    for part in parts:
+        total = total.plus(part)
+    return total
+
+
+def verdict(sums: Sums) -> str:
+    """One sentence: is the exchange hidden, and if not, where it is not."""
+    overlap = sums.overlap
+    if not overlap.exchange:
+        return "Nothing was exchanged in these steps, so there was nothing to hide."
+    hidden, exposed = overlap.hidden_fraction, sums.part(overlap.exposed)
+    share = f"{hidden:.0%} of the exchange was hidden"
+    if hidden >= WELL:
+        return f"Yes: {share}, what was exposed is {exposed:.1%} of a step."
+    where = _where(sums)
+    if hidden <= NONE:
+        return f"No: {share}; exposed exchange is {exposed:.0%} of a step{where}."
+    return f"In part: {share}; exposed exchange is {exposed:.0%} of a step{where}."
+
+
+def _where(sums: Sums) -> str:
+    """The phase and the sub-op with most of it."""
+    parts = []
+    if any(part.exposed for part in sums.by_phase.values()):
+        phase, part = max(sums.by_phase.items(), key=lambda item: item[1].exposed)
+        parts.append(f"{part.exposed / sums.overlap.exposed:.0%} of it in the {_NAMES[phase]}")
+    if sums.by_sub_op:
+        sub_op = max(sums.by_sub_op, key=lambda name: sums.by_sub_op[name].exposed)
+        parts.append(f"most in {sub_op}")
+    return f", {', '.join(parts)}" if parts else ""
+
+
+def advice(sums: Sums) -> list[str]:
+    """What to try next, the largest loss first; empty where none is worth it."""
+    tips: list[tuple[float, str]] = []
+    overlap, idle = sums.overlap, sums.idle
+    exposed = sums.part(overlap.exposed)
+    if exposed >= WORTH and overlap.hidden_fraction < WELL:
+        tips.append((exposed, _against_exposure(sums)))
+    if (bubble := sums.part(idle["pipeline_bubble"])) >= WORTH:
+        text = (
+            f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
+            "dualpipev, zb_v); overlap1f1b plan --search compares them"
+        )
+        tips.append((bubble, text))
+    if (late := sums.part(idle["host_late"])) >= WORTH:
+        text = (
+            f"the host issues late for {late:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
+            "GPU no calls that synchronise in the model's forward"
+        )
+        tips.append((late, text))
+    if (held := sums.part(sums.queued)) >= WORTH and overlap.exposed:
+        text = (
+            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the exchange "
+            "stream"
+        )
+        tips.append((held, text))
+    return [text for _, text in sorted(tips, key=lambda tip: -tip[0])]
+
+
+def _against_exposure(sums: Sums) -> str:
+    """What would hide more."""
+    overlap, opened = sums.overlap, sums.open_actions
+    device = any(rank.recording.device for rank in sums.ranks)
+    if opened == 1:
+        return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
+    if device and overlap.hidden_fraction <= NONE:
+        return (
+            "exchange and compute never ran at once: see that CUDA_DEVICE_MAX_CONNECTIONS is not 1 and is set before "
+            "CUDA starts, and that the exchange has a stream of its own"
+        )
+    if overlap.exchange > sums.compute:
+        return (
+            f"the exchange takes {overlap.exchange / max(sums.compute, 1):.1f} times as long as compute, which can "
+            f"hide {sums.compute / overlap.exchange:.0%} of it at most: more compute for each exchanged row, or fewer "
+            "expert-parallel ranks"
+        )
+    if opened == 2:
+        return "two actions were open at a time: overlap=3 and one more warm-up forward (extra_warmup=1) open a third"
+    phases = sums.by_phase
+    edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
+    if edges > overlap.exposed / 2:
+        return "most is exposed where a step begins and ends: more microbatches, or extra_warmup=1 and overlap=3"
+    return "more open actions (overlap=4), more microbatches or two chunks; overlap1f1b plan --layers --search compares"

@@ -1,0 +1,186 @@
+"""The verb: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from overlap1f1b.profiling import bars_of, read
+from tests.cli.report.run import content, refused, report
+from tests.profiling.cases import device, host
+from tests.profiling.simulated import simulated, write_run
+from tests.profiling.synthetic import Events, write_chrome, write_nsys
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder of two ranks."""
+    return write_run(tmp_path / "run", simulated("combined_1f1b", 3), steps=2)
+
+
+def without_files(found: dict[str, Any]) -> dict[str, Any]:
+    ranks = [{key: value for key, value in rank.items() if key not in ("file", "source")} for rank in found["ranks"]]
+    return {**found, "ranks": ranks}
+
+
+def test_keys_and_figures(capsys: Capture, tmp_path: Path) -> None:
+    found = content(capsys, write_chrome(tmp_path / "rank0.json", device(0)))
+    (rank,) = found["ranks"]
+    assert {"ranks", "verdict", "advice", "all", "longest_exposed", "partial", "missing_ranks"} <= set(found)
+    assert {key: round(1e6 * rank[key]) for key in ("exchange_ms", "hidden_ms", "exposed_ms", "step_ms")} == {
+        "exchange_ms": 220, "hidden_ms": 100, "exposed_ms": 120, "step_ms": 919,
+    }  # fmt: skip
+    assert rank["hidden_fraction"] == pytest.approx(100 / 220)
+    assert set(rank["by_sub_op"]) == {"dispatch.f"}
+    assert set(rank["by_phase"]) == {"warm_up", "steady", "cool_down"}
+    assert {name: round(1e6 * time) for name, time in rank["idle_ms"].items()} == {
+        "exposed_exchange": 120, "pipeline_bubble": 260, "host_late": 99,
+    }  # fmt: skip
+    assert (found["partial"], found["missing_ranks"]) == (True, [1])
+    assert found["verdict"].startswith("Partial: In part: 45% of the exchange was hidden")
+
+
+def test_nsys_and_chrome_say_the_same(capsys: Capture, tmp_path: Path) -> None:
+    traces = [write_chrome(tmp_path / f"rank{rank}.json.gz", device(rank)) for rank in range(2)]
+    export = write_nsys(tmp_path / "both.sqlite", {3: device(0), 4: device(1)})
+    assert without_files(content(capsys, *traces)) == without_files(content(capsys, export))
+
+
+def test_what_is_printed(capsys: Capture, run: Path) -> None:
+    result = report(capsys, run, "--predicted")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == "2 ranks, 2 steps (records)"
+    found = content(capsys, run)
+    figures = found["all"]
+    texts = [f"{figures[key]:.3f}" for key in ("step_ms", "compute_ms", "exchange_ms", "hidden_ms", "exposed_ms")]
+    texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in figures["idle_ms"].values())]
+    assert ["mean", *texts] in [line.split() for line in lines]
+    for name in ("combine.b", "dispatch.f", "warm-up", "steady", "cool-down", "Predicted", "Longest"):
+        assert name in result.out
+    assert found["verdict"] in result.out
+    assert len(found["longest_exposed"]) == 10
+    durations = [span["exposed_ms"] for span in found["longest_exposed"]]
+    assert durations == sorted(durations, reverse=True)
+    assert all(f"next: {tip}" in result.out for tip in found["advice"])
+
+
+def test_partial_results_are_marked(capsys: Capture, run: Path) -> None:
+    (run / "rank0.json").write_text("")
+    result = report(capsys, run)
+    assert result.status == 0
+    assert "no file of rank 0: figures are those of the other ranks" in result.out
+    assert "left out: " in result.out
+    assert "rank0.json is empty" in result.out
+    assert "\nPartial: " in result.out
+
+
+def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None:
+    path = write_chrome(tmp_path / "a.json", Events([], device().kernels))
+    result = report(capsys, path, "--svg", tmp_path / "a.svg")
+    assert result.status == 0
+    assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, is taken for compute" in result.out
+    assert "stream 20" in result.out
+    (rank,) = content(capsys, path)["ranks"]
+    assert (rank["told_by"], rank["open_actions"]) == ("stream", None)
+
+
+def test_compare(capsys: Capture, tmp_path: Path) -> None:
+    slow = write_run(tmp_path / "slow", simulated("1f1b", "serial"))
+    fast = write_run(tmp_path / "fast", simulated("combined_1f1b", 3))
+    found = content(capsys, "--compare", slow, fast)
+    first, second = (run["all"] for run in found["compare"])
+    assert first["hidden_fraction"] < second["hidden_fraction"]
+    assert without_files(found["compare"][0]) == without_files(content(capsys, slow))
+    result = report(capsys, "--compare", slow, fast)
+    change = second["exposed_ms"] - first["exposed_ms"]
+    expected = ["exposed", f"{first['exposed_ms']:.3f}", f"{second['exposed_ms']:.3f}", f"{change:+.3f}"]
+    assert expected in [line.split() for line in result.out.splitlines()]
+    assert found["verdict"] in result.out
+    assert f"{second['step_ms'] / first['step_ms']:.2f} times as long" in found["verdict"]
+
+
+def test_pictures(capsys: Capture, run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"step.{name}" for name in ("svg", "png")}
+    arguments = [part for name, path in files.items() for part in (f"--{name}", path)]
+    assert report(capsys, run, "--predicted", "--step", 1, *arguments).status == 0
+    texts = {"".join(node.itertext()).strip() for node in ElementTree.parse(files["svg"]).iter()}
+    assert {
+        "rank 0 compute",
+        "rank 0 predicted exchange",
+        "rank 1 peers",
+        "2 ranks, 2 steps (records), step 1",
+    } <= texts
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_with_arrows(capsys: Capture, run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "perfetto.json"
+    assert report(capsys, run, "--trace", path, "--predicted").status == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 2 * len(bars_of(read(run).ranks, 2))
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {"rank 0", "rank 1", "rank 0 predicted", "rank 1 predicted"}
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert begins.keys() == ends.keys()
+    sent = sum(event["name"].startswith(("counts", "dispatch", "combine")) for event in slices)
+    assert len(begins) >= sent > 0
+    for number, begin in begins.items():
+        assert begin["ts"] <= ends[number]["ts"]
+        for end in (begin, ends[number]):
+            around = [s for s in slices if s["tid"] == end["tid"] and s["ts"] <= end["ts"] < s["ts"] + s["dur"]]
+            assert len(around) == 1
+
+
+def test_predictions_are_in_the_content(capsys: Capture, run: Path) -> None:
+    timeline = simulated("combined_1f1b", 3)
+    found = content(capsys, run, "--predicted")
+    for rank, expected in zip(found["ranks"], timeline.ranks, strict=True):
+        assert rank["predicted"]["exposed_ms"] == pytest.approx(expected.exposed, abs=1e-4)
+        assert rank["predicted"]["hidden_fraction"] == pytest.approx(rank["hidden_fraction"], abs=1e-6)
+    assert found["drawn_step"] == 2
+
+
+def test_without_torch_and_without_pictures(run: Path) -> None:
+    code = f"""import sys
+sys.argv = ["overlap1f1b", "report", {str(run)!r}, "--json", "-"]
+from overlap1f1b.__main__ import run
+assert run() == 0
+print([name for name in ("torch", "matplotlib", "plotly") if name in sys.modules], file=sys.stderr)"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
+    assert refused(capsys, "--predicted") == "no FILE; allowed: one or more, or --compare A B"
+    assert "--svg with --compare; allowed: one of them" in refused(capsys, "--compare", run, run, "--svg", "a.svg")
+    assert "; allowed: one of them" in refused(capsys, run, "--compare", run, run)
+    assert "--step 9; allowed: 1, 2" in refused(capsys, run, "--step", 9, "--svg", tmp_path / "a.svg")
+    assert "--step 1 alone; allowed: with --png" in refused(capsys, run, "--step", 1)
+    assert "its folder does not exist" in refused(capsys, run, "--html", tmp_path / "no" / "a.html")
+    assert "is a folder; allowed: a file" in refused(capsys, run, "--trace", tmp_path)
+    assert "--json" in refused(capsys, run, "--json", tmp_path / "no" / "a.json")
+    same = tmp_path / "same"
+    assert "allowed: another file for each" in refused(capsys, run, "--png", same, "--svg", same)
+    assert "is the file of" in refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
+    assert "--stepp is no option of overlap1f1b report" in refused(capsys, run, "--stepp", 1)
+    assert "--step x; allowed: a whole number" in refused(capsys, run, "--step", "x")
+    assert "No such file" in refused(capsys, tmp_path / "nothing.json")
+    alone = run / "rank1.json"
+    assert "no file of pipeline rank 0" in refused(capsys, alone, "--predicted")
+
+
+def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> None:
+    files = [write_chrome(tmp_path / "a.json", device(0)), write_chrome(tmp_path / "b.json", host())]
+    found = content(capsys, *files, "--trace", tmp_path / "trace.json")  # steps 4 and 1: none that both have
+    assert found["drawn_step"] == 4

@@ -1,0 +1,67 @@
+"""Bars of a step, and the arrows between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from overlap1f1b.plan import Node, Op
+from overlap1f1b.profiling import arrows, bars_of, predict, predicted_bars, read
+from tests.profiling.cases import device
+from tests.profiling.simulated import simulated, write_run
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, write_chrome
+
+EXCHANGED = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
+
+
+def test_every_exchange_has_its_consumer(tmp_path: Path) -> None:
+    timeline = simulated("combined_1f1b", 3)
+    bars = bars_of(read(write_run(tmp_path / "run", timeline)).ranks, 1)
+    assert len(bars) == sum(span.end > span.start for rank in timeline.ranks for span in rank.spans)
+    found = arrows(bars)
+    travelled = [bar for bar in bars if isinstance(bar.what, Node) and bar.what.op in EXCHANGED]
+    assert sorted(source for source, _ in found if source in travelled) == sorted(travelled)
+    following = {
+        (Op.COUNTS, "F"): Op.DISPATCH, (Op.DISPATCH, "F"): Op.EXPERTS, (Op.COMBINE, "F"): Op.AGGREGATE,
+        (Op.COMBINE, "I"): Op.EXPERTS, (Op.DISPATCH, "I"): Op.ATTENTION,
+    }  # fmt: skip
+    for source, target in found:
+        assert isinstance(source.what, Node)
+        assert isinstance(target.what, Node)
+        assert target.what.op is following[source.what.op, source.what.kind.value]
+        assert source.what._replace(op=target.what.op, seam=0) == target.what
+        assert source.end <= target.start + 1e-6
+
+
+def test_a_node_is_one_bar_and_streams_say_which(tmp_path: Path) -> None:
+    (recording,) = read(write_chrome(tmp_path / "a.json", device())).ranks
+    found = [(bar.lane, str(bar.what), round(1e6 * bar.start), round(1e6 * bar.end)) for bar in bars_of([recording], 4)]
+    assert sorted(found) == [
+        ("compute", "attention.b[0] m0", 799, 899),
+        ("compute", "attention.f[0] m0", 99, 199),
+        ("compute", "attention.f[0] m1", 219, 319),
+        ("compute", "dispatch.f[0] m0", 199, 219),  # packs
+        ("compute", "experts.f[0] m0", 439, 539),
+        ("compute", "stream 7", 899, 919),
+        ("exchange", "dispatch.f[0] m0", 219, 439),  # two kernels
+        ("peers", "receive.b[0] m0", 599, 799),
+        ("peers", "send.f[0] m0", 539, 599),
+    ]
+
+
+def test_kernels_without_ranges_are_drawn_together_where_gaps_cannot_be_seen(tmp_path: Path) -> None:
+    kernels = [Kernel(COMPUTE, 10 * place, 10 * place + 9, 0) for place in range(1000)]
+    kernels += [Kernel(EXCHANGE, 100, 200, 1), Kernel(EXCHANGE, 40_000, 40_100, 2)]
+    recordings = read(write_chrome(tmp_path / "a.json", Events([], kernels))).ranks
+    bars = [(bar.lane, round(1e6 * bar.start), round(1e6 * bar.end)) for bar in bars_of(recordings, 0)]
+    assert bars == [("compute", 0, 9999), ("stream 20", 100, 200), ("stream 20", 40_000, 40_100)]
+
+
+def test_predictions_stand_beside_and_have_arrows_of_their_own(tmp_path: Path) -> None:
+    ranks = read(write_run(tmp_path / "run", simulated("1f1b", 3))).ranks
+    measured, predicted = bars_of(ranks, 1), predicted_bars(ranks, predict(ranks, 1))
+    assert {bar.process for bar in predicted} == {"rank 0 predicted", "rank 1 predicted"}
+    assert len(measured) == len(predicted)
+    both = arrows([*measured, *predicted])
+    assert len(both) == len(arrows(measured)) + len(arrows(predicted))
+    assert all(("predicted" in source.process) == ("predicted" in target.process) for source, target in both)
+    assert all(isinstance(bar.what, Node) for bar in measured)

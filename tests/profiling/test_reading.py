@@ -1,0 +1,141 @@
+"""Files that cannot be read, and sets of files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.profiling import read, read_file
+from tests.profiling.cases import device, host
+from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
+
+
+def refusal(*paths: Path) -> str:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        read(*paths)
+    return str(refused.value)
+
+
+def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
+    files = {
+        "empty.json": (b"", "is empty"),
+        "text.json": (b"loss 2.4\n", "it is no JSON object or array"),
+        "other.json": (b'{"a": 1}', "has no traceEvents"),
+        "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "is no text"),
+        "events.json": (b'{"traceEvents": []}', "has no ranges of overlap1f1b and no kernels"),
+        "kernel.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}', "an event is malformed"),
+        "broken.json.gz": (b"\x1f\x8b\x08 no gzip", "broken.json.gz"),
+        "profile.nsys-rep": (b"\1\2\3", "allowed: what nsys export --type sqlite makes of it"),
+    }
+    for name, (content, message) in files.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert message in refusal(path)
+        assert str(path) in refusal(path)
+    assert "No such file" in refusal(tmp_path / "nothing.json")
+    (tmp_path / "folder").mkdir()
+    assert "holds no *.json" in refusal(tmp_path / "folder")
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    whole = write_chrome(tmp_path / "whole.json", device())
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(whole.read_bytes()[:-40])
+    assert "truncated" in refusal(cut)
+    packed = tmp_path / "cut.json.gz"
+    packed.write_bytes(gzip.compress(whole.read_bytes())[:-20])
+    assert "truncated" in refusal(packed)
+    database = write_nsys(tmp_path / "whole.sqlite", {1: device()})
+    shutil.copy(database, tmp_path / "cut.sqlite")
+    with (tmp_path / "cut.sqlite").open("r+b") as file:
+        file.truncate(5000)
+    assert "allowed: a whole file of nsys export --type sqlite" in refusal(tmp_path / "cut.sqlite")
+
+
+def test_foreign_databases(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE people (name TEXT)")
+    assert "no NVTX_EVENTS and no kernels in it" in refusal(path)
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE NVTX_EVENTS (start INTEGER)")
+    assert "no such column" in refusal(path)
+    database.close()
+
+
+def test_tables_that_nsys_did_not_create(tmp_path: Path) -> None:
+    path = write_nsys(tmp_path / "host.sqlite", {1: host()})
+    with sqlite3.connect(path) as database:
+        for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+            database.execute(f"DROP TABLE CUPTI_ACTIVITY_KIND_{table}")
+    database.close()
+    (recording,) = read_file(path)
+    assert not recording.device
+    assert len(recording.steps[0].issued) == 7
+
+
+def test_a_label_that_was_still_open(tmp_path: Path) -> None:
+    path = write_nsys(tmp_path / "open.sqlite", {1: device(3)})
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE NVTX_EVENTS SET end = NULL WHERE text LIKE 'o1 rank %'")
+    database.close()
+    (recording,) = read_file(path)
+    assert (recording.rank, len(recording.steps)) == (3, 1)
+
+
+def test_a_set(tmp_path: Path) -> None:
+    write_chrome(tmp_path / "b.json", device(0))
+    write_chrome(tmp_path / "a.json.gz", device(1))
+    found = read(tmp_path)
+    assert [recording.rank for recording in found.ranks] == [0, 1]
+    assert not found.partial
+    alone = read(tmp_path / "a.json.gz")
+    assert (alone.missing, alone.partial) == ((0,), True)
+    twice = refusal(tmp_path, write_chrome(tmp_path / "c.json", device(0)))
+    assert "are both of rank 0; allowed: one file a rank, of one run" in twice
+
+
+def test_bad_files_of_a_set_are_left_out(tmp_path: Path) -> None:
+    write_chrome(tmp_path / "a.json", device(0))
+    (tmp_path / "b.json").write_text('{"traceEvents": [')
+    found = read(tmp_path)
+    assert (found.missing, found.partial) == ((1,), True)
+    assert "b.json: it is truncated" in found.left_out[0]
+    (tmp_path / "a.json").write_text("")
+    assert "is empty" in refusal(tmp_path)
+
+
+def test_a_trace_beside_the_record_of_its_rank(tmp_path: Path) -> None:
+    record = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
+    write_chrome(tmp_path / "rank0.trace.json.gz", device(0))
+    assert [recording.source for recording in read(tmp_path).ranks] == ["torch.profiler"]
+    assert [recording.source for recording in read(record).ranks] == ["records"]
+    assert [recording.source for recording in read(*tmp_path.iterdir()).ranks] == ["torch.profiler"]
+    (tmp_path / "elsewhere").mkdir()
+    other = write_record(tmp_path / "elsewhere" / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
+    assert "both of rank 0" in refusal(other, tmp_path / "rank0.trace.json.gz")
+
+
+def test_who_says_which_rank(tmp_path: Path) -> None:
+    bare = Events([range_ for range_ in device().ranges if not range_.text.startswith("o1 rank")], device().kernels)
+    said = write_chrome(tmp_path / "a.json", bare, top={"distributedInfo": {"rank": 2, "world_size": 3}})
+    first = write_chrome(tmp_path / "b.json", bare)
+    second = write_chrome(tmp_path / "c.json", bare)
+    found = read(said, first, second)
+    assert [(recording.rank, recording.path.name) for recording in found.ranks] == [
+        (0, "b.json"), (1, "c.json"), (2, "a.json"),
+    ]  # fmt: skip
+    assert "no rank in it: called rank 0, as it comes" in found.ranks[0].notes
+    assert found.missing == ()
+
+
+def test_a_trace_that_is_an_array(tmp_path: Path) -> None:
+    path = write_chrome(tmp_path / "a.json", device())
+    path.write_text(json.dumps(json.loads(path.read_text())["traceEvents"]))
+    (recording,) = read_file(path)
+    assert recording.rank == 0

@@ -1,0 +1,78 @@
+"""Our own records: their figures are those of the timeline that was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap1f1b.plan import Overlap
+from overlap1f1b.profiling import figures_of, read_file
+from tests.profiling.simulated import simulated, write_run
+from tests.profiling.synthetic import write_record
+
+
+@pytest.mark.parametrize(
+    ("schedule", "overlap", "opened"), [("1f1b", "serial", 1), ("combined_1f1b", "pairs", 2), ("dualpipev", 3, 3)]
+)
+def test_figures_of_a_timeline(tmp_path: Path, schedule: str, overlap: Overlap, opened: int) -> None:
+    timeline = simulated(schedule, overlap)
+    folder = write_run(tmp_path / "run", timeline, steps=2)
+    for number, rank in enumerate(timeline.ranks):
+        (recording,) = read_file(folder / f"rank{number}.json")
+        figures = figures_of(recording)
+        assert figures.steps == 2
+        assert figures.per_step_ms(figures.overlap.exchange) == pytest.approx(rank.exchange, abs=1e-5)
+        assert figures.per_step_ms(figures.overlap.exposed) == pytest.approx(rank.exposed, abs=1e-5)
+        assert figures.overlap.hidden_fraction == pytest.approx(rank.hidden_fraction, abs=1e-7)
+        assert figures.per_step_ms(figures.time) == pytest.approx(timeline.makespan, abs=1e-5)
+        assert sum(figures.idle.values()) == figures.time - figures.compute
+        assert figures.idle["exposed_exchange"] == figures.overlap.exposed
+        for index in range(2):
+            assert sum(part[index] for part in figures.by_phase.values()) == figures.overlap[index]
+        assert 1 <= figures.open_actions <= opened
+    assert figures.open_actions == opened or schedule == "dualpipev"
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return {"format": "overlap1f1b-spans", "version": 1, "rank": 0, "mesh": {}, "steps": [], **changes}
+
+
+STEP = {"step": 1, "seconds": 1.0, "spans": []}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (content(version=2), "version 2 of overlap1f1b-spans; allowed: 1"),
+        (content(steps=None), "not a record of overlap1f1b profile"),
+        (content(rank="first"), "not a record of overlap1f1b profile"),
+        (content(mesh=[1]), "not a record of overlap1f1b profile"),
+        (content(steps=[{**STEP, "spans": [["node", "dinner.f[0] m0", 0, 1]]}]), "'dinner.f[0] m0' is no node"),
+        (content(steps=[{**STEP, "spans": [["nap", "dense.f[0] m0", 0, 1]]}]), "not a record of overlap1f1b profile"),
+        (content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0]]}]), "not a record of overlap1f1b profile"),
+        (content(steps=[]), "no steps"),
+    ],
+)
+def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str) -> None:
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        read_file(path)
+    assert message in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_waits_cut_nothing_that_was_measured_without_them(tmp_path: Path) -> None:
+    spans = [
+        ("node", "dense.f[0] m0", 0.0, 1.0),
+        ("wait", "receive.b[0] m0", 1.0, 3.0),
+        ("flight", "receive.b[0] m0", 0.5, 3.0),
+        ("node", "dense.b[0] m0", 3.5, 4.0),
+    ]
+    (recording,) = read_file(write_record(tmp_path / "rank0.json", [spans], seconds=4.5))
+    figures = figures_of(recording)
+    assert figures.idle == {"exposed_exchange": 0, "pipeline_bubble": 2 * 10**9, "host_late": 10**9}
+    assert figures.overlap.hidden_fraction == 1

@@ -1,0 +1,184 @@
+"""Steps with known answers, of every kind of file: the same figures to the nanosecond."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.plan import Node
+from overlap1f1b.profiling import Recording, figures_of, read, read_file
+from overlap1f1b.profiling.exposed import longest
+from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_nsys
+
+KINDS = ("chrome", "gzip", "nsys")
+
+
+def written(path: Path, events: Events, kind: str) -> Recording:
+    if kind == "nsys":
+        (found,) = read_file(write_nsys(path / "trace.sqlite", {7: events}))
+    else:
+        name = "trace.json" if kind == "chrome" else "trace.json.gz"
+        (found,) = read_file(write_chrome(path / name, events))
+    return found
+
+
+def summed(recording: Recording) -> dict[str, int]:
+    figures = figures_of(recording)
+    overlap = figures.overlap
+    return {
+        "time": figures.time,
+        "compute": figures.compute,
+        "exchange": overlap.exchange,
+        "exposed": overlap.exposed,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device(tmp_path: Path, kind: str) -> None:
+    recording = written(tmp_path, device(), kind)
+    figures = figures_of(recording)
+    assert summed(recording) == DEVICE
+    assert figures.idle == DEVICE_IDLE
+    assert figures.by_sub_op == {"dispatch.f": (220, 120)}
+    assert figures.by_phase == {"warm_up": (220, 120), "steady": (0, 0), "cool_down": (0, 0)}
+    assert figures.open_actions == 2
+    assert (recording.rank, recording.world, recording.device, recording.by) == (0, 2, True, "range")
+    assert recording.notes == (
+        f"what was launched outside all ranges on streams {OTHER} is neither compute nor exchange",
+    )
+    (step,) = recording.steps
+    assert step.number == 4
+    assert [str(recording.names[what]) for what in step.compute.what] == [
+        "attention.f[0] m0", "dispatch.f[0] m0", "attention.f[0] m1", "experts.f[0] m0", "attention.b[0] m0",
+        f"stream {COMPUTE}",
+    ]  # fmt: skip
+    (span,) = longest([recording])
+    assert (span.start, span.duration, span.waited_for, span.next) == (319, 120, "dispatch.f[0] m0", "experts.f[0] m0")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_host(tmp_path: Path, kind: str) -> None:
+    recording = written(tmp_path, host(), kind)
+    figures = figures_of(recording)
+    assert summed(recording) == HOST
+    assert figures.idle == HOST_IDLE
+    assert figures.by_sub_op == {"counts.f": (15, 7), "dispatch.f": (20, 7), "reduce.w": (30, 20)}
+    assert figures.by_phase == {"warm_up": (45, 32), "steady": (0, 0), "cool_down": (10, 0)}
+    assert (recording.rank, recording.world, recording.device) == (1, 2, False)
+    spans = longest([recording], count=2)
+    assert [(span.start, span.duration, span.waited_for, span.next) for span in spans] == [
+        (60, 20, "reduce.w[0] m0 s1", "experts.w[0] m0 s1"),
+        (38, 7, "dispatch.f[0] m0 s1", "experts.f[0] m0 s1"),
+    ]
+    assert spans[1].in_flight == ("counts.f[0] m0 s1", "dispatch.f[0] m0 s1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clocks_do_not_matter(tmp_path: Path, kind: str) -> None:
+    ahead = written(tmp_path, device().shifted(10**12), kind)
+    assert summed(ahead) == DEVICE
+    assert figures_of(ahead).idle == DEVICE_IDLE
+
+
+def test_ranks_of_one_export(tmp_path: Path) -> None:
+    launcher = Events([Range("not of ours", 0, 5)], [])
+    path = write_nsys(tmp_path / "both.sqlite", {5: launcher, 7: device(0), 8: device(1).shifted(10**9)})
+    recordings = read(path)
+    assert [recording.rank for recording in recordings.ranks] == [0, 1]
+    assert [summed(recording) for recording in recordings.ranks] == [DEVICE, DEVICE]
+    assert not recordings.partial
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_where_ranges_are_missing(tmp_path: Path, kind: str) -> None:
+    bare = Events([], [kernel for kernel in device().kernels if kernel.stream != OTHER])
+    recording = written(tmp_path, bare, kind)
+    figures = figures_of(recording)
+    assert recording.by == "stream"
+    assert "no ranges of overlap1f1b" in recording.notes[0]
+    assert f"stream {COMPUTE}" in recording.notes[0]
+    assert figures.by_sub_op == {f"stream {EXCHANGE}": (220, 120), f"stream {PEER}": (260, 260)}
+    assert figures.overlap == (480, 380)
+    assert figures.by_phase == {}
+
+
+def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
+    ranges = [Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20)]
+    kernels = [Kernel(COMPUTE, 20, 30, 1), Kernel(COMPUTE, 30, 50, 11), Kernel(COMPUTE, 60, 70, 2)]
+    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    assert figures_of(recording).overlap == (20, 20)
+    assert recording.notes[0] == "no ranges of steps: the whole file is taken for one"
+
+
+def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
+    ranges = [
+        Range("o1 step 1", 0, 50), Range("o1 step 2", 50, 100),
+        Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20), Range("o1 combine.b[0] m1", 20, 30),
+        Range("o1 attention.f[0] m0", 50, 60),
+    ]  # fmt: skip
+    kernels = [
+        Kernel(COMPUTE, 10, 30, 1),
+        Kernel(EXCHANGE, 20, 60, 11),
+        Kernel(EXCHANGE + 1, 40, 80, 21),
+        Kernel(COMPUTE, 300, 310, 51),
+        Kernel(COMPUTE, 320, 330, None),  # nobody knows who launched it
+    ]
+    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    figures = [figures_of(recording, [step]) for step in recording.steps]
+    assert figures[0].overlap == (60, 50)
+    assert figures[0].by_sub_op == {"combine.b": (40, 40), "dispatch.f": (40, 30)}
+    assert figures[1].overlap == (0, 0)
+    assert figures[1].overlap.hidden_fraction == 1
+    assert figures[1].time == 310 - 80
+    assert recording.notes == ("1 of 5 kernels have no launch in the file; they are told by stream",)
+    assert figures_of(recording).overlap == (60, 50)
+
+
+def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
+    ranges = [
+        Range("o1 experts.f[0] m0", 0, 100),
+        Range("o1 wait dispatch.f[0] m0", 10, 20),
+        Range("o1 combine.f[0] m0", 100, 110),
+    ]
+    times = {5: 200, 15: 210, 25: 220, 99: 230, 100: 240}
+    kernels = [Kernel(EXCHANGE if at in (15, 100) else COMPUTE, start, start + 10, at) for at, start in times.items()]
+    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    (step,) = recording.steps
+    names = recording.names
+    assert [str(names[what]) for what in step.compute.what] == ["experts.f[0] m0"] * 3
+    assert [str(names[what]) for what in step.flights.what] == ["dispatch.f[0] m0", "combine.f[0] m0"]
+    assert all(isinstance(what, Node) for what in names)
+
+
+def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
+    ranges = [
+        Range("o1 dispatch.f[0] m0", 0, 10),
+        Range("o1 flight dispatch.f[0] m0", 5, 90),  # its host's view; its kernel says better
+        Range("o1 attention.f[0] m1", 10, 20),
+        Range("o1 experts.f[0] m0", 30, 40),
+    ]
+    kernels = [
+        Kernel(EXCHANGE, 10, 50, 6),
+        Kernel(COMPUTE, 20, 30, 11),
+        Kernel(COMPUTE, 30, 40, 25),
+        Kernel(COMPUTE, 60, 70, 31),
+    ]
+    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    assert figures_of(recording).by_sub_op == {"dispatch.f": (40, 20)}
+    (step,) = recording.steps
+    assert [str(recording.names[what]) for what in step.compute.what] == [
+        "attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0",
+    ]  # fmt: skip
+
+
+def test_ranges_of_two_ranks_in_a_trace_of_one(tmp_path: Path) -> None:
+    events = Events([*device(0).ranges, *device(1).ranges])
+    with pytest.raises(ValueError, match=r"trace\.json has ranges of ranks 0, 1; allowed: one file a rank"):
+        written(tmp_path, events, "chrome")
+
+
+def test_neither_ranges_nor_kernels(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no ranges of overlap1f1b and no kernels"):
+        written(tmp_path, Events([Range("aten::mm", 0, 10)]), "chrome")

@@ -1,0 +1,93 @@
+"""What the figures say, and what to try next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.profiling import Recording, figures_of, read_file
+from overlap1f1b.profiling.verdict import Sums, advice, verdict
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome
+
+
+def written(folder: Path, events: Events) -> Recording:
+    (recording,) = read_file(write_chrome(folder / "trace.json", events))
+    return recording
+
+
+Node = tuple[str, int, int, int, int]
+"""What, stream, start and end of its kernel, launch."""
+
+
+def step(*nodes: Node) -> Events:
+    """A step of a device."""
+    ranges = [Range("o1 step 1", 0, 100)]
+    kernels = []
+    for name, stream, start, end, launched in nodes:
+        ranges.append(Range(f"o1 {name}", launched, launched + 1))
+        kernels.append(Kernel(stream, start, end, launched))
+    return Events(ranges, kernels)
+
+
+SERIAL = (
+    ("attention.f[0] m0", COMPUTE, 0, 40, 0),
+    ("dispatch.f[0] m0", EXCHANGE, 40, 80, 1),
+    ("experts.f[0] m0", COMPUTE, 80, 100, 2),
+)
+STUCK = (("attention.f[0] m1", COMPUTE, 80, 90, 1), *SERIAL[:2], ("experts.f[0] m0", COMPUTE, 90, 100, 4))
+
+
+def two(begin: int, end: int, flight: tuple[int, int], last: tuple[int, int]) -> tuple[Node, ...]:
+    """A dispatch beside another microbatch's attention."""
+    return (
+        ("attention.f[0] m1", COMPUTE, begin, end, 2),
+        ("dispatch.f[0] m0", EXCHANGE, *flight, 1),
+        ("experts.f[0] m0", COMPUTE, *last, 3),
+    )
+
+
+CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
+    (
+        SERIAL,
+        "No: 0% of the exchange was hidden; exposed exchange is 40% of a step, 100% of it in the steady phase, most in "
+        "dispatch.f.",
+        "one action was open at a time: overlap=3",
+    ),
+    (STUCK, "No: 0%", "see that CUDA_DEVICE_MAX_CONNECTIONS is not 1"),
+    (two(0, 40, (1, 40), (40, 50)), "Yes: 100% of the exchange was hidden, what was exposed is 0.0% of a step.", None),
+    (
+        two(0, 10, (0, 40), (40, 50)),
+        "In part: 25% of the exchange was hidden; exposed exchange is 60% of a step",
+        "2.0 times as long",
+    ),
+    (two(0, 60, (60, 100), (95, 120)), "In part: 12%", "a higher priority for the exchange stream"),
+    (
+        (
+            ("dense.f[0] m0", COMPUTE, 0, 50, 0),
+            ("receive.b[0] m0", PEER, 50, 90, 2),
+            ("dense.b[0] m0", COMPUTE, 90, 100, 5),
+        ),
+        "Nothing was exchanged in these steps, so there was nothing to hide.",
+        "the pipeline bubble is 40% of a step",
+    ),
+    (
+        (("dense.f[0] m0", COMPUTE, 0, 40, 0), ("dense.b[0] m0", COMPUTE, 90, 100, 88)),
+        "Nothing was exchanged",
+        "the host issues late for 50% of a step",
+    ),
+]
+
+
+@pytest.mark.parametrize(("nodes", "sentence", "tip"), CASES)
+def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: str, tip: str | None) -> None:
+    sums = Sums([figures_of(written(tmp_path, step(*nodes)))])
+    assert verdict(sums).startswith(sentence)
+    tips = advice(sums)
+    assert (tip is None and tips == []) or any(tip is not None and tip in text for text in tips), tips
+
+
+def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
+    nodes = (*SERIAL, ("receive.b[0] m0", PEER, 100, 400, 5), ("attention.b[0] m0", COMPUTE, 400, 440, 6))
+    tips = advice(Sums([figures_of(written(tmp_path, step(*nodes)))]))
+    assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
