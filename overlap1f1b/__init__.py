@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "engine",
+    "Profile": "engine",
     "Stage": "engine",
     "StepResult": "engine",
     "combined_forward_backward_step": "engine",
@@ -32,7 +33,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
-    from overlap1f1b.engine import Engine, Stage, StepResult, combined_forward_backward_step
+    from overlap1f1b.engine import Engine, Profile, Stage, StepResult, combined_forward_backward_step
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
     from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
@@ -46,6 +47,7 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanTimeline",
+    "Profile",
     "Program",
     "ProgramTimeline",
     "Stage",

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from overlap1f1b.cli.arguments import parse
+from overlap1f1b.cli.doctor.options import DoctorOptions
 from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
 from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.cli.plan.options import PlanOptions
+from overlap1f1b.cli.profile.nsys import INSIDE, check_nsys, enter_nsys
+from overlap1f1b.cli.profile.options import VERBS, ProfileOptions, check_profile
 from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.cli.wire import Wire
 
@@ -27,12 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parse(
-            argv or ["--help"],
-            {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions, "report": ReportOptions},
-            prog="overlap1f1b",
-            description="Train mixture-of-experts transformers with the expert all-to-all hidden behind compute.",
-        )
+        options = _options(argv or ["--help"])
         if isinstance(options, PlanOptions):
             from overlap1f1b.cli.plan.command import plan
 
@@ -43,7 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             report(options)
             return 0
-        check_run(options)
+        if isinstance(options, DoctorOptions):
+            from overlap1f1b.cli.doctor.command import doctor
+
+            return doctor(options)
+        if isinstance(options, ProfileOptions):
+            _check_profile(options, argv)
+        else:
+            check_run(options)
         if STORE in os.environ:
             _end_rank(options)
         if under_torchrun():
@@ -53,6 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_here(options, argv)
     except ValueError as error:
         return _fail(error)
+
+
+def _options(argv: Sequence[str]) -> Any:
+    """The options of the verb, or of what the verb ``profile`` is to profile."""
+    about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
+    if argv[0] == "profile":
+        about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
+        return parse(argv[1:] or ["--help"], VERBS, prog="overlap1f1b profile", description=about)
+    verbs = {
+        "train": TrainOptions,
+        "bench": BenchOptions,
+        "plan": PlanOptions,
+        "profile": ProfileOptions,
+        "report": ReportOptions,
+        "doctor": DoctorOptions,
+    }
+    return parse(argv, verbs, prog="overlap1f1b", description=about)
+
+
+def _check_profile(options: Any, argv: Sequence[str]) -> None:
+    """What a profile needs; a rank that nsys is to trace starts anew under it."""
+    check_profile(options)
+    if options.nsys and INSIDE not in os.environ:
+        check_nsys()
+        if STORE in os.environ or under_torchrun() or options.ranks == 1:
+            enter_nsys(options.out, argv, os.environ.get("RANK", "0"))
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
@@ -94,7 +125,9 @@ def _run_rank(options: RunOptions) -> int:
     from overlap1f1b.cli.ranks import joined
 
     verb: Callable[[Any, Rank], None]
-    if isinstance(options, TrainOptions):
+    if isinstance(options, ProfileOptions):
+        from overlap1f1b.cli.profile.command import profile as verb
+    elif isinstance(options, TrainOptions):
         from overlap1f1b.cli.train import train as verb
     else:
         from overlap1f1b.cli.bench.command import bench as verb

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,6 +137,8 @@ class TrainOptions(RunOptions):
     """Folder for checkpoints; a run that finds some there goes on from the last."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard: loss, gradient norm, tokens/s, and how much of the exchange was hidden, a step."""
     compare: bool = False
     """Train the same steps with sequential too, and show both."""
     hf_config: str | None = None
@@ -217,3 +220,7 @@ def _check_train(options: TrainOptions) -> None:
         raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
     if options.checkpoint is not None:
         check_folder(options.checkpoint)
+    if options.tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard without its package; allowed: after pip install 'overlap1f1b[tensorboard]'")
+        check_folder(options.tensorboard, "--tensorboard")

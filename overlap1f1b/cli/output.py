@@ -17,13 +17,13 @@ def console(json_target: str | None, *, quiet: bool = False) -> Console:
     return screen if screen.is_terminal else Console(stderr=json_target == "-", quiet=quiet, width=160)
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ``ValueError`` where ``--checkpoint`` could not be written, before steps that would be lost."""
+def check_folder(folder: Path, option: str = "--checkpoint") -> None:
+    """Raises ``ValueError`` where an option's files could not be written, before steps that would be lost."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"--checkpoint {folder}: {there} is a file; allowed: a folder, which may be new")
+        raise ValueError(f"{option} {folder}: {there} is a file; allowed: a folder, which may be new")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--checkpoint {folder}: {there} cannot be written; allowed: a folder that can")
+        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a folder that can")
 
 
 def check_json(target: str) -> None:

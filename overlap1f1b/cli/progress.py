@@ -58,7 +58,9 @@ class Progress:
     def _speed(self) -> str:
         speed = self.tokens / median(step.seconds for step in self._recent)
         shares = [step.hidden for step in self._recent if step.hidden is not None]
-        return f"{speed:.0f} tokens/s" + (f"  hidden {fmean(shares):.0%}" if shares else "")
+        exposed = 1e3 * fmean(step.exposed for step in self._recent)
+        seen = f"  hidden {fmean(shares):.0%}  exposed {exposed:.0f} ms" if shares else ""
+        return f"{speed:.0f} tokens/s{seen}"
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from overlap1f1b.cli.board import Board
 from overlap1f1b.cli.checkpoint_folder import latest
 from overlap1f1b.cli.history import History
 from overlap1f1b.cli.options import TrainOptions
@@ -90,7 +92,10 @@ class _Run:
     def train(self) -> None:
         """Every step that is left."""
         options, history = self.options, self.history
-        with shown(self.screen, tokens=self.tokens, start=self.start, steps=options.steps) as progress:
+        with (
+            shown(self.screen, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
+            closing(self._board()) as board,
+        ):
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self.trainer.step(index)
@@ -101,10 +106,16 @@ class _Run:
                 history.grad_norms.append(step.grad_norm)
                 held_out = self._evaluate(number) if self._due(number, options.eval_every) else None
                 progress.show(number, step, held_out)
+                board.show(number, step, held_out)
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
                     self._save(options.checkpoint, number)
         if not self.steps:
             self._evaluate(self.start)
+
+    def _board(self) -> Board:
+        """For TensorBoard, on the first rank; elsewhere it shows nothing."""
+        folder = self.options.tensorboard if self.rank.rank == 0 else None
+        return Board(folder, tokens=self.tokens, start=self.start)
 
     def _due(self, number: int, every: int) -> bool:
         return number % every == 0 or number == self.options.steps

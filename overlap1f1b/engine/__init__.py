@@ -4,6 +4,8 @@ from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock
 from overlap1f1b.engine.parts import split_blocks
+from overlap1f1b.engine.profile import Profile
+from overlap1f1b.engine.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.stage import Stage, blocks_of
 
@@ -13,6 +15,8 @@ __all__ = [
     "LossFunction",
     "Microbatch",
     "MicrobatchBlock",
+    "Profile",
+    "Recorder",
     "Stage",
     "StepResult",
     "blocks_of",

@@ -132,6 +132,11 @@ class Boundary:
         self._receives: dict[int, list[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """Of all links."""
+        return [link.lane for links in (self._out, self._in) for link in links.values()]
+
     def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
         """Before a step of these nodes; ``remember`` if it passes what the other steps do that are remembered."""
         self._remember = remember and not self.dynamic

@@ -23,8 +23,9 @@ from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.plans import Plans
 from overlap1f1b.engine.player import Pace, Player
+from overlap1f1b.engine.recorder import recorded
 from overlap1f1b.engine.reduction import Reduction, reductions_of
-from overlap1f1b.engine.result import StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import StepResult, mean_loss, result_of, with_reductions
 from overlap1f1b.engine.tied import TiedReduction, repeated
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
@@ -103,11 +104,7 @@ class Engine:
         limit = timedelta(seconds=timeout)
         self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
         placement = program.placement
-        if self.mesh.size("pp") != placement.ranks:
-            raise ValueError(
-                f"program {program.name!r} over {placement.ranks} pipeline ranks on a mesh with "
-                f"{self.mesh.size('pp')} along 'pp'; allowed: the same number"
-            )
+        self.mesh.check(program)
         self.rank = rank = self.mesh.rank("pp")
         ep = self.mesh.group("ep")
         self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
@@ -189,8 +186,15 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What the next step plays: the compiled plan, or the serial one as long as there are no costs."""
+        """What the next step plays: the compiled plan, or the serial one as long as there are no costs.
+
+        Another may be set between steps, on all ranks alike; setting costs replaces it.
+        """
         return self._plans.of_step
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plans.of_step = plan
 
     def step(
         self,
@@ -219,7 +223,7 @@ class Engine:
         """
         plan = self.plan
         measuring = self._plans.measuring
-        with self._guarded(plan):
+        with self._guarded(plan), recorded(self.player.recorder):
             if measuring:
                 self._measure(True)
             for reduction in self.reductions:
@@ -231,7 +235,7 @@ class Engine:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
-        return result
+        return with_reductions(result, self.player) if self.reductions else result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False

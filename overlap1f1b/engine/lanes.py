@@ -8,11 +8,14 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
+
+if TYPE_CHECKING:
+    from overlap1f1b.engine.recorder import Recorder
 
 T = TypeVar("T")
 
@@ -43,14 +46,22 @@ class Flight(Generic[T]):
         Raises:
             RuntimeError: It failed here or on another rank, or did not arrive within the limit.
         """
+        recorder = self.lane.recorder
+        if recorder is None or self.arrived:
+            self._await()
+        else:
+            with recorder.waiting(self.node):
+                self._await()
+        if self._error is not None:
+            self._raise(self._error)
+        return self._result.pop()
+
+    def _await(self) -> None:
         if self._arrived is None:
             self.lane.depart_late(self)
             self.land()
         elif not self._arrived.wait(_LOOK_S):
             self._wait_long(self._arrived)
-        if self._error is not None:
-            self._raise(self._error)
-        return self._result.pop()
 
     def _wait_long(self, arrived: threading.Event) -> None:
         # The transfers before it on the lane have as long, and this one from its own start.
@@ -110,6 +121,8 @@ class Flight(Generic[T]):
                 transfer.release(timeout)
             self.landed = time.perf_counter()
             if self._arrived is not None:
+                if self.lane.recorder is not None:
+                    self.lane.recorder.landed(self)
                 self._arrived.set()
             if self.node.op is not Op.SEND:
                 transfer.release(timeout)
@@ -139,10 +152,13 @@ class Lane:
         timeout: Limit of every wait.
         background: Whether threads of its own start and await.
         failures: Where other ranks say that they failed.
+
+    A ``recorder`` is told what is waited for, and by the threads what is in flight.
     """
 
     def __init__(self, name: str, timeout: timedelta, failures: Failures, *, background: bool) -> None:
         self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
+        self.recorder: Recorder | None = None
         self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._started = False
         self._threads: list[threading.Thread] = []
@@ -209,6 +225,8 @@ def _start(
     while (entry := starting.get()) is not None:
         flight, post = entry
         flight.depart(post)
+        if flight.lane.recorder is not None:
+            flight.lane.recorder.departed(flight)
         landing.put(flight)
         del entry, flight, post
     landing.put(None)

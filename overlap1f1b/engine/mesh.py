@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine.failures import headline
 from overlap1f1b.moe.groups import Group, Groups, gather_objects
+from overlap1f1b.schedule import Program
 
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep"]
@@ -61,6 +62,14 @@ class Mesh:
         self.name: str = self.combined(uuid.uuid4().hex, lambda _, names: names[0])
         """Of this Mesh, the same on all its ranks and on no others."""
         self._own = Groups(self.name, timeout) if self._groups else None
+
+    def check(self, program: Program) -> None:
+        """Raises ValueError unless the program has as many pipeline ranks."""
+        if self.size("pp") != program.placement.ranks:
+            raise ValueError(
+                f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with "
+                f"{self.size('pp')} along 'pp'; allowed: the same number"
+            )
 
     def group(self, dimension: Dimension) -> Group | None:
         """The ranks along a dimension; None for one rank."""

@@ -36,18 +36,14 @@ class Plans:
         costs: NodeCosts | None,
         plan: Plan | None,
     ) -> None:
-        if plan is not None and (plan.program != program or plan.shapes != shapes):
-            raise ValueError(
-                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
-                f"allowed: one of {program.name!r} with {program.microbatches} for {shapes}"
-            )
-        if plan is not None:
-            planning.check(plan)
         self.program, self.shapes, self.overlap, self.counts_block = program, shapes, overlap, counts_block
-        self.mesh, self._costs, self._plan = mesh, costs, plan
+        self.mesh, self._costs = mesh, costs
+        self._plan: Plan | None = None
         self._serial: Plan | None = None
         self._evaluation: Plan | None = None
         self._agreed: set[str] = set()
+        if plan is not None:
+            self.of_step = plan
 
     @property
     def costs(self) -> NodeCosts | None:
@@ -74,6 +70,16 @@ class Plans:
         if self._serial is None:
             self._serial = self._compiled(self.program, NodeCosts(), "serial")
         return self._serial
+
+    @of_step.setter
+    def of_step(self, plan: Plan) -> None:
+        if plan.program != self.program or plan.shapes != self.shapes:
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
+            )
+        planning.check(plan)
+        self._plan = plan
 
     @property
     def of_evaluation(self) -> Plan:

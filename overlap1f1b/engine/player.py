@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.failures import Failures
@@ -20,7 +20,11 @@ from overlap1f1b.plan import RECOMPUTES, Node, Op, Span
 from overlap1f1b.plan import Lane as LaneName
 from overlap1f1b.schedule import Kind
 
+if TYPE_CHECKING:
+    from overlap1f1b.engine.recorder import Recorder
+
 Pace = Callable[[Node], float]
+Around = Callable[[Node], AbstractContextManager[object]]
 Place = tuple[int, int]
 """Stage and microbatch."""
 
@@ -49,7 +53,8 @@ class Player:
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
-    of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node.
+    of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node. A
+    ``recorder`` is told of every node.
     """
 
     def __init__(
@@ -77,14 +82,18 @@ class Player:
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
         self.before_launch: Callable[[], None] | None = None
-        self.around: Callable[[Node], AbstractContextManager[object]] | None = None
+        self.around: Around | None = None
+        self._around: Around | None = None
+        self.recorder: Recorder | None = None
         self.position = 0
         """Of the node that is played, in the list."""
         self.peak_activations = self.peak_held = 0
         self._spans: list[Span] = []
-        self._flights: list[Flight[Any]] = []
+        self.flights: list[Flight[Any]] = []
+        """What the last :meth:`play` sent and received."""
         self._sends: deque[Flight[None]] = deque()
-        self._begun = 0.0
+        self.begun = 0.0
+        """Time of ``time.perf_counter`` from which spans count."""
         self._live: set[Place] = set()
         self._held: set[Place] = set()
 
@@ -93,42 +102,49 @@ class Player:
 
         On an error every suspended forward is unwound and every exchange in flight is awaited, a second at most.
         """
-        self._spans, self._flights, self._sends, self._begun = [], [], deque(), time.perf_counter()
+        self._spans, self.flights, self._sends, self.begun = [], [], deque(), time.perf_counter()
         self._live, self._held = set(), set()
         self.peak_activations = self.peak_held = 0
+        issue: Callable[[Node, Mapping[Any, Any]], None] = self._issue
+        self._around = self.around
+        if self.recorder is not None:
+            issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self.around)
         try:
             for self.position, node in enumerate(nodes):
-                lane = node.lane
-                if lane is LaneName.COMPUTE:
-                    self._compute(node, microbatches[node.stage, node.microbatch])
-                elif node.op is Op.REDUCE:
-                    for reduction in self.reductions:
-                        self._flights += reduction.launch(node)
-                elif lane is LaneName.PEER:
-                    self._pass(node, microbatches[node.stage, node.microbatch])
-                else:
-                    self._launch(node, microbatches[node.stage, node.microbatch])
+                issue(node, microbatches)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
             for microbatch in microbatches.values():
                 microbatch.stop()
-            for flight in self._flights:
+            for flight in self.flights:
                 flight.drain(seconds=1.0)
             raise
+
+    def _issue(self, node: Node, microbatches: Mapping[Place, Microbatch]) -> None:
+        lane = node.lane
+        if lane is LaneName.COMPUTE:
+            self._compute(node, microbatches[node.stage, node.microbatch])
+        elif node.op is Op.REDUCE:
+            for reduction in self.reductions:
+                self.flights += reduction.launch(node)
+        elif lane is LaneName.PEER:
+            self._pass(node, microbatches[node.stage, node.microbatch])
+        else:
+            self._launch(node, microbatches[node.stage, node.microbatch])
 
     def _pass(self, node: Node, microbatch: Microbatch) -> None:
         """Sends to a neighbouring stage, or takes what it sends."""
         assert self.boundary is not None
         if node.op is Op.RECEIVE:
             arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
-            self._flights.append(arriving)
+            self.flights.append(arriving)
             return
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
         send = self.boundary.send(node, *microbatch.take_passed(node.kind))
         self._sends.append(send)
-        self._flights.append(send)
+        self.flights.append(send)
 
     def _launch(self, node: Node, microbatch: Microbatch) -> None:
         """Has an exchange started."""
@@ -136,7 +152,7 @@ class Player:
             self.before_launch()
         flight = self.lanes[node.op, node.kind].launch(node, _step(node, microbatch)(node))
         microbatch.flights[node.kind] = flight
-        self._flights.append(flight)
+        self.flights.append(flight)
 
     def _compute(self, node: Node, microbatch: Microbatch) -> None:
         place = (node.stage, node.microbatch)
@@ -147,14 +163,14 @@ class Player:
             self.peak_held = max(self.peak_held, len(self._held))
         received = None if node.op in RECOMPUTES else microbatch.await_input(node.kind)
         start = time.perf_counter()
-        with self.around(node) if self.around is not None else _NO_CONTEXT:
+        with self._around(node) if self._around is not None else _NO_CONTEXT:
             if node.kind is Kind.W:
                 accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
             else:
                 _step(node, microbatch)(received)
-        if self.pace is not None:
-            time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
-        self._spans.append(Span(node, start - self._begun, time.perf_counter() - self._begun))
+            if self.pace is not None:
+                time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
+        self._spans.append(Span(node, start - self.begun, time.perf_counter() - self.begun))
         if microbatch.ended:
             self._live.discard(place)
             if not microbatch.queues:
@@ -163,6 +179,6 @@ class Player:
 
     def spans(self) -> tuple[Span, ...]:
         """What the last :meth:`play` did, in seconds from its start; on CUDA only what the thread saw."""
-        landed = [flight for flight in self._flights if flight.landed]
-        flights = [Span(f.node, f.departed - self._begun, f.landed - self._begun) for f in landed]
+        landed = [flight for flight in self.flights if flight.landed]
+        flights = [Span(f.node, f.departed - self.begun, f.landed - self.begun) for f in landed]
         return (*self._spans, *flights)

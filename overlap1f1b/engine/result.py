@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
     timeline = Timeline(player.spans())
     return StepResult(losses, tuple(weights), kept, timeline, player.peak_activations, player.peak_held)
+
+
+def with_reductions(result: StepResult, player: Player) -> StepResult:
+    """The result once the sums over ranks are there, whose last ones travel when all nodes have been played."""
+    return replace(result, overlap=Timeline(player.spans()))
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:

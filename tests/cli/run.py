@@ -60,9 +60,9 @@ class Run:
             time.sleep(0.005)
 
 
-def refused(verb: str, *args: object, **environ: str) -> str:
+def refused(verb: str, *args: object, command: tuple[str, ...] = COMMAND, **environ: str) -> str:
     """The one line of error of a run that ends with status 2."""
-    status, out, err = Run(verb, *args, **environ).wait()
+    status, out, err = Run(verb, *args, command=command, **environ).wait()
     assert status == 2
     assert "Traceback" not in out
     assert err.startswith("overlap1f1b: error: ")

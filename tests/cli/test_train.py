@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.cli.run import Run, refused
+from tests.cli.test_board import scalars
 
 STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
 
@@ -28,7 +31,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoints and the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    Run("train", "--text", text, *STEPS, "--checkpoint", folder / "run", "--json", folder / "json").succeeds()
+    outputs = ("--checkpoint", folder / "run", "--json", folder / "json", "--tensorboard", folder / "board")
+    out = Run("train", "--text", text, *STEPS, *outputs).succeeds()
+    assert re.search(r"\d tokens/s  hidden \d+%  exposed \d+ ms\n", out)
     return folder / "run", json.loads((folder / "json").read_text())
 
 
@@ -47,6 +52,19 @@ def test_results(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["tokens_per_s"] == pytest.approx(2 * 8 * 32 / (result["step_ms"] / 1e3))  # ranks, batch, sequence
     assert result["compare"] is None
     assert result["checkpoint"] == str(folder / "step-00000030")
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_same(unbroken: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = unbroken
+    (events,) = (folder.parent / "board").iterdir()  # of one rank
+    shown = scalars(events)
+    assert [value for _, value in shown["loss"]] == pytest.approx(result["losses"], rel=1e-6)
+    assert [value for _, value in shown["grad_norm"]] == pytest.approx(result["grad_norm"], rel=1e-6)
+    assert shown["held_out_loss"] == [(step, pytest.approx(loss)) for step, loss in result["held_out"]["losses"]]
+    planned = {name: median(value for step, value in shown[name] if step > 2) for name in shown}
+    for name in ("tokens_per_s", "hidden_fraction", "exposed_ms"):
+        assert planned[name] == pytest.approx(result[name], rel=1e-3), name
 
 
 @pytest.mark.slow

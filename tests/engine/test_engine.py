@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
 from tests import models
 from tests.ranks import Ranks
@@ -121,6 +121,20 @@ def test_costs_can_be_replaced_and_measured_anew() -> None:
     assert engine.plan.overlap == 3
 
 
+def test_a_plan_can_be_set_until_costs_are() -> None:
+    data = models.batch(4)
+    engine = Engine(models.build(), programs(4)[2], loss_fn=models.loss_fn)
+    engine.plan = pairs = compile(programs(4)[2], engine.shapes, COSTS, "pairs")
+    for _ in range(3):
+        engine.step(data[0], target=data[1])
+    assert engine.plan is pairs, "nothing is measured"
+    with pytest.raises(ValueError, match="a plan of 'sequential' for other blocks, reductions or microbatches"):
+        engine.plan = compile(programs(4)[0], engine.shapes, COSTS, 1)
+    assert engine.plan is pairs
+    engine.costs = COSTS
+    assert engine.plan.overlap == 3
+
+
 def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
     data, model = models.batch(3), models.build()
     engine = Engine(model, programs(3)[2], loss_fn=models.loss_fn)
@@ -195,9 +209,12 @@ def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str
     exchange = Delayed(build_exchange(group), seed=rank)
     reference: dict[str, Tensor] = {}
     for program in programs(microbatches):
+        model = models.build(group)
+        engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, exchange=exchange, timeout=20)
         for overlap in OVERLAPS if size == 2 else (*OVERLAPS[:2], 2, 3):
-            model = models.build(group)
-            _, result = step(model, program, overlap, data[rank], mesh=mesh, exchange=exchange, timeout=20)
+            engine.plan = compile(program, engine.shapes, COSTS, overlap)
+            model.zero_grad()
+            result = engine.step(data[rank][0], target=data[rank][1])
             found = models.gradients(model)
             reference = reference or found
             where = f"{program.name} {overlap}"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe.exchange import build_exchange
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Overlap
+from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
 from tests import models
 from tests.ranks import Ranks
@@ -117,9 +117,11 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
     if wrap != "some":  # which has plain blocks that nothing else reduces
         reference = own_loop(wrapped(wrap, mesh), data[rank], microbatches, size)
     for number, program in enumerate(programs(microbatches)):
+        model = wrapped(wrap, mesh)
+        engine = engine_over(model, program, mesh, exchange=exchange)
         for overlap in OVERLAPS[number:]:  # each program, and each overlap, several times
-            model = wrapped(wrap, mesh)
-            engine = engine_over(model, program, mesh, overlap=overlap, exchange=exchange)
+            model.zero_grad()
+            engine.plan = compile(program, engine.shapes, COSTS, overlap)
             engine.step(data[rank][0], target=data[rank][1])
             found = gradients(model)
             reference = reference or found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -64,25 +64,30 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
         rows = ablation(self.options.microbatches, self.overlap, self.options.program())
+        with self.ready(rows) as (engines, costs, rate):
+            timed = self._rounds(rows, engines, costs)
+        self.report("comparing gradients")
+        checked = self._check(rows, costs)
+        return self._summary(rows, timed, checked, engines, costs, rate)
+
+    @contextmanager
+    def ready(self, rows: list[Row]) -> Iterator[tuple[dict[str, Engine], NodeCosts, float | None]]:
+        """Engines of the rows, their costs and the wire's rate, while compute and wire are as asked for."""
         self.report("measuring nodes")
-        serial = self._engine(rows[0])
+        serial = self.engine(rows[0])
         for _ in range(3):
-            self._step(serial)
+            self.step(serial)
         if self.options.compute == "timed":
             self.pace = serial.costs
         with self._computing():
             rate = self._shape_wire(rows, serial.costs)
             self.report("measuring nodes on the wire")
             costs = self._calibrated(rows[0])
-            engines = {row.key: self._engine(row, costs) for row in rows}
-            timed = self._rounds(rows, engines, costs)
-        self.report("comparing gradients")
-        checked = self._check(rows, costs)
-        return self._summary(rows, timed, checked, engines, costs, rate)
+            yield {row.key: self.engine(row, costs) for row in rows}, costs, rate
 
     # ------------------------------------------------------------------------------------------- pieces
 
-    def _engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
+    def engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
             self.model,
             row.program,
@@ -97,7 +102,7 @@ class Bench:
             pace=self.pace,
         )
 
-    def _step(self, engine: Engine) -> tuple[float, StepResult]:
+    def step(self, engine: Engine) -> tuple[float, StepResult]:
         """One step from a common start; seconds until the slowest rank is done."""
         self._clear_gradients()
         self.recording.clear()
@@ -117,9 +122,9 @@ class Bench:
         return hollow(self.model) if self.options.compute == "timed" else nullcontext()
 
     def _calibrated(self, row: Row) -> NodeCosts:
-        engine = self._engine(row)
+        engine = self.engine(row)
         while engine.costs is None:
-            self._step(engine)
+            self.step(engine)
         return engine.costs
 
     def _shape_wire(self, rows: list[Row], costs: NodeCosts | None) -> float | None:
@@ -129,8 +134,8 @@ class Bench:
         rate = parse_wire(self.options.wire)
         if isinstance(rate, Balanced):
             self.report("finding the rate at which exchange equals compute")
-            default = self._engine(next(row for row in rows if row.default), costs)
-            self._step(default)
+            default = self.engine(next(row for row in rows if row.default), costs)
+            self.step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
             sent = _slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
@@ -154,13 +159,13 @@ class Bench:
             exchange=answers,
             pace=self.pace,
         )
-        return lambda: self._step(engine)[0]
+        return lambda: self.step(engine)[0]
 
     # ------------------------------------------------------------------------------------------- phases
 
     def _rounds(self, rows: list[Row], engines: dict[str, Engine], costs: NodeCosts) -> dict[str, Any]:
         default = next(engines[row.key] for row in rows if row.default)
-        self._step(default)
+        self.step(default)
         compute_only = self._compute_only(default)
         replay = Replay(self.real, self._sizes)
 
@@ -189,7 +194,7 @@ class Bench:
                 if turn:
                     bounds[name].append(seconds)
             for row in rows:
-                seconds, result = self._step(engines[row.key])
+                seconds, result = self.step(engines[row.key])
                 if turn:
                     samples[row.key].seconds.append(seconds)
                     samples[row.key].exposed.append(_slowest(result.overlap.exposed, self.rank))
@@ -216,8 +221,8 @@ class Bench:
         found: dict[str, dict[str, Any]] = {}
 
         def run(row: Row, recompute: Recompute) -> tuple[int, list[Tensor]]:
-            engine = self._engine(row, costs, recompute)
-            memory = peak_bytes(self.rank.device, lambda: self._step(engine))
+            engine = self.engine(row, costs, recompute)
+            memory = peak_bytes(self.rank.device, lambda: self.step(engine))
             grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
             return int(_slowest(float(memory), self.rank)), grads
 

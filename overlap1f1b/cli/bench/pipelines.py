@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -64,23 +65,9 @@ class PipelineBench:
 
     def run(self) -> dict[str, Any]:
         """Everything, as the JSON of design and documentation; times are the slowest rank's."""
-        options = self.options
-        engines = {row.key: self._engine(row) for row in self.rows}
-        peers = {name: self._peer(name) for name in PEERS if options.peers}
-        timed: AbstractContextManager[None] = (
-            hollow(self.model, self.compute) if options.compute == "timed" else nullcontext()
-        )
-        with timed:
+        peers = {name: self._peer(name) for name in PEERS if self.options.peers}
+        with self.ready(self.rows) as (engines, rate, seconds):
             default = next(engines[row.key] for row in self.rows if row.default)
-            rate, seconds = self._shape_wire(default)
-            by_program: dict[Program, NodeCosts] = {}
-            for row in self.rows:
-                self.report(f"measuring nodes of {row.key}")
-                engine = engines[row.key]
-                engine.costs = by_program.get(row.program)
-                while engine.costs is None:
-                    self._step(engine)
-                by_program[row.program] = engine.costs
             busy, began = time.process_time(), time.perf_counter()
             measured = self._rounds(engines, peers)
             busy, lasted = time.process_time() - busy, time.perf_counter() - began
@@ -89,6 +76,22 @@ class PipelineBench:
         self.report("comparing gradients")
         checked = self._check(engines, peers)
         return self._summary(engines, peers, measured, checked, rate, seconds, exchange_only, share)
+
+    @contextmanager
+    def ready(self, rows: Sequence[Row]) -> Iterator[tuple[dict[str, Engine], float | None, float]]:
+        """Engines of the rows, the wire's rate and seconds of compute, while compute and wire are as asked for."""
+        engines = {row.key: self.engine(row) for row in rows}
+        with hollow(self.model, self.compute) if self.options.compute == "timed" else nullcontext():
+            rate, seconds = self._shape_wire(next(engines[row.key] for row in rows if row.default))
+            by_program: dict[Program, NodeCosts] = {}
+            for row in rows:
+                self.report(f"measuring nodes of {row.key}")
+                engine = engines[row.key]
+                engine.costs = by_program.get(row.program)
+                while engine.costs is None:
+                    self.step(engine)
+                by_program[row.program] = engine.costs
+            yield engines, rate, seconds
 
     def _speed(self) -> float:
         """Operations a second that every rank's compute is timed by: those of the slowest, measured one by one."""
@@ -103,7 +106,7 @@ class PipelineBench:
                 found = operations_per_second(model, self.inputs.chunk(count)[0], self.target.chunk(count)[0])
         return -_largest(-found)
 
-    def _engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
+    def engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
             self.blocks,
             row.program,
@@ -122,7 +125,7 @@ class PipelineBench:
         options, weights = self.options, block_weights(self.options)
         return Peer(name, self.blocks, weights, self.rank, options.microbatches, self.recording, options.timeout)
 
-    def _step(self, engine: Engine | Peer) -> tuple[float, Any]:
+    def step(self, engine: Engine | Peer) -> tuple[float, Any]:
         """One step from a common start; seconds until the slowest rank is done."""
         _clear(engine)
         self.recording.clear()
@@ -138,7 +141,7 @@ class PipelineBench:
         """Shapes this rank's end of the wire; returns the rate in bits a second and the busiest rank's compute."""
         computed = []
         for turn in range(5):
-            _, result = self._step(default)
+            _, result = self.step(default)
             if turn > 1:  # the first measure nodes
                 spans = [span for span in result.overlap.spans if span.node.lane is Lane.COMPUTE]
                 computed.append(_largest(sum(span.end - span.start for span in spans)))
@@ -188,13 +191,13 @@ class PipelineBench:
                 "peak_activation_bytes": memory,
             }
         for row in self.rows if self.options.recompute != "none" else ():
-            without = self._engine(row, engines[row.key].costs, "none")
+            without = self.engine(row, engines[row.key].costs, "none")
             found[row.key]["peak_without_recompute_bytes"] = self._peak(without)
         return found
 
     def _peak(self, engine: Engine | Peer) -> int:
         _clear(engine)
-        return int(_largest(float(peak_bytes(self.rank.device, lambda: self._step(engine)))))
+        return int(_largest(float(peak_bytes(self.rank.device, lambda: self.step(engine)))))
 
     def _rounds(self, engines: dict[str, Engine], peers: dict[str, Peer]) -> dict[str, Samples]:
         every: dict[str, Engine | Peer] = {**engines, **peers}
@@ -202,7 +205,7 @@ class PipelineBench:
         for turn in range(self.options.rounds + 1):  # the first is for warming up
             self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
             for key, engine in every.items():
-                seconds, result = self._step(engine)
+                seconds, result = self.step(engine)
                 if not turn:
                     continue
                 samples[key].seconds.append(seconds)

@@ -1,0 +1,149 @@
+"""``overlap1f1b profile`` on one rank: warms up, profiles, says where the files are."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch.profiler import profile as torch_profile
+
+from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
+from overlap1f1b.cli.profile.subject import subject
+from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.report.content import content_of
+from overlap1f1b.cli.report.tables import shown, tables_of
+from overlap1f1b.cli.workload import environment
+from overlap1f1b.engine import Engine, Profile
+from overlap1f1b.profiling import read
+from overlap1f1b.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the engine's own counters say of one step; a rank that shares its experts with no other exchanges nothing.
+
+    Args:
+        step_ms: From the first node to the last.
+        exchange_ms: At least one exchange in flight.
+        exposed_ms: And no compute beside it.
+        hidden_fraction: Share of the exchange that had; None without any.
+    """
+
+    step_ms: float
+    exchange_ms: float
+    exposed_ms: float
+    hidden_fraction: float | None
+
+    @classmethod
+    def of(cls, timeline: Timeline, *, alone: bool) -> Counters:
+        """Of a measured step."""
+        if alone or not timeline.exchange:
+            return cls(1e3 * timeline.makespan, 0.0, 0.0, None)
+        return cls(1e3 * timeline.makespan, 1e3 * timeline.exchange, 1e3 * timeline.exposed, timeline.hidden_fraction)
+
+
+def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
+    """Profiles; every rank writes its files, the first reports.
+
+    Raises:
+        ValueError: The files cannot be written, or an option does not fit.
+    """
+    screen = console(options.json, quiet=rank.rank != 0)
+    with screen.status("starting") as status, subject(options, rank, status.update) as (engine, step):
+        status.update("warming up")
+        for _ in range(options.profile_warmup):
+            step()
+        if not options.nsys:
+            with torch_profile():  # the first step under a profiler is slower
+                step()
+        status.update("profiling")
+        counters = []
+        tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
+        with tool:
+            for _ in range(options.profile_steps):
+                step()
+                counters.append(Counters.of(Timeline(engine.player.spans()), alone=rank.group is None))
+        status.update("writing")
+        traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
+        mine = {
+            "rank": rank.rank,
+            "files": [str(path) for path in traced],
+            "steps": [asdict(step) for step in counters],
+        }
+        ranks = engine.mesh.combined([mine], lambda _, every: list(chain.from_iterable(every)))
+    if rank.rank == 0:
+        result = _result(options, rank, engine, sorted(ranks, key=lambda found: found["rank"]))
+        show(result, screen)
+        if not options.nsys:
+            result |= reported([Path(found["files"][-1]) for found in result["ranks"]], screen)
+        write_json(options.json, result)
+
+
+def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
+    """The tables and the verdict of the traces, printed and as JSON; nothing where another machine has some."""
+    if not all(path.exists() for path in traces):
+        return {}
+    content = content_of(read(*traces))
+    for table in tables_of(content)[:2]:
+        screen.print()
+        screen.print(shown(table))
+    screen.print()
+    screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
+    for advice in content["advice"]:
+        screen.print(f"try: {advice}", highlight=False, markup=False, soft_wrap=True)
+    return {"verdict": content["verdict"], "advice": content["advice"]}
+
+
+def _result(
+    options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, engine: Engine, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    for found in ranks:
+        steps = found["steps"]
+        shares = [step["hidden_fraction"] for step in steps if step["hidden_fraction"] is not None]
+        found |= {key: median(step[key] for step in steps) for key in ("step_ms", "exchange_ms", "exposed_ms")}
+        found["hidden_fraction"] = median(shares) if shares else None
+    return {
+        "environment": environment(rank),
+        "workload": {
+            "of": "train" if isinstance(options, TrainOptions) else "bench",
+            "program": engine.program.name,
+            "overlap": options.overlap,
+            "order": engine.plan.order,
+            "microbatches": options.microbatches,
+        },
+        "tool": "nsys" if options.nsys else "torch.profiler",
+        "ranks": ranks,
+        "report": f"overlap1f1b report {shlex.join(found['files'][-1] for found in ranks)}",
+    }
+
+
+def show(result: dict[str, Any], screen: Console) -> None:
+    """Prints the engine's own figures and what to run next."""
+    workload = result["workload"]
+    steps = len(result["ranks"][0]["steps"])
+    screen.print(
+        f"{steps} step{'s' * (steps > 1)} of {workload['program']}, overlap {workload['overlap']} "
+        f"(order {workload['order']}), under {result['tool']}; medians by the engine's own counters",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"):
+        table.add_column(name, justify="left" if name == "trace" else "right", no_wrap=True)
+    for found in result["ranks"]:
+        hidden = found["hidden_fraction"]
+        share = "–" if hidden is None else f"{hidden:.1%}"
+        times = (f"{found[key]:.0f}" for key in ("step_ms", "exchange_ms", "exposed_ms"))
+        step, exchange, exposed = times
+        table.add_row(str(found["rank"]), step, exchange, share, exposed, found["files"][-1])
+    screen.print(table, highlight=False)
+    screen.print(f"next: {result['report']}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""`overlap1f1b doctor` as a user runs it, on machines with faults, each planted from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overlap1f1b.cli.doctor.streams import connections
+from overlap1f1b.cli.doctor.versions import TESTED
+from tests.cli.run import COMMAND, ROOT
+
+
+def doctor(*args: str, **environ: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Its status and findings by name."""
+    done = subprocess.run(
+        [*COMMAND, "doctor", *args, "--json", "-"],
+        cwd=ROOT,
+        env=dict(os.environ) | environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    findings: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+    assert all(list(found) == ["name", "status", "value", "advice"] for found in findings)
+    assert all(found["status"] == "ok" or found["advice"] for found in findings), "what is wrong has an advice"
+    assert all(f"{found['status']}" in done.stderr and found["name"] in done.stderr for found in findings)
+    return done.returncode, {found["name"]: found for found in findings}
+
+
+@pytest.mark.slow
+def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> None:
+    _, found = doctor()
+    expected = ["torch", "greenlet", "cuda", "nccl", "triton", "connections", "streams", "link between ranks"]
+    assert list(found) == [*expected, "shaped wire"]
+    assert found["torch"] == {"name": "torch", "status": "ok", "value": torch.__version__, "advice": ""}
+    assert " Gbit/s each way" in found["link between ranks"]["value"]
+    assert found["link between ranks"]["status"] in ("ok", "warn")
+
+    information = tmp_path / "greenlet-9.9.dist-info"  # found before that of the real one
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: greenlet\nVersion: 9.9\n")
+    (tmp_path / "tc").write_text("#!/bin/sh\nprintf 'Error: Unknown qdisc.\\n' >&2\nexit 2\n")
+    (tmp_path / "tc").chmod(0o755)
+    status, found = doctor(
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+        PATH=os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        GLOO_SOCKET_IFNAME="nowhere0",  # no rank finds the other
+    )
+    assert status == 1
+    assert found["greenlet"] == {
+        "name": "greenlet",
+        "status": "warn",
+        "value": "9.9, tested from 3.1 to before 4",
+        "advice": "install greenlet>=3.1,<4",
+    }
+    assert found["connections"]["status"] == ("fail" if torch.cuda.is_available() else "warn")
+    assert found["connections"]["advice"].startswith("unset CUDA_DEVICE_MAX_CONNECTIONS")
+    assert found["link between ranks"]["status"] == "fail"
+    assert "nowhere0" in found["link between ranks"]["value"]
+    assert found["shaped wire"]["status"] == "warn"
+    if os.geteuid() == 0:
+        assert "Unknown qdisc" in found["shaped wire"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("value", "gpu", "status"),
+    [
+        (None, True, "ok"),
+        ("1", True, "fail"),
+        ("1", False, "warn"),
+        ("8", True, "ok"),
+        ("0", True, "warn"),
+        ("eight", True, "warn"),
+    ],
+)
+def test_connections(value: str | None, gpu: bool, status: str) -> None:
+    environ = {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value}
+    assert connections(environ, gpu=gpu).status == status
+
+
+def test_what_is_tested_is_what_can_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, beyond = TESTED["torch"]
+    assert f"torch>={first},<{beyond}" in project["dependencies"]
+    assert f"greenlet>={TESTED['greenlet'][0]}" in project["dependencies"]
+
+
+def test_options() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "overlap1f1b", "doctor", "--timeout", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "overlap1f1b: error: --timeout 0.0; allowed: more than 0, at most 1000000\n"

@@ -1,0 +1,46 @@
+"""One rank's profiles of several rows on a wire: what the engine's own counters say of each, beside the traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from overlap1f1b.cli.bench.measure import Bench
+from overlap1f1b.cli.bench.rows import Row
+from overlap1f1b.cli.options import BenchOptions, ModelOptions
+from overlap1f1b.cli.ranks import joined
+from overlap1f1b.engine import Profile
+from overlap1f1b.schedule import build_schedule
+
+STEPS = 2
+ROWS = {
+    "sequential": Row(build_schedule("sequential", microbatches=4), "serial"),
+    "pairs": Row(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
+    "three": Row(build_schedule("combined_1f1b", microbatches=4), 3, default=True),
+}
+
+
+def main(folder: Path, text: Path) -> None:
+    model = ModelOptions(layers=2, hidden=128, intermediate=256)
+    sizes = {"microbatches": 4, "batch": 4, "sequence": 128, "text": (text,)}
+    options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
+    with joined((1, 1, 2), 60.0) as rank:
+        bench = Bench(options, rank, lambda _: None)
+        with bench.ready(list(ROWS.values())) as (engines, *_):
+            for name, row in ROWS.items():
+                bench.step(engines[row.key])
+                with Profile(engines[row.key], folder / name):
+                    overlaps = [bench.step(engines[row.key])[1].overlap for _ in range(STEPS)]
+                own = {
+                    "exchange_ms": 1e3 * sum(overlap.exchange for overlap in overlaps) / STEPS,
+                    "exposed_ms": 1e3 * sum(overlap.exposed for overlap in overlaps) / STEPS,
+                }
+                (folder / f"{name}-{rank.rank}.json").write_text(json.dumps(own))
+
+
+if __name__ == "__main__":
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)

@@ -1,0 +1,135 @@
+"""`overlap1f1b profile` as a user runs it, and what its traces say beside the engine's own counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap1f1b.cli.launch import run_ranks
+from overlap1f1b.cli.report.content import content_of
+from overlap1f1b.cli.wire import Wire
+from overlap1f1b.profiling import read
+from tests.cli.profile.rows import ROWS
+from tests.cli.run import COMMAND, ROOT, Run, refused
+
+PROFILE = (*COMMAND, "profile")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(1000)))
+    return path
+
+
+@pytest.mark.slow
+def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Path) -> None:
+    """Within three points of the exchange: sequential, Megatron's pattern, three open actions."""
+    try:
+        with Wire(2) as wire:
+            environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+            command = (sys.executable, "-m", "tests.cli.profile.rows")
+            assert run_ranks([str(tmp_path), str(text)], 2, wire=wire, environ=environ, command=command) == 0
+    except ValueError as error:
+        pytest.skip(str(error))
+    shares = {}
+    for name in ROWS:
+        for pattern in ("rank*.trace.json.gz", "rank*.json"):
+            content = content_of(read(*sorted((tmp_path / name).glob(pattern))))
+            for rank, found in enumerate(content["ranks"]):
+                own = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+                points = 0.03 * own["exchange_ms"]
+                assert found["exchange_ms"] == pytest.approx(own["exchange_ms"], abs=points), (name, pattern)
+                assert found["exposed_ms"] == pytest.approx(own["exposed_ms"], abs=points), (name, pattern)
+                hidden = 1 - own["exposed_ms"] / own["exchange_ms"]
+                assert found["hidden_fraction"] == pytest.approx(hidden, abs=0.03), (name, pattern)
+                shares[name] = min(hidden, shares.get(name, 1.0))
+    assert shares["sequential"] < 0.05
+    assert min(shares["pairs"], shares["three"]) > 0.2
+
+
+@pytest.mark.slow
+def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "two words" / "out"
+    sizes = ("--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
+    run = Run("train", *sizes, "--text", text, "--out", out, "--json", "-", command=PROFILE)
+    status, shown, err = run.wait()
+    assert status == 0, err
+    names = [f"rank{rank}{kind}" for rank in (0, 1) for kind in (".json", ".trace.json.gz")]
+    assert sorted(path.name for path in out.iterdir()) == names
+    result = json.loads(shown)
+    traces = [str(out / name) for name in names if name.endswith("gz")]
+    assert result["report"] == f"overlap1f1b report {shlex.join(traces)}"
+    assert result["report"] in err
+    assert [found["files"][-1] for found in result["ranks"]] == traces
+    content = content_of(read(*map(Path, traces)))
+    assert [found["steps"] for found in content["ranks"]] == [2, 2]
+    for found, own in zip(content["ranks"], result["ranks"], strict=True):
+        assert len(own["steps"]) == 2
+        exchange = sum(step["exchange_ms"] for step in own["steps"]) / 2
+        assert found["exchange_ms"] == pytest.approx(exchange, rel=0.03)
+    assert content["verdict"] in err
+
+
+def test_without_what_to_profile() -> None:
+    done = subprocess.run(PROFILE, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "is it overlapping" in done.stdout
+    assert "overlap1f1b profile train --nsys" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ("--profile-steps 0", "--profile-steps 0; allowed: 1 or more"),
+        ("--profile-warmup -1", "--profile-warmup -1; allowed: 0 or more"),
+        ("--batch 3", "--batch 3 cannot be cut into --microbatches 4; allowed: a multiple"),
+        (f"--out {__file__}/in", f"--out {__file__}/in: {__file__} is a file; allowed: a folder, which may be new"),
+    ],
+)
+def test_options_that_no_profile_can_have(args: str, error: str) -> None:
+    assert refused("train", *args.split(), command=PROFILE) == error
+
+
+def test_nsys_is_missing(tmp_path: Path) -> None:
+    assert refused("train", "--nsys", command=PROFILE, PATH=str(tmp_path)) == (
+        "--nsys: nsys is not on PATH; allowed: NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
+    )
+
+
+NSYS = """#!/bin/sh
+echo "$@" >> {log}
+while [ "${{1#-}}" != "$1" ] || [ "$1" = profile ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for nsys where there is no GPU")
+def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path) -> None:
+    """By a stand-in that notes how it is called and runs the rank, as far as it goes without a GPU."""
+    log, nsys = tmp_path / "log", tmp_path / "nsys"
+    nsys.write_text(NSYS.format(log=log))
+    nsys.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    sizes = ("--text", text, "--batch", 4, "--out", tmp_path / "out")
+    status, _, err = Run("train", "--nsys", *sizes, command=PROFILE, PATH=path).wait()
+    assert status == 2
+    printed, error = err.splitlines()
+    assert error.startswith("overlap1f1b: error: nsys without a GPU that torch ")
+    lines = sorted(log.read_text().splitlines())
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert f"--output={tmp_path}/out/rank{rank} " in line
+        assert "--capture-range=cudaProfilerApi --capture-range-end=stop --export=sqlite" in line
+        assert " -m overlap1f1b profile train " in line
+    assert printed == f"nsys {lines[0]}".replace("/rank0 ", "/rank%q{RANK} ").replace(
+        f"--output={tmp_path}/out/rank%q{{RANK}}", f"'--output={tmp_path}/out/rank%q{{RANK}}'"
+    )
