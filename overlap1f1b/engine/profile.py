@@ -110,7 +110,7 @@ def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> It
 
     Args:
         events: Of the trace; times in microseconds.
-        steps: Recorded beside it. Flights that no thread watched, on a GPU, are left to the trace's kernels.
+        steps: Recorded beside it. Flights without a lane are left to the trace's kernels.
     """
     events = list(events)
     begins = {event["name"]: event for event in events if event.get("ph") == "X"}
@@ -123,7 +123,7 @@ def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> It
         process, shift = begin["pid"], begin["ts"] - 1e6 * step.begun
         for span in step.spans:
             track = "o1 actions" if isinstance(span.range, ActionRange) else f"o1 lane {span.lane}"
-            if isinstance(span.range, ActionRange) or span.range.kind == "flight":
+            if isinstance(span.range, ActionRange) or (span.range.kind == "flight" and span.lane):
                 moved = span._replace(start=1e6 * span.start + shift, end=1e6 * span.end + shift)
                 tracks.setdefault(track, []).append(moved)
     for track, spans in sorted(tracks.items()):

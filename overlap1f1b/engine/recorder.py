@@ -30,7 +30,10 @@ Issue = Callable[[Node, Mapping[Any, Any]], None]
 
 
 class RecordedSpan(NamedTuple):
-    """A range with its times of ``time.perf_counter`` in seconds, and the lane of a flight."""
+    """A range with its times of ``time.perf_counter`` in seconds, and the lane of a flight.
+
+    A flight has no lane where its times are those at which the host asked, as on a GPU's streams.
+    """
 
     range: NodeRange | ActionRange
     start: float
@@ -194,11 +197,12 @@ class Recorder:
 
     def _flights(self) -> Iterator[RecordedSpan]:
         """What the step sent and received; a rank that shares its experts with no other exchanges nothing."""
-        alone = self.engine.exchange.ranks == 1
+        alone, host = self.engine.exchange.ranks == 1, self.engine.boundary.device.type == "cpu"
         for flight in self.engine.player.flights:
             if flight.landed and not (alone and flight.node.op in _EXCHANGED):
                 found = NodeRange("flight", flight.node)
-                yield RecordedSpan(found, flight.departed, flight.landed, flight.lane.name)
+                lane = flight.lane.name if host or flight.lane.background else ""
+                yield RecordedSpan(found, flight.departed, flight.landed, lane)
 
     def _action(self, node: Node) -> Action | None:
         if node.op is Op.REDUCE:

@@ -81,6 +81,7 @@ def test_what_is_added_to_a_trace_is_on_its_clock_and_in_rows_without_overlaps()
         RecordedSpan(flights[0], 100.1, 100.3, "dispatch"),
         RecordedSpan(flights[1], 100.2, 100.4, "dispatch"),
         RecordedSpan(flights[2], 100.3, 100.4, "dispatch"),
+        RecordedSpan(NodeRange("flight", Node(Op.COMBINE, Kind.F, 0, 0)), 100.3, 100.4),  # kernels show it
         RecordedSpan(action, 100.0, 100.5),
     )
     events = [{"ph": "X", "name": "o1 step 4", "ts": 5000.0, "dur": 1e6, "pid": 12, "tid": 34}]
