@@ -3,8 +3,8 @@
     python benchmarks/report_scale.py [EVENTS]
 
 The trace is that of a step on a GPU: for every ten kernels a range, and for every kernel its launch, its operator and
-the arrow between them, as torch.profiler writes them. Each report is a process of its own; prints its seconds and the
-most memory that it held. Peak memory is read from the system, so one file is reported after another.
+the arrow between them, as torch.profiler writes them. Each report is a process of its own; prints its seconds, those of
+the processor, and the most memory that it held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PROCESS, STEP_START = 4000, 4_000_000_000_000.0
 REPORT = """import resource, sys
 from overlap1f1b.cli.main import main
 status = main(["report", sys.argv[1], "--json", sys.argv[2]])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss // 1024, file=sys.stderr)
 sys.exit(status)"""
 
 
@@ -156,15 +157,16 @@ def main() -> None:
             shutil.copyfileobj(plain, packed)
         write_nsys(files["nsys SQLite"], events)
         write_record(files["own record"], events)
-        print(f"{events} events                  MB  seconds  peak MB  hidden")
+        print(f"{events} events                  MB  seconds  of processor  peak MB  hidden")
         for kind, path in files.items():
             target = Path(folder) / "report.json"
             begin = perf_counter()
             command = [sys.executable, "-c", REPORT, str(path), str(target)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            took, peak = perf_counter() - begin, int(done.stderr.split()[-1])
+            took, (processor, peak) = perf_counter() - begin, map(float, done.stderr.split()[-2:])
             hidden = json.loads(target.read_text())["all"]["hidden_fraction"]
-            print(f"{kind:24} {path.stat().st_size / 1e6:7.1f}  {took:7.2f}  {peak:7}  {hidden:6.1%}", flush=True)
+            size = path.stat().st_size / 1e6
+            print(f"{kind:24} {size:7.1f}  {took:7.2f}  {processor:12.2f}  {peak:7.0f}  {hidden:6.1%}", flush=True)
 
 
 if __name__ == "__main__":

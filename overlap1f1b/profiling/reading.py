@@ -124,7 +124,10 @@ def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+    try:
+        files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; allowed: a folder that can be read") from None
     if not files:
         raise ValueError(f"{path} holds no *{', no *'.join(ENDINGS)}; allowed: a file, or a folder of one file a rank")
     return files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,10 @@ import numpy as np
 
 from overlap1f1b.plan import Lane, Node
 from overlap1f1b.plan.ranges import parse_node
-from overlap1f1b.profiling.columns import Columns
 from overlap1f1b.profiling.recording import Recording, Spans, Step, What
 
 FORMAT, VERSION = "overlap1f1b-spans", 1
-_KINDS = ("node", "flight", "wait")
+_KINDS = {"node": 0, "flight": 1, "wait": 2}
 _SECOND = 1e9
 
 
@@ -66,18 +65,14 @@ class _Names:
 
 def _step(content: Mapping[str, Any], begin: int, names: _Names) -> Step:
     """One step; its clock starts at ``begin``."""
-    tables = {kind: Columns(3) for kind in _KINDS}
-    for kind, text, start, end in content["spans"]:
-        tables[kind].append((names(text), begin + round(start * _SECOND), begin + round(end * _SECOND)))
-    issued, flights, waits = (_by_start(tables[kind].arrays) for kind in _KINDS)
+    kinds, texts, *times = zip(*content["spans"], strict=True) if content["spans"] else ((),) * 4
+    start, end = begin + np.rint(np.array(times, float) * _SECOND).astype(np.int64)
+    kind = np.array([_KINDS[kind] for kind in kinds], np.int64)
+    every = Spans.of(np.array([names(text) for text in texts], np.int64), start, end)
+    every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
+    issued, flights, waits = (every[kind == number] for number in _KINDS.values())
     computes = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in names.what]
     compute = issued[np.array(computes, bool)[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
-    end = max(begin + round(float(content["seconds"]) * _SECOND), last)
-    return Step(int(content["step"]), begin, end, issued, compute, flights, waits)
-
-
-def _by_start(columns: Iterable[np.ndarray[Any, Any]]) -> Spans:
-    what, start, end = columns
-    order = np.argsort(start, kind="stable")
-    return Spans.of(what[order], start[order], end[order])
+    until = max(begin + round(float(content["seconds"]) * _SECOND), last)
+    return Step(int(content["step"]), begin, until, issued, compute, flights, waits)

@@ -61,7 +61,25 @@ class _Reader:
         self._at += 1
         while self._peek() != "]":
             take(self._value())
+            self._take_whole(take)
         self._at += 1
+
+    def _take_whole(self, take: Callable[[Event], None]) -> None:
+        """Passes on elements as far as the text goes; of numbers nobody knows whether they end with it."""
+        text, at, end = self._text, self._at, len(self._text)
+        decode, skip = _VALUE.raw_decode, _BLANK.match
+        while True:
+            found = skip(text, at)
+            assert found is not None
+            at = self._at = found.end()
+            if at == end or text[at] not in "{[":
+                return
+            try:
+                value, at = decode(text, at)
+            except json.JSONDecodeError:
+                return
+            self._at = at
+            take(value)
 
     def _peek(self) -> str:
         """The next character that is neither blank nor comma."""

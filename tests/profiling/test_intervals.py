@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, intersection, joined, length, union
@@ -36,6 +36,7 @@ def test_union(spans: list[tuple[int, int]], covers: list[list[int]]) -> None:
     assert of(*spans).tolist() == covers
 
 
+@settings(deadline=None)  # other work shares the processors
 @given(SPANS, SPANS)
 def test_as_that_of_simulated_timelines(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     mine, theirs = of(*a), simulated_union(a)
@@ -45,6 +46,7 @@ def test_as_that_of_simulated_timelines(a: list[tuple[int, int]], b: list[tuple[
     assert length(mine) == simulated_length(theirs)
 
 
+@settings(deadline=None)  # other work shares the processors
 @given(SPANS, SPANS)
 def test_every_point_is_where_it_belongs(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     def points(spans: list[tuple[int, int]] | Intervals) -> set[int]:

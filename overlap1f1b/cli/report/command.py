@@ -96,7 +96,7 @@ def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:
         screen.print(shown(table))
     screen.print()
     screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
-    _say(screen, [f"next: {text}" for text in content["advice"]])
+    _say(screen, [f"try: {text}" for text in content["advice"]])
 
 
 def _say(screen: Console, lines: Sequence[str]) -> None:

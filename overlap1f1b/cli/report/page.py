@@ -114,7 +114,7 @@ def _picture(bars: Sequence[Bar], title: str) -> str:
 
 
 def _remarks(content: Mapping[str, Any]) -> str:
-    lines = [*content["notes"], *(f"Next: {text}." for text in content["advice"])]
+    lines = [*content["notes"], *(f"Try: {text}." for text in content["advice"])]
     marked = [f'<p class="partial">{escape(text)}</p>' for text in remarks(content)]
     return "\n".join([*marked, *(f"<p>{escape(text)}</p>" for text in lines)])
 

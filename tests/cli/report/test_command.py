@@ -70,7 +70,7 @@ def test_what_is_printed(capsys: Capture, run: Path) -> None:
     assert len(found["longest_exposed"]) == 10
     durations = [span["exposed_ms"] for span in found["longest_exposed"]]
     assert durations == sorted(durations, reverse=True)
-    assert all(f"next: {tip}" in result.out for tip in found["advice"])
+    assert all(f"try: {tip}" in result.out for tip in found["advice"])
 
 
 def test_partial_results_are_marked(capsys: Capture, run: Path) -> None:
