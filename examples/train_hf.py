@@ -35,8 +35,8 @@ config = AutoConfig.from_pretrained(args.model)
 config.output_router_logits = True  # the model's own loss then has the router's in it
 torch.manual_seed(0)  # the same weights on all ranks
 trained = any(args.model.glob("*.safetensors"))
-build = AutoModelForCausalLM.from_pretrained if trained else AutoModelForCausalLM.from_config
-model = build(args.model, config=config, dtype=torch.float32) if trained else build(config)
+with torch.device("meta" if trained else "cpu"):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 words, text = any(args.model.glob("tokenizer*")), "\n".join(path.read_text() for path in args.text)
 ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"] if words else list(text.encode()))
 
@@ -49,6 +49,8 @@ def batch(tokens: torch.Tensor, seed: int) -> torch.Tensor:  # [B, S]
 
 program = o1.build_schedule("combined_1f1b", ranks=args.pp, microbatches=args.microbatches)
 stages = split_model(model, program, mesh)
+if trained:
+    stages.load_pretrained(args.model)  # reads this rank's part alone
 engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 optimizer = torch.optim.AdamW(stages.parameters(), lr=args.lr, betas=(0.9, 0.95))
 file, first = os.path.join(args.save, f"rank{rank}.pt"), 0

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.integrations.transformers.finding import Found, find
+from overlap1f1b.integrations.transformers.loading import load_stages
 from overlap1f1b.integrations.transformers.saving import save_stage, write_index
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, Place
@@ -82,13 +84,32 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
             if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                save_stage(folder, number, self._placement.stages, stage, writes=at.get("ep", 0) == 0)
+                save_stage(folder, number, self._placement.stages, stage, self.model, writes=at.get("ep", 0) == 0)
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):
             write_index(folder, self._placement.stages, self.model.config)
         if self._mesh is not None:
             dist.barrier()
+
+    def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
+        """Fills this rank's part from a local folder of pretrained weights, and reads no more than that of it.
+
+        >>> with torch.device("meta"):  # takes no memory
+        ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        >>> stages = split_model(model, program, mesh)
+        >>> stages.load_pretrained(folder)  # before engine and optimizer, which need the parameters
+
+        Args:
+            folder: With ``model.safetensors.index.json`` or ``model.safetensors``, of the layout in which the model's
+                checkpoints are published, or in which its modules are.
+            device: For parameters on the meta device; that of the mesh by default, the processor without one.
+
+        Raises:
+            ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
+        """
+        device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
+        load_stages(Path(folder), self.model, self._stages.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` of the same rank gave.
