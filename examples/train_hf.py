@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", type=Path)
 parser.add_argument("text", type=Path, nargs="+")
 defaults = {"pp": 1, "steps": 20, "batch": 8, "microbatches": 4, "sequence": 64, "every": 10, "lr": 2e-3, "save": ""}
-for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from those of as many ranks
+for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from them, of any number of ranks
     parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
 mesh, rank, ranks = None, 0, 1
@@ -53,11 +53,7 @@ if trained:
     stages.load_pretrained(args.model)  # reads this rank's part alone
 engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 optimizer = torch.optim.AdamW(stages.parameters(), lr=args.lr, betas=(0.9, 0.95))
-file, first = os.path.join(args.save, f"rank{rank}.pt"), 0
-if args.save and os.path.exists(file):
-    first, *states = torch.load(file)
-    for part, state in zip((stages, optimizer), states, strict=True):
-        part.load_state_dict(state)
+first = o1.load_checkpoint(engine, args.save, optimizer) if args.save else 0
 for step in range(first, args.steps):
     begin, tokens = time.perf_counter(), batch(ids[: len(ids) * 9 // 10], step)
     loss = engine.mean_loss(engine.step(tokens, target=tokens))  # the model shifts its labels
@@ -73,8 +69,7 @@ for step in range(first, args.steps):
         tokens = batch(ids[len(ids) * 9 // 10 :], 0)
         line += f" held_out {engine.mean_loss(engine.evaluate(tokens, target=tokens)):.3f}"
         if args.save:
-            os.makedirs(args.save, exist_ok=True)
-            torch.save((step + 1, stages.state_dict(), optimizer.state_dict()), file)
+            o1.save_checkpoint(engine, args.save, step + 1, optimizer)
     if rank == 0:
         print(line, flush=True)
 if mesh is not None:
