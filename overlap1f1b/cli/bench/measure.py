@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.cli.bench.gradients import compare
@@ -25,7 +25,8 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
-from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine import Engine, LossFunction, StepResult
+from overlap1f1b.engine.parts import Model
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
@@ -52,7 +53,7 @@ class Bench:
     def __post_init__(self) -> None:
         options, rank = self.options, self.rank
         self.overlap = parse_overlap(options.overlap)
-        self.model = build_model(options, rank)
+        self.model, self._given, self._loss_fn = self._built()
         corpus = load_corpus(options)
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
@@ -80,14 +81,21 @@ class Bench:
         checked = self._check(rows, costs)
         return self._summary(rows, timed, checked, engines, costs, rate)
 
-    # ------------------------------------------------------------------------------------------- pieces
+    def _built(self) -> tuple[nn.Module, Model, LossFunction]:
+        """A module with all parameters, what the engine plays, and its loss."""
+        model = build_model(self.options, self.rank)
+        return model, model, loss_fn
+
+    def _phases(self) -> dict[str, Callable[[], float]]:
+        """What else is measured in every round."""
+        return {}
 
     def _engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
-            self.model,
+            self._given,
             row.program,
             mesh=self.rank.mesh,
-            loss_fn=loss_fn,
+            loss_fn=self._loss_fn,
             overlap=row.overlap,
             recompute=recompute or self.options.recompute,
             costs=costs,
@@ -101,10 +109,14 @@ class Bench:
         """One step from a common start; seconds until the slowest rank is done."""
         self._clear_gradients()
         self.recording.clear()
-        _barrier(self.rank)
+        self._meet()
         start = time.perf_counter()
         result = engine.step(self.inputs, target=self.target)
-        return _slowest(time.perf_counter() - start, self.rank), result
+        return slowest(time.perf_counter() - start, self.rank), result
+
+    def _meet(self) -> None:
+        if self.rank.group is not None:
+            dist.barrier(self.rank.group)
 
     def _clear_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -133,11 +145,11 @@ class Bench:
             self._step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
-            sent = _slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
+            sent = slowest(float(sum(size.sent_bytes(self.rank.rank) for size in self._sizes)), self.rank)
             rate = 8 * sent / seconds / FRAMES * rate.factor
-        _barrier(self.rank)
+        self._meet()
         shape(os.environ[INTERFACE], rate)
-        _barrier(self.rank)
+        self._meet()
         return rate
 
     def _compute_only(self, recorded: Engine) -> Callable[[], float]:
@@ -146,17 +158,15 @@ class Bench:
         rows = [node for node in recorded.plan.nodes if node.op in (Op.DISPATCH, Op.COMBINE)]
         self._sizes = [self.recording.sizes[node.tag] for node in rows]
         engine = Engine(
-            self.model,
+            self._given,
             recorded.program,
-            loss_fn=loss_fn,
+            loss_fn=self._loss_fn,
             recompute=self.options.recompute,
             plan=recorded.plan.without_reductions(),
             exchange=answers,
             pace=self.pace,
         )
         return lambda: self._step(engine)[0]
-
-    # ------------------------------------------------------------------------------------------- phases
 
     def _rounds(self, rows: list[Row], engines: dict[str, Engine], costs: NodeCosts) -> dict[str, Any]:
         default = next(engines[row.key] for row in rows if row.default)
@@ -165,21 +175,22 @@ class Bench:
         replay = Replay(self.real, self._sizes)
 
         def exchange_only() -> float:
-            _barrier(self.rank)
-            return _slowest(replay.run(), self.rank)
+            self._meet()
+            return slowest(replay.run(), self.rank)
 
         def contended() -> float:
             beside = replay.beside()
-            _barrier(self.rank)
+            self._meet()
             start = time.perf_counter()
             beside.start()
             compute_only()
             beside.join()
-            return _slowest(time.perf_counter() - start, self.rank)
+            return slowest(time.perf_counter() - start, self.rank)
 
         phases = {"compute_only": compute_only, "exchange_only": exchange_only, "contended": contended}
         if self.rank.size == 1:
             phases = {"plain": self._plain}
+        phases |= self._phases()
         bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {row.key: Samples() for row in rows}
         for turn in range(self.options.rounds + 1):  # the first is for warming up
@@ -192,8 +203,8 @@ class Bench:
                 seconds, result = self._step(engines[row.key])
                 if turn:
                     samples[row.key].seconds.append(seconds)
-                    samples[row.key].exposed.append(_slowest(result.overlap.exposed, self.rank))
-                    samples[row.key].hidden.append(-_slowest(-result.overlap.hidden_fraction, self.rank))
+                    samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
+                    samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
         return {"bounds": {name: median(values) for name, values in bounds.items()}, "samples": samples}
 
     def _plain(self) -> float:
@@ -219,7 +230,7 @@ class Bench:
             engine = self._engine(row, costs, recompute)
             memory = peak_bytes(self.rank.device, lambda: self._step(engine))
             grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-            return int(_slowest(float(memory), self.rank)), grads
+            return int(slowest(float(memory), self.rank)), grads
 
         for row in rows:
             without = {}
@@ -229,9 +240,9 @@ class Bench:
             memory, grads = run(row, self.options.recompute)
             reference = reference or grads
             equal, difference = compare(grads, reference)
-            difference = _slowest(difference, self.rank)
+            difference = slowest(difference, self.rank)
             found[row.key] = {
-                "grads_equal": not _slowest(float(not equal), self.rank),
+                "grads_equal": not slowest(float(not equal), self.rank),
                 "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
                 "peak_activation_bytes": memory,
             } | without
@@ -276,9 +287,9 @@ class Bench:
             "wire": {
                 "kind": "loopback" if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
-                "bytes_sent": int(_slowest(float(total), self.rank)),
-                "largest_exchange_bytes": int(_slowest(float(sent), self.rank)),
-                "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / FRAMES,
+                "bytes_sent": int(slowest(float(total), self.rank)),
+                "largest_exchange_bytes": int(slowest(float(sent), self.rank)),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * slowest(float(total), self.rank) / rate / FRAMES,
             },
             "compute": self.options.compute,
             "plain_ms": 1e3 * bounds["plain"] if "plain" in bounds else None,
@@ -290,12 +301,7 @@ class Bench:
         }
 
 
-def _barrier(rank: Rank) -> None:
-    if rank.group is not None:
-        dist.barrier(rank.group)
-
-
-def _slowest(value: float, rank: Rank) -> float:
+def slowest(value: float, rank: Rank) -> float:
     """The largest of the ranks' values."""
     if rank.group is None:
         return value

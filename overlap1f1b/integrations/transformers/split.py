@@ -63,6 +63,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """Tokens that count in a microbatch's loss, for an engine whose loss is to be the mean over tokens."""
         return int((labels[..., 1:] != IGNORED).sum())
 
+    @property
+    def routers(self) -> list[nn.Module]:
+        """Modules of this rank's layers that the model takes router logits from."""
+        places = [stage.__dict__["place"] for stage in self._stages.values()]
+        return [router for p in places for n in range(p.start, p.end) for router, _ in p.shell.routers(n)]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank, by their names in the model; of experts this rank's part."""
         for stage in self._stages.values():
@@ -247,25 +253,11 @@ def _stage(place: Place, found: Found, tied: Mapping[str, nn.Parameter]) -> Lang
             *(before.values() if number == place.start else ()),
             *(after.values() if number == place.end - 1 else ()),
         ]
-        blocks.append(Layer(place, number, found.layers[number], _gates(place.shell, found, number), beside))
+        recorded = getattr(getattr(place.shell.model, "config", None), "output_router_logits", False)
+        gates = place.shell.routers(number) if recorded else []
+        blocks.append(Layer(place, number, found.layers[number], gates, beside))
     ends = place.first or place.last
     return LanguageModelStage(place, blocks, {**before, **kept, **after}, tied if ends else {})
-
-
-def _gates(shell: Shell, found: Found, number: int) -> list[tuple[nn.Module, int]]:
-    """The modules of a layer whose outputs the model records as router logits, if it asks for them."""
-    if not getattr(getattr(shell.model, "config", None), "output_router_logits", False):
-        return []
-    specs = (getattr(found.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
-    gates = []
-    for spec in specs if isinstance(specs, list) else [specs]:
-        kind: Any = getattr(spec, "target_class", spec)
-        index = getattr(spec, "index", 1)
-        within = getattr(spec, "layer_name", None)
-        for name, module in found.layers[number].named_modules(prefix=f"{found.prefix}.{number}"):
-            if isinstance(module, kind) and (within is None or f".{within.strip('.')}." in f"{name}."):
-                gates.append((module, index))
-    return gates
 
 
 def _free(found: Found, before: Mapping[str, nn.Module], after: Mapping[str, nn.Module], kept: set[int]) -> None:
