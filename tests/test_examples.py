@@ -48,11 +48,11 @@ def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
 
 
 def config(folder: Path) -> Path:
-    """A tiny configuration."""
+    """A tiny model, with weights."""
     pytest.importorskip("transformers")
     from tests.integrations.transformers import tiny
 
-    tiny.configuration("qwen3_moe", vocab_size=256, tie_word_embeddings=True).save_pretrained(folder)
+    tiny.build("qwen3_moe", vocab_size=256, tie_word_embeddings=True).save_pretrained(folder)
     return folder
 
 
