@@ -154,10 +154,11 @@ def split_model(
     >>> result = engine.step(input_ids, target=labels)
 
     Every rank gives the whole model with the same weights, or on the meta device, to be filled afterwards
-    (:meth:`SplitModel.load_pretrained`), and keeps its part: the memory of other ranks' layers and experts is freed. The model's classes stay as they are. Each layer is called with what the
-    model's own forward gives it, so every stage computes masks and rotary embeddings by the model's own code, from the
-    step's inputs, which travel along. Norm, head and loss are those of the model's own forward, too, and so is the
-    router's auxiliary loss, over the layers of all stages (``config.output_router_logits``), whose logits travel.
+    (:meth:`SplitModel.load_pretrained`), and keeps its part: the memory of other ranks' layers and experts is
+    freed. The model's classes stay as they are. Each layer is called with what the model's own forward gives it, so
+    every stage computes masks and rotary embeddings by the model's own code, from the step's inputs, which travel
+    along. Norm, head and loss are those of the model's own forward, too, and so is the router's auxiliary loss,
+    over the layers of all stages (``config.output_router_logits``), whose logits travel.
 
     Args:
         model: A causal LM with experts, as it was built or loaded.
