@@ -101,11 +101,13 @@ class OwnParallelism:
             from transformers import AutoModelForCausalLM
             from transformers.distributed.configuration_utils import DistributedConfig
             from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+            from transformers.utils.logging import disable_progress_bar
         except ImportError as error:
             raise ValueError(f"--peers with --hf-config: {error}; allowed: transformers 5.23 and accelerate") from None
         folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
         dist.broadcast_object_list(folders, src=0)
         model.split.save_pretrained(folders[0])
+        disable_progress_bar()
         spread = DistributedConfig(fsdp_size=rank.size, ep_size=rank.size, ep_implementation="all_to_all")
         self.model = AutoModelForCausalLM.from_pretrained(
             folders[0], distributed_config=spread, dtype=torch.float32
