@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", type=Path)
 parser.add_argument("text", type=Path, nargs="+")
 defaults = {"pp": 1, "steps": 20, "batch": 8, "microbatches": 4, "sequence": 64, "every": 10, "lr": 2e-3, "save": ""}
-for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from those of as many ranks
+for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from them, of any number of ranks
     parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
 mesh, rank, ranks = None, 0, 1
@@ -35,8 +35,8 @@ config = AutoConfig.from_pretrained(args.model)
 config.output_router_logits = True  # the model's own loss then has the router's in it
 torch.manual_seed(0)  # the same weights on all ranks
 trained = any(args.model.glob("*.safetensors"))
-build = AutoModelForCausalLM.from_pretrained if trained else AutoModelForCausalLM.from_config
-model = build(args.model, config=config, dtype=torch.float32) if trained else build(config)
+with torch.device("meta" if trained else "cpu"):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 words, text = any(args.model.glob("tokenizer*")), "\n".join(path.read_text() for path in args.text)
 ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"] if words else list(text.encode()))
 
@@ -49,13 +49,11 @@ def batch(tokens: torch.Tensor, seed: int) -> torch.Tensor:  # [B, S]
 
 program = o1.build_schedule("combined_1f1b", ranks=args.pp, microbatches=args.microbatches)
 stages = split_model(model, program, mesh)
+if trained:
+    stages.load_pretrained(args.model)  # reads this rank's part alone
 engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 optimizer = torch.optim.AdamW(stages.parameters(), lr=args.lr, betas=(0.9, 0.95))
-file, first = os.path.join(args.save, f"rank{rank}.pt"), 0
-if args.save and os.path.exists(file):
-    first, *states = torch.load(file)
-    for part, state in zip((stages, optimizer), states, strict=True):
-        part.load_state_dict(state)
+first = o1.load_checkpoint(engine, args.save, optimizer) if args.save else 0
 for step in range(first, args.steps):
     begin, tokens = time.perf_counter(), batch(ids[: len(ids) * 9 // 10], step)
     loss = engine.mean_loss(engine.step(tokens, target=tokens))  # the model shifts its labels
@@ -71,8 +69,7 @@ for step in range(first, args.steps):
         tokens = batch(ids[len(ids) * 9 // 10 :], 0)
         line += f" held_out {engine.mean_loss(engine.evaluate(tokens, target=tokens)):.3f}"
         if args.save:
-            os.makedirs(args.save, exist_ok=True)
-            torch.save((step + 1, stages.state_dict(), optimizer.state_dict()), file)
+            o1.save_checkpoint(engine, args.save, step + 1, optimizer)
     if rank == 0:
         print(line, flush=True)
 if mesh is not None:

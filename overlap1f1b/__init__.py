@@ -16,6 +16,8 @@ _HOME = {
     "Stage": "engine",
     "StepResult": "engine",
     "combined_forward_backward_step": "engine",
+    "load_checkpoint": "engine",
+    "save_checkpoint": "engine",
     "NodeCosts": "plan",
     "Plan": "plan",
     "compile": "plan",
@@ -33,7 +35,15 @@ _HOME = {
 
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
-    from overlap1f1b.engine import Engine, Profile, Stage, StepResult, combined_forward_backward_step
+    from overlap1f1b.engine import (
+        Engine,
+        Profile,
+        Stage,
+        StepResult,
+        combined_forward_backward_step,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
     from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
@@ -56,6 +66,8 @@ __all__ = [
     "build_schedule",
     "combined_forward_backward_step",
     "compile",
+    "load_checkpoint",
+    "save_checkpoint",
     "simulate",
 ]
 

@@ -1,4 +1,4 @@
-"""Models of the transformers library for ``train``."""
+"""Models of the transformers library for ``train`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program
@@ -30,7 +30,7 @@ class HfModel(nn.Module):
             model that cannot be split.
     """
 
-    def __init__(self, options: TrainOptions, rank: Rank, program: Program) -> None:
+    def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
         super().__init__()
         assert options.hf_config is not None
         config = _config(options.hf_config)

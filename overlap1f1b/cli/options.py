@@ -84,6 +84,9 @@ class RunOptions:
     """What to do where the capacity is too little: give up, or play the step again with exact sizes."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
+    hf_config: str | None = None
+    """Name, folder or config.json of a configuration of the transformers library: a new model of it, on bytes, takes
+    the place of one of the sizes above."""
     seed: int = 0
     """Of weights and batches."""
     timeout: float = 120.0
@@ -151,9 +154,6 @@ class TrainOptions(RunOptions):
     """Folder for TensorBoard: loss, gradient norm, tokens/s, and how much of the exchange was hidden, a step."""
     compare: bool = False
     """Train the same steps with sequential too, and show both."""
-    hf_config: str | None = None
-    """Name, folder or config.json of a configuration of the transformers library: a new model of it is trained, on
-    bytes, instead of one of the sizes above."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ class BenchOptions(RunOptions):
     rounds: int = 5
     """Times that every row is measured."""
     peers: bool = False
-    """Also measure torch.distributed.pipelining's schedules on the same layers; with --pp from 2."""
+    """Also measure torch.distributed.pipelining's schedules on the same layers, with --pp from 2; with --hf-config
+    transformers' own expert parallelism."""
 
     @property
     def alone(self) -> bool:
@@ -217,8 +218,7 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(f"--capacity {options.capacity}; allowed: more than 0")
     parse_overlap(options.overlap)
     stages, blocks = options.program().placement.stages, options.model.layers + 2
-    own = not isinstance(options, TrainOptions) or options.hf_config is None
-    if own and stages > blocks:
+    if options.hf_config is None and stages > blocks:
         raise ValueError(f"--layers {options.model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
     if isinstance(options, BenchOptions):
         _check_bench(options)
@@ -235,9 +235,15 @@ def _check_bench(options: BenchOptions) -> None:
         parse_loopback(options.exchange)
         if options.ranks > 1:
             raise ValueError(f"--exchange {options.exchange} with {options.ranks} ranks; allowed: --ranks 1")
-    if options.peers and options.pp < 2:
-        raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks")
-    if options.peers and (torch := version("torch")).startswith("2.11."):
+    if options.hf_config is not None and options.pp * options.dp > 1:
+        raise ValueError(f"--hf-config with --pp {options.pp} --dp {options.dp}; allowed: 1 of each")
+    if options.hf_config is not None and options.peers and (options.compute == "timed" or options.ep < 2):
+        raise ValueError(
+            f"--peers with --hf-config, --compute {options.compute} and --ep {options.ep}; allowed: real, and 2 or more"
+        )
+    if options.hf_config is None and options.peers and options.pp < 2:
+        raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
+    if options.pp > 1 and options.peers and (torch := version("torch")).startswith("2.11."):
         raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
 
 

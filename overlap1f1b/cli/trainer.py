@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.cli import checkpoint
 from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
-from overlap1f1b.engine import Engine, LossFunction
+from overlap1f1b.engine import Engine, LossFunction, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.parts import Model
 from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
@@ -95,14 +94,12 @@ class Trainer:
             timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
-        self.blocks = None if options.hf_config else {n: b for n, b in self.model.named_children() if b in held}
-        """What this rank trains, by its name in the model; the rest of the model stays as it was built. None: all."""
-        trained = self.model if self.blocks is None else nn.ModuleDict(self.blocks)
+        # The rest of the model stays as it was built.
+        mine = {n: b for n, b in self.model.named_children() if b in held}
+        trained = self.model if options.hf_config else nn.ModuleDict(mine)
         self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
-        experts = [(name, module) for name, module in self.model.named_modules() if isinstance(module, Experts)]
-        self._sharded = [f"{name}.{own}" for name, module in experts for own, _ in module.named_parameters()]
-        mine = [m for m in trained.modules() if isinstance(m, Router)]
-        self._routers = mine if options.model.router == "sigmoid" else []
+        routers = [m for m in trained.modules() if isinstance(m, Router)]
+        self._routers = routers if options.model.router == "sigmoid" else []
         # Registered with torch, as a router needs it.
         data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
@@ -112,8 +109,8 @@ class Trainer:
         """Of the whole model, on all ranks."""
         if not isinstance(self.model, MoETransformer):
             return self.model.total
-        sharded, local = set(self._sharded), dict(self.model.named_parameters())
-        return sum(p.numel() * (self.options.ep if name in sharded else 1) for name, p in local.items())
+        experts = {p for m in self.model.modules() if isinstance(m, Experts) for p in m.parameters()}
+        return sum(p.numel() * (self.options.ep if p in experts else 1) for p in self.model.parameters())
 
     @property
     def description(self) -> str:
@@ -197,16 +194,7 @@ class Trainer:
             ValueError: It cannot be written.
         """
         try:
-            return checkpoint.save(
-                folder,
-                step,
-                self.model,
-                self.optimizer,
-                config=self._identity(),
-                mesh=self.rank.mesh,
-                sharded=self._sharded,
-                blocks=self.blocks,
-            )
+            return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity())
         except OSError as error:
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
@@ -216,16 +204,7 @@ class Trainer:
         Raises:
             ValueError: It is of another model, text or seed, or damaged.
         """
-        return checkpoint.load(
-            path,
-            self.model,
-            self.optimizer,
-            config=self._identity(),
-            mesh=self.rank.mesh,
-            sharded=self._sharded,
-            blocks=self.blocks,
-            partial=self.blocks is None,
-        )
+        return load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
 
     def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """What the engine is given: a model of transformers shifts labels itself."""

@@ -8,6 +8,7 @@ from overlap1f1b.engine.parts import split_blocks
 from overlap1f1b.engine.profile import Profile
 from overlap1f1b.engine.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
+from overlap1f1b.engine.resuming import load_checkpoint, save_checkpoint
 from overlap1f1b.engine.stage import Stage, blocks_of
 
 __all__ = [
@@ -23,5 +24,7 @@ __all__ = [
     "StepResult",
     "blocks_of",
     "combined_forward_backward_step",
+    "load_checkpoint",
+    "save_checkpoint",
     "split_blocks",
 ]

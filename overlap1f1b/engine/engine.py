@@ -109,7 +109,7 @@ class Engine:
         self.overlap = planning.parse_overlap(overlap)
         limit = timedelta(seconds=timeout)
         self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
-        placement = program.placement
+        self.model, placement = model, program.placement
         self.mesh.check(program)
         self.rank = rank = self.mesh.rank("pp")
         ep = self.mesh.group("ep")

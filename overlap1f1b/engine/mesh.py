@@ -43,6 +43,7 @@ class Mesh:
                 f"mesh with dimensions {names or None} of sizes {tuple(mesh.shape)}; "
                 f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
+        self.devices = mesh
         self._groups: dict[str, Group] = {}
         self._control: dict[str, Group] = {}  # for agreements: on the CPU, whatever the device, with the limit
         self._at: dict[str, int] = {}

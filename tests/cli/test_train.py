@@ -235,7 +235,7 @@ def test_checkpoint_of_another_model_or_text(unbroken: tuple[Path, dict[str, Any
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert refused("train", "--text", text, *STEPS, "--checkpoint", folder, "--hidden", 64) == (
         f"checkpoint {folder}/step-00000030 has hidden=32, this run has hidden=64; "
-        "use the same settings or another --checkpoint folder"
+        "use the same settings or another checkpoint folder"
     )
     other = tmp_path / "other.txt"
     other.write_text("another text. " * 100)

@@ -21,11 +21,16 @@ def bench(options: BenchOptions, rank: Rank) -> None:
     """Measures every row; the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with screen.status("starting") as status:
-        kind = PipelineBench if options.pp > 1 else Bench
+        kind: type[Bench | PipelineBench] = PipelineBench if options.pp > 1 else Bench
+        if options.hf_config is not None:
+            from overlap1f1b.cli.bench.hf import HfBench
+
+            kind = HfBench
         result = kind(options, rank, status.update).run()
     if rank.rank:
         return
-    workload = asdict(options.model) | {
+    sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
+    workload = sizes | {
         "pp": options.pp,
         "dp": options.dp,
         "ep": options.ep,
@@ -93,7 +98,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
         )
     screen.print(table)
     if result.get("best_over_peers"):
-        screen.print(f"our best is {result['best_over_peers']:.2f}× as fast as the best of torch's")
+        theirs = ", ".join(result["peers"]) if "peers" in result else "torch's"
+        screen.print(f"our best is {result['best_over_peers']:.2f}× as fast as the best of {theirs}")
     for doubt in result["doubts"]:
         screen.print(
             f"error of measurement: {doubt}; measure again on a quieter machine or with more --rounds",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,10 +101,10 @@ class HollowCompute:
 
 
 @contextmanager
-def hollow(model: nn.Module, compute: HollowCompute | None = None) -> Iterator[None]:
+def hollow(model: nn.Module, compute: HollowCompute | None = None, real: Sequence[nn.Module] = ()) -> Iterator[None]:
     """While it lasts, ``model`` computes hollowly, its routers apart, so that routing is as uneven as the text."""
     compute = compute or HollowCompute()
-    routers = [m for m in model.modules() if isinstance(m, Router)]
+    routers = [*(m for m in model.modules() if isinstance(m, Router)), *real]
     for router in routers:
         router.__dict__["forward"] = compute.real(router.forward)
     try:

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange, settle
 from overlap1f1b.cli.bench.gradients import compare
 from overlap1f1b.cli.bench.hollow import hollow
 from overlap1f1b.cli.bench.memory import peak_bytes
-from overlap1f1b.cli.bench.rows import Row, Samples, ablation
+from overlap1f1b.cli.bench.rows import Row, Samples, ablation, table_of
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
-from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine import Engine, LossFunction, StepResult
+from overlap1f1b.engine.parts import Model
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
-from overlap1f1b.simulation import simulate
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 Report = Callable[[str], None]
@@ -51,7 +51,7 @@ class Bench:
     def __post_init__(self) -> None:
         options, rank = self.options, self.rank
         self.overlap = parse_overlap(options.overlap)
-        self.model = build_model(options, rank)
+        self.model, self._given, self._loss_fn = self._built()
         corpus = load_corpus(options)
         self.inputs, self.target = corpus.batch(
             0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
@@ -85,14 +85,21 @@ class Bench:
             costs = self._calibrated(rows[0])
             yield {row.key: self.engine(row, costs) for row in rows}, costs, rate
 
-    # ------------------------------------------------------------------------------------------- pieces
+    def _built(self) -> tuple[nn.Module, Model, LossFunction]:
+        """A module with all parameters, what the engine plays, and its loss."""
+        model = build_model(self.options, self.rank)
+        return model, model, loss_fn
+
+    def _phases(self) -> dict[str, Callable[[], float]]:
+        """What else is measured in every round."""
+        return {}
 
     def engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         return Engine(
-            self.model,
+            self._given,
             row.program,
             mesh=self.rank.mesh,
-            loss_fn=loss_fn,
+            loss_fn=self._loss_fn,
             overlap=row.overlap,
             recompute=recompute or self.options.recompute,
             capacity=self.options.capacity,
@@ -108,11 +115,15 @@ class Bench:
         """One step from a common start; seconds until the slowest rank is done."""
         self._clear_gradients()
         self.recording.clear()
-        _barrier(self.rank)
+        self._meet()
         start = time.perf_counter()
         result = engine.step(self.inputs, target=self.target)
         settle(self.rank.device)
-        return _slowest(time.perf_counter() - start, self.rank), result
+        return slowest(time.perf_counter() - start, self.rank), result
+
+    def _meet(self) -> None:
+        if self.rank.group is not None:
+            dist.barrier(self.rank.group)
 
     def _clear_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -141,11 +152,11 @@ class Bench:
             self.step(default)
             compute = self._compute_only(default)
             seconds = median(compute() for _ in range(3))
-            sent = _slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
+            sent = slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
             rate = 8 * sent / seconds / FRAMES * rate.factor
-        _barrier(self.rank)
+        self._meet()
         shape(os.environ[INTERFACE], rate)
-        _barrier(self.rank)
+        self._meet()
         return rate
 
     def _compute_only(self, recorded: Engine) -> Callable[[], float]:
@@ -154,9 +165,9 @@ class Bench:
         rows = [node for node in recorded.plan.nodes if node.op in (Op.DISPATCH, Op.COMBINE)]
         self._sizes = [self.recording.sizes[node.tag] for node in rows]
         engine = Engine(
-            self.model,
+            self._given,
             recorded.program,
-            loss_fn=loss_fn,
+            loss_fn=self._loss_fn,
             recompute=self.options.recompute,
             capacity=self.options.capacity,
             overflow=self.options.overflow,
@@ -166,8 +177,6 @@ class Bench:
         )
         return lambda: self.step(engine)[0]
 
-    # ------------------------------------------------------------------------------------------- phases
-
     def _rounds(self, rows: list[Row], engines: dict[str, Engine], costs: NodeCosts) -> dict[str, Any]:
         default = next(engines[row.key] for row in rows if row.default)
         self.step(default)
@@ -175,21 +184,22 @@ class Bench:
         replay = Replay(self.real, self._sizes, self.rank.device)
 
         def exchange_only() -> float:
-            _barrier(self.rank)
-            return _slowest(replay.run(), self.rank)
+            self._meet()
+            return slowest(replay.run(), self.rank)
 
         def contended() -> float:
             beside = replay.beside()
-            _barrier(self.rank)
+            self._meet()
             start = time.perf_counter()
             beside.start()
             compute_only()
             beside.join()
-            return _slowest(time.perf_counter() - start, self.rank)
+            return slowest(time.perf_counter() - start, self.rank)
 
         phases = {"compute_only": compute_only, "exchange_only": exchange_only, "contended": contended}
         if self.options.alone:
             phases = {"plain": self._plain}
+        phases |= self._phases()
         bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {row.key: Samples() for row in rows}
         for turn in range(self.options.rounds + 1):  # the first is for warming up
@@ -202,8 +212,8 @@ class Bench:
                 seconds, result = self.step(engines[row.key])
                 if turn:
                     samples[row.key].seconds.append(seconds)
-                    samples[row.key].exposed.append(_slowest(result.overlap.exposed, self.rank))
-                    samples[row.key].hidden.append(-_slowest(-result.overlap.hidden_fraction, self.rank))
+                    samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
+                    samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
         return {"bounds": {name: median(values) for name, values in bounds.items()}, "samples": samples}
 
     def _plain(self) -> float:
@@ -230,7 +240,7 @@ class Bench:
             engine = self.engine(row, costs, recompute)
             memory = peak_bytes(self.rank.device, lambda: self.step(engine))
             grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-            return int(_slowest(float(memory), self.rank)), grads
+            return int(slowest(float(memory), self.rank)), grads
 
         for row in rows:
             without = {}
@@ -240,9 +250,9 @@ class Bench:
             memory, grads = run(row, self.options.recompute)
             reference = reference or grads
             equal, difference = compare(grads, reference)
-            difference = _slowest(difference, self.rank)
+            difference = slowest(difference, self.rank)
             found[row.key] = {
-                "grads_equal": not _slowest(float(not equal), self.rank),
+                "grads_equal": not slowest(float(not equal), self.rank),
                 "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
                 "peak_activation_bytes": memory,
             } | without
@@ -260,26 +270,9 @@ class Bench:
         bounds = timed["bounds"]
         if self.options.alone:  # nothing is exchanged: the plain loop is what the engine is measured against
             bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
-        bound = max(bounds["compute_only"], bounds["exchange_only"])
+        bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
         tokens = self.options.batch * self.options.sequence * self.rank.size
-        baseline = median(timed["samples"][rows[0].key].seconds)
-        table = []
-        for row in rows:
-            samples = timed["samples"][row.key]
-            step = median(samples.seconds)
-            table.append(
-                {"program": row.program.name, "overlap": str(row.overlap), "default": row.default}
-                | samples.summary()
-                | {
-                    "order": engines[row.key].plan.order,
-                    "tokens_per_s": tokens / step,
-                    "over_bound": step / bound,
-                    "over_contended": step / bounds["contended"],
-                    "predicted_ms": 1e3 * simulate(engines[row.key].plan, costs).makespan,
-                    "speedup": baseline / step,
-                }
-                | checked[row.key]
-            )
+        table = table_of(rows, timed["samples"], engines, costs, bounds, tokens)
         rate, frames = rate or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
         sent = max(s.sent_bytes(self.sender) for s in self._sizes) if self._sizes else 0
         total = sum(s.sent_bytes(self.sender) for s in self._sizes)
@@ -287,26 +280,21 @@ class Bench:
             "wire": {
                 "kind": "host" if self.options.exchange else "loopback" if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
-                "bytes_sent": int(_slowest(float(total), self.rank)),
-                "largest_exchange_bytes": int(_slowest(float(sent), self.rank)),
-                "bytes_over_rate_ms": None if rate is None else 8e3 * _slowest(float(total), self.rank) / rate / frames,
+                "bytes_sent": int(slowest(float(total), self.rank)),
+                "largest_exchange_bytes": int(slowest(float(sent), self.rank)),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * slowest(float(total), self.rank) / rate / frames,
             },
             "compute": self.options.compute,
             "plain_ms": 1e3 * bounds["plain"] if "plain" in bounds else None,
             "compute_only_ms": 1e3 * bounds["compute_only"],
             "exchange_only_ms": 1e3 * bounds["exchange_only"],
-            "bound_ms": 1e3 * bound,
+            "bound_ms": 1e3 * bounds["bound"],
             "contended_ms": 1e3 * bounds["contended"],
-            "rows": table,
+            "rows": [found | checked[row.key] for row, found in zip(rows, table, strict=True)],
         }
 
 
-def _barrier(rank: Rank) -> None:
-    if rank.group is not None:
-        dist.barrier(rank.group)
-
-
-def _slowest(value: float, rank: Rank) -> float:
+def slowest(value: float, rank: Rank) -> float:
     """The largest of the ranks' values."""
     if rank.group is None:
         return value

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
 from overlap1f1b.cli.options import BenchOptions
-from overlap1f1b.plan import Overlap
+from overlap1f1b.engine import Engine
+from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
+from overlap1f1b.simulation import simulate
 
 
 class Row(NamedTuple):
@@ -93,3 +96,37 @@ class Samples:
             "exposed_ms": 1e3 * median(self.exposed) if self.exposed else None,
             "hidden_fraction": median(self.hidden) if self.hidden else None,
         }
+
+
+def table_of(
+    rows: Sequence[Row],
+    samples: Mapping[str, Samples],
+    engines: Mapping[str, Engine],
+    costs: NodeCosts,
+    bounds: Mapping[str, float],
+    tokens: int,
+) -> list[dict[str, Any]]:
+    """The rows of the JSON, all but their gradients.
+
+    Args:
+        rows: The first is what the others are faster than.
+        samples: By the row's key.
+        engines: By the row's key.
+        costs: Of their nodes, for the prediction.
+        bounds: ``"bound"`` and ``"contended"``, in seconds.
+        tokens: Of a step, on all ranks.
+    """
+    steps = {row.key: median(samples[row.key].seconds) for row in rows}
+    return [
+        {"program": row.program.name, "overlap": str(row.overlap), "default": row.default}
+        | samples[row.key].summary()
+        | {
+            "order": engines[row.key].plan.order,
+            "tokens_per_s": tokens / step,
+            "over_bound": step / bounds["bound"],
+            "over_contended": step / bounds["contended"],
+            "predicted_ms": 1e3 * simulate(engines[row.key].plan, costs).makespan,
+            "speedup": steps[rows[0].key] / step,
+        }
+        for row, step in zip(rows, steps.values(), strict=True)
+    ]

@@ -9,13 +9,13 @@ from itertools import count
 from overlap1f1b.cli.bench.measure import Bench, Report
 from overlap1f1b.cli.bench.pipelines import PipelineBench
 from overlap1f1b.cli.bench.rows import Row
-from overlap1f1b.cli.checkpoint_folder import latest
 from overlap1f1b.cli.options import BenchOptions, TrainOptions
 from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.trainer import Trainer
 from overlap1f1b.cli.workload import load_corpus
 from overlap1f1b.engine import Engine
+from overlap1f1b.engine.checkpoint_folder import latest
 from overlap1f1b.plan import parse_overlap
 
 Subject = tuple[Engine, Callable[[], object]]

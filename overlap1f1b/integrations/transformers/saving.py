@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap1f1b.integrations.transformers.conversion import reverted
 from overlap1f1b.moe import Experts
 
 INDEX = "model.safetensors.index.json"
@@ -36,8 +37,8 @@ def whole(name: str, value: Tensor, shared: Mapping[str, Experts]) -> Tensor:
     return torch.cat(parts)
 
 
-def save_stage(folder: Path, number: int, stages: int, stage: nn.Module, *, writes: bool) -> None:
-    """Writes one file of a stage, one tensor after another. Collective over the ranks that share its experts."""
+def save_stage(folder: Path, number: int, stages: int, stage: nn.Module, model: Any, *, writes: bool) -> None:
+    """Writes one file of a stage, laid out as the model's checkpoints are. Collective over ranks that share experts."""
     from safetensors.torch import save_file
 
     shared = shares(stage)
@@ -50,6 +51,7 @@ def save_stage(folder: Path, number: int, stages: int, stage: nn.Module, *, writ
             tensors[name] = full.cpu().contiguous()
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.contiguous() for name, value in reverted(model, tensors).items()}
         save_file(tensors, folder / file_of(number, stages), metadata={"format": "pt"})
 
 

@@ -118,6 +118,19 @@ class Shell:
         """Of the module that calls the layers, for messages."""
         return type(self.owner).__name__
 
+    def routers(self, number: int) -> list[tuple[nn.Module, int]]:
+        """Modules of a layer whose outputs the model records as router logits, with the place of the logits in them."""
+        specs = (getattr(self.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
+        found = []
+        for spec in specs if isinstance(specs, list) else [specs]:
+            kind: Any = getattr(spec, "target_class", spec)
+            index = getattr(spec, "index", 1)
+            within = getattr(spec, "layer_name", None)
+            for name, module in self.layers[number].named_modules(prefix=f"{self.prefix}.{number}"):
+                if isinstance(module, kind) and (within is None or f".{within.strip('.')}." in f"{name}."):
+                    found.append((module, index))
+        return found
+
     def begin(self, named: Mapping[str, Tensor], until: int) -> tuple[Tensor, list[Call]]:
         """The hidden states before the first layer, and what each layer up to the one numbered ``until`` is given."""
         walk = _Walk(self, until=until, result=None)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.integrations.transformers.finding import Found, find
+from overlap1f1b.integrations.transformers.loading import load_stages
 from overlap1f1b.integrations.transformers.saving import save_stage, write_index
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, Place
@@ -61,6 +63,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """Tokens that count in a microbatch's loss, for an engine whose loss is to be the mean over tokens."""
         return int((labels[..., 1:] != IGNORED).sum())
 
+    @property
+    def routers(self) -> list[nn.Module]:
+        """Modules of this rank's layers that the model takes router logits from."""
+        places = [stage.__dict__["place"] for stage in self._stages.values()]
+        return [router for p in places for n in range(p.start, p.end) for router, _ in p.shell.routers(n)]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank, by their names in the model; of experts this rank's part."""
         for stage in self._stages.values():
@@ -82,13 +90,32 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
             if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                save_stage(folder, number, self._placement.stages, stage, writes=at.get("ep", 0) == 0)
+                save_stage(folder, number, self._placement.stages, stage, self.model, writes=at.get("ep", 0) == 0)
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):
             write_index(folder, self._placement.stages, self.model.config)
         if self._mesh is not None:
             dist.barrier()
+
+    def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
+        """Fills this rank's part from a local folder of pretrained weights, and reads no more than that of it.
+
+        >>> with torch.device("meta"):  # takes no memory
+        ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        >>> stages = split_model(model, program, mesh)
+        >>> stages.load_pretrained(folder)  # before engine and optimizer, which need the parameters
+
+        Args:
+            folder: With ``model.safetensors.index.json`` or ``model.safetensors``, of the layout in which the model's
+                checkpoints are published, or in which its modules are.
+            device: For parameters on the meta device; that of the mesh by default, the processor without one.
+
+        Raises:
+            ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
+        """
+        device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
+        load_stages(Path(folder), self.model, self._stages.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what :meth:`state_dict` of the same rank gave.
@@ -126,11 +153,12 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
-    Every rank gives the whole model with the same weights, perhaps on the meta device, and keeps its part: layers and
-    experts of others, whose memory is freed. The model's classes stay as they are. Each layer is called with what the
-    model's own forward gives it, so every stage computes masks and rotary embeddings by the model's own code, from the
-    step's inputs, which travel along. Norm, head and loss are those of the model's own forward, too, and so is the
-    router's auxiliary loss, over the layers of all stages (``config.output_router_logits``), whose logits travel.
+    Every rank gives the whole model with the same weights, or on the meta device, to be filled afterwards
+    (:meth:`SplitModel.load_pretrained`), and keeps its part: the memory of other ranks' layers and experts is
+    freed. The model's classes stay as they are. Each layer is called with what the model's own forward gives it, so
+    every stage computes masks and rotary embeddings by the model's own code, from the step's inputs, which travel
+    along. Norm, head and loss are those of the model's own forward, too, and so is the router's auxiliary loss,
+    over the layers of all stages (``config.output_router_logits``), whose logits travel.
 
     Args:
         model: A causal LM with experts, as it was built or loaded.
@@ -226,25 +254,11 @@ def _stage(place: Place, found: Found, tied: Mapping[str, nn.Parameter]) -> Lang
             *(before.values() if number == place.start else ()),
             *(after.values() if number == place.end - 1 else ()),
         ]
-        blocks.append(Layer(place, number, found.layers[number], _gates(place.shell, found, number), beside))
+        recorded = getattr(getattr(place.shell.model, "config", None), "output_router_logits", False)
+        gates = place.shell.routers(number) if recorded else []
+        blocks.append(Layer(place, number, found.layers[number], gates, beside))
     ends = place.first or place.last
     return LanguageModelStage(place, blocks, {**before, **kept, **after}, tied if ends else {})
-
-
-def _gates(shell: Shell, found: Found, number: int) -> list[tuple[nn.Module, int]]:
-    """The modules of a layer whose outputs the model records as router logits, if it asks for them."""
-    if not getattr(getattr(shell.model, "config", None), "output_router_logits", False):
-        return []
-    specs = (getattr(found.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
-    gates = []
-    for spec in specs if isinstance(specs, list) else [specs]:
-        kind: Any = getattr(spec, "target_class", spec)
-        index = getattr(spec, "index", 1)
-        within = getattr(spec, "layer_name", None)
-        for name, module in found.layers[number].named_modules(prefix=f"{found.prefix}.{number}"):
-            if isinstance(module, kind) and (within is None or f".{within.strip('.')}." in f"{name}."):
-                gates.append((module, index))
-    return gates
 
 
 def _free(found: Found, before: Mapping[str, nn.Module], after: Mapping[str, nn.Module], kept: set[int]) -> None:

@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from packaging.version import Version
+
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.plan import NodeCosts
@@ -34,6 +37,8 @@ REFUSED = {
 """Why, by what the message must say."""
 
 SINGLE = {"inkling2_text"}  # its own forward fails in float64
+OLD = {"aria_text", "dbrx", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
+"""In transformers 5.17 other experts, or a loss of the router that its own forward fails at."""
 ROUNDED = {"beam", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
 CUT = {
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "dbrx", "deepseek_v2",
@@ -50,6 +55,8 @@ CUT = {
 @pytest.mark.parametrize("name", INSTALLED)
 def test_split_or_refused(name: str) -> None:
     """Two stages on one rank, with the seam in place, against the model's own loss and gradients."""
+    if name in OLD and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("another model in this transformers")
     dtype = torch.float32 if name in SINGLE else torch.float64
     whole = _built(name, dtype)
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=2)

@@ -121,7 +121,7 @@ def test_two_ranks(ranks2: Ranks, name: str, options: dict[str, Any], pp: int, e
     assert ranks2.run(_compare, name, pp, ep, False, options) == [[]] * 2
 
 
-@pytest.mark.parametrize(("name", "options"), CASES[:3], ids=[name for name, _ in CASES[:3]])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
     assert ranks4.run(_compare, name, 2, 2, True, options) == [[]] * 4
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.cli import checkpoint_folder
-from overlap1f1b.cli.checkpoint import load, save
-from overlap1f1b.cli.checkpoint_folder import latest
+from overlap1f1b.engine import checkpoint_folder
+from overlap1f1b.engine.checkpoint import load, save
+from overlap1f1b.engine.checkpoint_folder import latest
 from tests.ranks import RankError, Ranks, run
 
 EXPERTS = 4
@@ -343,9 +343,7 @@ def test_a_checkpoint_of_another_configuration(ranks2: Ranks, tmp_path: Path) ->
     ranks2.run(save_on, tmp_path)
     path = latest(tmp_path)
     assert path is not None
-    text = (
-        f"checkpoint {path} has hidden=5, this run has hidden=7; use the same settings or another --checkpoint folder"
-    )
+    text = f"checkpoint {path} has hidden=5, this run has hidden=7; use the same settings or another checkpoint folder"
     assert ranks2.run(refused_on, path, 7) == [text, text]
     assert ranks2.run(refused_on, path, 5) == ["accepted", "accepted"]
     with pytest.raises(ValueError, match="has layers=none, this run has layers=2;"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.cli.checkpoint_folder import CONFIG, abandon, begin, latest, publish, verify
+from overlap1f1b.engine.checkpoint_folder import CONFIG, abandon, begin, latest, publish, verify
 
 HERE = {"hidden": 5, "text": "abc"}
 
@@ -79,7 +79,7 @@ def test_verify(tmp_path: Path) -> None:
 )
 def test_another_configuration_is_named(tmp_path: Path, config: dict[str, object], difference: str) -> None:
     path = write(tmp_path, 1)
-    expected = f"checkpoint {path} has {difference}; use the same settings or another --checkpoint folder"
+    expected = f"checkpoint {path} has {difference}; use the same settings or another checkpoint folder"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         verify(path, config)
 
@@ -108,7 +108,7 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], objec
     path = write(tmp_path, 1)
     harm(path / name)
     expected = f"checkpoint {path} is damaged: {why}; remove it to resume from an earlier one, or use another "
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}--checkpoint folder$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}checkpoint folder$"):
         verify(path, HERE)
 
 

@@ -114,7 +114,7 @@ def other(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
     """What to raise where a checkpoint is of another run."""
     return ValueError(
         f"checkpoint {checkpoint} has {key}={there}, this run has {key}={here}; "
-        "use the same settings or another --checkpoint folder"
+        "use the same settings or another checkpoint folder"
     )
 
 
@@ -122,7 +122,7 @@ def damaged(checkpoint: Path, why: str) -> ValueError:
     """What to raise where a checkpoint cannot be read."""
     return ValueError(
         f"checkpoint {checkpoint} is damaged: {why}; remove it to resume from an earlier one, "
-        "or use another --checkpoint folder"
+        "or use another checkpoint folder"
     )
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.cli.checkpoint_folder import abandon, begin, damaged, name_of, other, publish, verify
+from overlap1f1b.engine.checkpoint_folder import abandon, begin, damaged, name_of, other, publish, verify
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ def save(
     mesh: DeviceMesh | None,
     sharded: Collection[str] = (),
     blocks: Collection[str] | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
     keep: int = 2,
 ) -> Path:
     """Write `directory`/step-00000100 and remove all but the newest `keep` checkpoints. Collective over all ranks.
@@ -52,6 +54,7 @@ def save(
     config: JSON values; what a run must have in common with this one to resume from it (sizes, text), and no more.
     mesh: of all ranks, which see one file system; None: this process alone.
     blocks: names of the model's children that this rank stores; None: all.
+    tied: one name for parameters that are copies of one, by their own names; the optimizer's state is stored under it.
     Stored are the model's state dict and the tensors of the optimizer's state, not its hyperparameters.
 
     Raises ValueError where `keep` is below 1 or `sharded` names no parameter of the model; OSError, on every rank,
@@ -59,16 +62,18 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove the checkpoint just written; use keep=1 or more")
-    tensors = _model_tensors(model, mesh, sharded, blocks) | _optimizer_tensors(model, optimizer, mesh, sharded)
-    unfinished = _on_first_rank(mesh, lambda: begin(directory, step))
+    tensors = _model_tensors(model, mesh, sharded, blocks) | _optimizer_tensors(
+        model, optimizer, mesh, sharded, blocks, tied
+    )
+    unfinished = on_first_rank(mesh, lambda: begin(directory, step))
     try:
         with _quiet():
             state_dict_saver.save(tensors, storage_writer=FileSystemWriter(unfinished), **_group(mesh))
     except CheckpointException as error:
-        free = _on_first_rank(mesh, lambda: abandon(unfinished))
+        free = on_first_rank(mesh, lambda: abandon(unfinished))
         why = f"{_cause(error)} ({free / 2**20:.0f} MiB are free)"
         raise OSError(f"checkpoint {directory / name_of(step)} cannot be written: {why}") from None
-    return _on_first_rank(mesh, lambda: publish(unfinished, step, config=config, keep=keep))
+    return on_first_rank(mesh, lambda: publish(unfinished, step, config=config, keep=keep))
 
 
 def load(
@@ -80,6 +85,7 @@ def load(
     mesh: DeviceMesh | None,
     sharded: Collection[str] = (),
     blocks: Collection[str] | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
     partial: bool = False,
 ) -> int:
     """Fill `model` and `optimizer` in place and return the step. Collective over all ranks, of any number.
@@ -91,16 +97,20 @@ def load(
     Raises ValueError, on every rank: where the checkpoint has another configuration than this run, or a tensor of
     another name, shape or dtype (the first difference, with both values); where a file of it is missing or damaged.
     """
-    step = _on_first_rank(mesh, lambda: verify(checkpoint, config))
+    step = on_first_rank(mesh, lambda: verify(checkpoint, config))
     stored = _index(checkpoint)
     parameters = _optimized(model, optimizer)
+    copies: dict[str, list[str]] = {}
+    for name in parameters:
+        copies.setdefault(tied.get(name, name), []).append(name)
     state: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     tensors = _model_tensors(model, mesh, sharded, blocks)
     elsewhere = {name for name, _ in model.named_children() if blocks is not None and name not in blocks}
     for key, meta in stored.items():
         kind, _, path = key.partition(".")
         name, _, entry = path.rpartition(".")
-        if kind == "optimizer" and name in parameters:
+        if kind == "optimizer" and name in copies:
+            name = copies[name][0]
             parameter = parameters[name]
             like_parameter = meta.size == _whole(parameter, name, mesh, sharded).shape
             state[name][entry] = torch.empty(
@@ -116,14 +126,17 @@ def load(
         there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
         if here != there:
             raise other(checkpoint, key, there, here)
-    without = [name for name, entries in state.items() if not entries] if any(map(bool, state.values())) else []
-    if without:  # tied to another parameter where it was written, not here, or the other way round
+    without = [names[0] for names in copies.values() if not state[names[0]]] if any(state.values()) else []
+    if without:  # tied to another parameter where it was written, not here
         raise other(checkpoint, f"optimizer.{without[0]}", "none", "a state")
     try:
         with _quiet():
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(checkpoint), **_group(mesh))
     except CheckpointException as error:
         raise damaged(checkpoint, _cause(error)) from None
+    for first, *others in copies.values():
+        for name in others:
+            state[name] = {entry: value.clone() for entry, value in state[first].items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": dict(enumerate(state.values())), "param_groups": groups})
     return step
@@ -154,15 +167,33 @@ def _model_tensors(
 
 
 def _optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, sharded: Collection[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh | None,
+    sharded: Collection[str],
+    blocks: Collection[str] | None,
+    tied: Mapping[str, str],
 ) -> dict[str, Tensor]:
     """The state's tensors; of those, the ones shaped like their parameter are sharded like it."""
-    return {
-        f"optimizer.{name}.{entry}": _whole(value, name, mesh, sharded) if value.shape == parameter.shape else value
-        for name, parameter in _optimized(model, optimizer).items()
-        for entry, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    parameters = _optimized(model, optimizer)
+    held = {name: p for name, p in parameters.items() if blocks is None or name.split(".")[0] in blocks}
+    begun = next((p for p in held.values() if optimizer.state.get(p)), None)
+    tensors = {}
+    for name, parameter in held.items():
+        state = optimizer.state.get(parameter)
+        if not state and begun is not None:
+            # Never updated here, such as experts that no token met; another rank's part may have been.
+            state = {
+                entry: torch.zeros_like(parameter if value.shape == begun.shape else value)
+                for entry, value in optimizer.state[begun].items()
+                if isinstance(value, Tensor)
+            }
+        for entry, value in (state or {}).items():
+            if isinstance(value, Tensor):
+                alike = value.shape == parameter.shape
+                key = f"optimizer.{tied.get(name, name)}.{entry}"
+                tensors[key] = _whole(value, name, mesh, sharded) if alike else value
+    return tensors
 
 
 def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -188,7 +219,7 @@ def _cause(error: CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
 
 
-def _on_first_rank(mesh: DeviceMesh | None, work: Callable[[], T]) -> T:
+def on_first_rank(mesh: DeviceMesh | None, work: Callable[[], T]) -> T:
     """What `work` gives on the first rank, or raises there, on all of them."""
     if mesh is None:
         return work()
