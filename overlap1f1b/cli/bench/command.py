@@ -17,16 +17,20 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.workload import environment
 
 
+def kind_of(options: BenchOptions) -> type[Bench | PipelineBench]:
+    """What measures with these options."""
+    if options.hf_config is None:
+        return PipelineBench if options.pp > 1 else Bench
+    from overlap1f1b.cli.bench.hf import HfBench
+
+    return HfBench
+
+
 def bench(options: BenchOptions, rank: Rank) -> None:
     """Measures every row; the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with screen.status("starting") as status:
-        kind: type[Bench | PipelineBench] = PipelineBench if options.pp > 1 else Bench
-        if options.hf_config is not None:
-            from overlap1f1b.cli.bench.hf import HfBench
-
-            kind = HfBench
-        result = kind(options, rank, status.update).run()
+        result = kind_of(options)(options, rank, status.update).run()
     if rank.rank:
         return
     sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from overlap1f1b.cli.bench.measure import Bench, Report
-from overlap1f1b.cli.bench.pipelines import PipelineBench
+from overlap1f1b.cli.bench.command import kind_of
+from overlap1f1b.cli.bench.measure import Report
 from overlap1f1b.cli.bench.rows import Row
 from overlap1f1b.cli.options import BenchOptions, TrainOptions
 from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
@@ -46,13 +46,7 @@ def _training(options: TrainOptions, rank: Rank, report: Report) -> Subject:
 @contextmanager
 def _benchmark(options: BenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
     row = Row(options.program(), parse_overlap(options.overlap), default=True)
-    if options.pp > 1:
-        pipeline = PipelineBench(options, rank, report)
-        with pipeline.ready([row]) as (engines, *_):
-            engine = engines[row.key]
-            yield engine, lambda: pipeline.step(engine)
-        return
-    bench = Bench(options, rank, report)
+    bench = kind_of(options)(options, rank, report)
     with bench.ready([row]) as (engines, *_):
         engine = engines[row.key]
         yield engine, lambda: bench.step(engine)
