@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from overlap1f1b.cli.doctor.finding import Finding
 
@@ -13,6 +14,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "greenlet": ("3.1", "4"),
 }
 """First version that the tests run on, and the first beyond those."""
+TRITON = ("3.6", "3.8")
 
 
 def versions() -> Iterator[Finding]:
@@ -24,7 +26,7 @@ def versions() -> Iterator[Finding]:
 
 
 def _tested(name: str, first: str, beyond: str) -> Finding:
-    wanted = f"install {name}>={first},<{beyond}"
+    wanted = _install(name, first, beyond)
     try:
         found = version(name)
     except PackageNotFoundError:
@@ -58,7 +60,15 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    try:
-        return Finding("triton", "ok", f"{version('triton')}; no kernel here needs it")
-    except PackageNotFoundError:
-        return Finding("triton", "ok", "not installed; no kernel here needs it")
+    """On a GPU kernels are Triton's; without it their twins in torch do the same, more slowly."""
+    import torch
+
+    if find_spec("triton") is not None:
+        return _tested("triton", *TRITON)
+    if not torch.cuda.is_available():
+        return Finding("triton", "ok", "not installed: kernels have twins in torch")
+    return Finding("triton", "warn", "not installed: kernels run as their twins in torch", _install("triton", *TRITON))
+
+
+def _install(name: str, first: str, beyond: str) -> str:
+    return f"install {name}>={first},<{beyond}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from overlap1f1b.cli.doctor.streams import connections
-from overlap1f1b.cli.doctor.versions import TESTED
+from overlap1f1b.cli.doctor.versions import TESTED, TRITON
 from tests.cli.run import COMMAND, ROOT
 
 
@@ -94,6 +94,8 @@ def test_what_is_tested_is_what_can_be_installed() -> None:
     first, beyond = TESTED["torch"]
     assert f"torch>={first},<{beyond}" in project["dependencies"]
     assert f"greenlet>={TESTED['greenlet'][0]}" in project["dependencies"]
+    first, beyond = TRITON
+    assert any(one.startswith(f"triton>={first},<{beyond};") for one in project["optional-dependencies"]["test"])
 
 
 def test_options() -> None:
