@@ -23,7 +23,7 @@ class SeamRun:
         self.weights, self.state, self.dtype = call.weights, call.state, call.tokens.dtype
         self.queue = WeightQueue()
         with torch.no_grad():
-            self.route = Route(call.indices, self.experts.experts, exchange.ranks)
+            self.route = Route(call.indices, self.experts.experts, exchange.ranks, self.experts.kernels)
             self.rows: Tensor | None = self.route.gather(call.tokens.detach())
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
         self.result_dtype = self.dtype

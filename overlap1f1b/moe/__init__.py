@@ -17,6 +17,7 @@ Letters in shapes, here and everywhere above:
 ===  ==============================================
 """
 
+from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.moe.auxiliary import attach, set_auxiliary_scale
 from overlap1f1b.moe.experts import Experts, GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
@@ -26,6 +27,7 @@ from overlap1f1b.moe.transformer import MoEConfig, MoETransformer
 __all__ = [
     "Experts",
     "GroupedExperts",
+    "Kernels",
     "MoE",
     "MoEConfig",
     "MoETransformer",
@@ -34,4 +36,5 @@ __all__ = [
     "SwiGLU",
     "attach",
     "set_auxiliary_scale",
+    "use_kernels",
 ]

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.combine import AggregateRows
 from overlap1f1b.kernels.grouped_mm import GroupedMM
-from overlap1f1b.kernels.permute import AggregateRows, GatherRows
+from overlap1f1b.kernels.permute import GatherRows
+from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.exchange import Exchange, build_exchange
 from overlap1f1b.moe.route import Route
 
@@ -32,6 +34,7 @@ class Experts(nn.Module):
         group: Ranks that share the experts; None for one.
         exchange: Between them.
         product: The grouped matrix product that :meth:`compute` uses, if it does; the engine puts in its own.
+        kernels: What permutations, sums and activations run by; the engine's too.
     """
 
     experts: int
@@ -39,9 +42,10 @@ class Experts(nn.Module):
     group: dist.ProcessGroup | None
     exchange: Exchange
     product: GroupedProduct
+    kernels: Kernels
 
-    def share(self, experts: int, group: dist.ProcessGroup | None) -> None:
-        """Says which ranks share the experts.
+    def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
+        """Says which ranks share the experts, and what they run by.
 
         Raises:
             ValueError: E is not divisible by the ranks.
@@ -53,7 +57,7 @@ class Experts(nn.Module):
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
         self.experts, self.local_experts = experts, experts // ranks
-        self.product = GroupedMM.apply
+        self.product, self.kernels = GroupedMM.apply, kernels or Kernels()
 
     @property
     def row_kind(self) -> object:
@@ -65,14 +69,14 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        route = Route(indices, self.experts, self.exchange.ranks)
+        route = Route(indices, self.experts, self.exchange.ranks, self.kernels)
         route.arrive(self.exchange.counts(route.counts).finish())
-        rows = GatherRows.apply(tokens, route.order, route.top_k)
+        rows = GatherRows.apply(tokens, route.order, route.top_k, route.inverse, self.kernels)
         received = _Rows.apply(rows, self.exchange, route.send, route.receive)
         result = self.compute(_Group.apply(received, route), route.expert_rows).to(tokens.dtype)
         result = _Ungroup.apply(result, route)
         returned = _Rows.apply(result, self.exchange, route.receive, route.send)
-        return AggregateRows.apply(returned, route.order, weights)
+        return AggregateRows.apply(returned, route.order, weights, route.inverse, self.kernels)
 
 
 class GroupedExperts(Experts):
@@ -86,6 +90,7 @@ class GroupedExperts(Experts):
         hidden: H.
         intermediate: I.
         group: Ranks that share the experts.
+        kernels: What it runs by.
 
     Raises:
         ValueError: E is not divisible by the ranks. When called: shapes or dtypes other than these, an expert that is
@@ -99,11 +104,12 @@ class GroupedExperts(Experts):
         intermediate: int,
         *,
         group: dist.ProcessGroup | None = None,
+        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.share(experts, group)
+        self.share(experts, group, kernels)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gate_up = nn.Parameter(torch.empty(self.local_experts, 2 * intermediate, hidden, **factory))
         self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
@@ -124,8 +130,8 @@ class GroupedExperts(Experts):
         return self.experts, self.gate_up.shape[2], self.gate_up.dtype
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate, up = self.product(rows, self.gate_up, counts).chunk(2, dim=-1)
-        return self.product(F.silu(gate) * up, self.down, counts)
+        gate_up = self.product(rows, self.gate_up, counts)
+        return self.product(swiglu(gate_up, self.kernels), self.down, counts)
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         # Not in forward, for which the engine puts in its own. Shapes and dtypes are known on the host; values are not:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.moe.router import Router, RouterConfig
 
@@ -17,6 +20,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden: H.
         intermediate: Size between the products.
+        kernels: What the activation runs by.
     """
 
     def __init__(
@@ -24,16 +28,17 @@ class SwiGLU(nn.Module):
         hidden: int,
         intermediate: int,
         *,
+        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.kernels = kernels or Kernels()
         self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(intermediate, hidden, bias=False, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x), self.kernels))
 
 
 class MoE(nn.Module):
@@ -51,6 +56,7 @@ class MoE(nn.Module):
         router: How tokens choose experts, and how many there are.
         shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
         group: Ranks that share the experts.
+        kernels: What router, experts and activations run by, so that all layers of a model choose alike.
 
     Raises:
         ValueError: The experts cannot be divided evenly over the ranks.
@@ -64,13 +70,15 @@ class MoE(nn.Module):
         *,
         shared_intermediate: int = 0,
         group: dist.ProcessGroup | None = None,
+        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(hidden, router, dtype=dtype, device=device)
-        self.experts = GroupedExperts(router.experts, hidden, intermediate, group=group, dtype=dtype, device=device)
-        self.shared = SwiGLU(hidden, shared_intermediate, dtype=dtype, device=device) if shared_intermediate else None
+        factory: dict[str, Any] = {"kernels": kernels or Kernels(), "dtype": dtype, "device": device}
+        self.router = Router(hidden, router, **factory)
+        self.experts = GroupedExperts(router.experts, hidden, intermediate, group=group, **factory)
+        self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)

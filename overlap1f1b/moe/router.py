@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.routing import TINY, Rule, route
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, balance_loss, z_loss
 
 Score = Literal["softmax", "sigmoid"]
-
-TINY = 1e-20  # keeps 0 / 0 out of a normalisation whose scores have all underflowed
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ class RouterConfig:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 0 and more")
 
+    @property
+    def rule(self) -> Rule:
+        """The choice of experts without the losses."""
+        normalize = self.normalize and self.top_k > 1
+        return Rule(self.top_k, self.score == "softmax", normalize, self.scaling, self.groups, self.top_groups)
+
 
 class Router(AuxiliaryCarrier):
     """Scores of all experts for each token, and the choice of the K best.
@@ -92,6 +98,7 @@ class Router(AuxiliaryCarrier):
     Args:
         hidden: H.
         config: The rules of the choice.
+        kernels: What the choice runs by.
         dtype: Of the gate's weight.
         device: Of everything.
     """
@@ -104,11 +111,12 @@ class Router(AuxiliaryCarrier):
         hidden: int,
         config: RouterConfig,
         *,
+        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels or Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
         # A count of this rank alone, so no part of a checkpoint.
@@ -119,29 +127,13 @@ class Router(AuxiliaryCarrier):
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.to(wide), self.gate.weight.to(wide))
-        scores = logits.softmax(-1) if self.config.score == "softmax" else logits.sigmoid()
-        indices = self._choose(scores.detach() + self.correction_bias)
-        weights = scores.gather(1, indices)
-        if self.config.normalize and self.config.top_k > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-        weights = (weights * self.config.scaling).to(tokens.dtype)
+        indices, weights, scores = route(logits, self.correction_bias, self.config.rule, self.kernels)
+        weights = weights.to(tokens.dtype)
         if self.training:
             counts = _count(indices, self.config.experts)
             self.load.add_(counts)
             weights = self._attach_losses(weights, logits, scores, counts)
         return indices, weights
-
-    def _choose(self, choice: Tensor) -> Tensor:
-        """Indices ``[T, K]`` of the best of ``choice [T, E]`` within the best groups, which is overwritten."""
-        config = self.config
-        if config.top_groups < config.groups:
-            grouped = choice.view(-1, config.groups, config.experts // config.groups)
-            # DeepSeek-V3 ranks a group by its two best experts, DeepSeek-V2, with softmax, by its best.
-            best = 1 if config.score == "softmax" else min(2, grouped.shape[-1])
-            kept = _largest(grouped.topk(best).values.sum(-1), config.top_groups)
-            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, kept, False)
-            grouped.masked_fill_(dropped.unsqueeze(-1), float("-inf"))
-        return _largest(choice, config.top_k)
 
     def _attach_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         aux, z = self.config.aux_coefficient, self.config.z_coefficient
@@ -181,19 +173,6 @@ class Router(AuxiliaryCarrier):
 
     def extra_repr(self) -> str:
         return str(self.config)
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest values of each row, best first and of equal ones the first.
-
-    ``topk`` leaves open which of equal values it takes, and a stable sort is 2.5 times slower (T4096 E256 K8 on one
-    core: 10 ms, 41 ms; this 10 ms). ``values`` is overwritten.
-    """
-    picks: list[Tensor] = []
-    for _ in range(count):
-        picks.append(values.argmax(-1, keepdim=True))
-        values.scatter_(-1, picks[-1], float("-inf"))
-    return torch.cat(picks, -1)
 
 
 def _count(indices: Tensor, experts: int) -> Tensor:

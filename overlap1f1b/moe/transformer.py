@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from overlap1f1b.kernels.choice import Choice, Kernels
 from overlap1f1b.moe.experts import GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig, Score
@@ -43,6 +44,7 @@ class MoEConfig:
         dropout: Probability of dropping an element of what a layer adds to the residual.
         score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
+        kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; the layers choose together.
 
     Raises:
         ValueError: Values that no model can have, with what is allowed.
@@ -70,9 +72,10 @@ class MoEConfig:
     top_groups: int = 1
     aux_coefficient: float = 0.01
     z_coefficient: float = 0.0
+    kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
-        _ = self.router  # checks its part
+        _ = self.router, Kernels(self.kernels)  # which check their parts
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
@@ -230,14 +233,13 @@ class MoETransformer(nn.Sequential):
         device: torch.device | str | None = None,
     ) -> None:
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        mlp_options = {"kernels": Kernels(config.kernels), **factory}
 
         def mlp(layer: int) -> MoE | SwiGLU:
             if layer < config.dense_layers:
-                return SwiGLU(config.hidden, config.dense_intermediate, **factory)
-            shared = config.shared_intermediate
-            return MoE(
-                config.hidden, config.intermediate, config.router, shared_intermediate=shared, group=group, **factory
-            )
+                return SwiGLU(config.hidden, config.dense_intermediate, **mlp_options)
+            options = {"shared_intermediate": config.shared_intermediate, "group": group, **mlp_options}
+            return MoE(config.hidden, config.intermediate, config.router, **options)
 
         children: OrderedDict[str, nn.Module] = OrderedDict()
         children["embedding"] = nn.Embedding(config.vocabulary, config.hidden, **factory)

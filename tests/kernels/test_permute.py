@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap1f1b.kernels.permute import AggregateRows, GatherRows, aggregate_rows, gather_rows, sort_slots
+from overlap1f1b.kernels.permute import GatherRows, PermuteRows, gather_rows, spread_rows, spread_weighted
+from overlap1f1b.kernels.slots import place_slots, sort_slots
+from tests.kernels.against import DTYPES, SHAPES, check, choose, draw
 
 
 @pytest.mark.parametrize(("T", "K", "E", "H"), [(0, 2, 3, 4), (1, 1, 1, 1), (7, 2, 5, 3), (9, 3, 8, 30)])
@@ -17,23 +19,30 @@ def test_against_loops(T: int, K: int, E: int, H: int) -> None:
     assert counts.tolist() == [int((indices == e).sum()) for e in range(E)]
     rows = gather_rows(tokens, order, K)
     assert all(torch.equal(rows[i], tokens[slot // K]) for i, slot in enumerate(slots))
-    result = aggregate_rows(rows * 2, order, weights)
-    expected = torch.stack([tokens[t] * 2 * weights[t].sum() for t in range(T)]) if T else torch.zeros(0, H)
-    torch.testing.assert_close(result, expected)
+    placed = place_slots(indices, E, align=4)
+    rows, factors = PermuteRows.apply(tokens, weights, placed)
+    for row, slot in enumerate(placed.order.tolist()):
+        expected = (tokens[slot // K], weights.view(-1)[slot]) if slot >= 0 else (torch.zeros(H), torch.zeros(()))
+        assert torch.equal(rows[row], expected[0])
+        assert torch.equal(factors[row], expected[1])
 
 
 def test_gradients() -> None:
     indices = torch.tensor([[2, 0], [0, 1], [2, 1]])
     order, _ = sort_slots(indices, 4)
     tokens = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: GatherRows.apply(t, order, 2), tokens)
-    assert torch.autograd.gradcheck(lambda r, w: AggregateRows.apply(r, order, w), (rows, weights))
+    placed = place_slots(indices, 4, align=2)
+    assert torch.autograd.gradcheck(lambda t, w: PermuteRows.apply(t, w, placed), (tokens, weights))
 
 
-def test_low_precision_sums_in_float32() -> None:
-    order = torch.arange(256)
-    rows, weights = torch.ones(256, 1, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
-    rows[0] = 256
-    assert aggregate_rows(rows, order, weights).item() == 512  # in bfloat16, 256 + 1 stays 256
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
+    indices, tokens, weights = choose(T, K, E), draw(T, H, dtype=dtype), draw(T, K, dtype=dtype)
+    for align in (1, 4):
+        order, inverse, _ = place_slots(indices, E, align)
+        check(spread_rows, tokens, order, inverse, K, align > 1, exact=True)
+        check(spread_weighted, tokens, weights, order, inverse, align > 1, exact=True)

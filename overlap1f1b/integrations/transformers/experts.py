@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.integrations.transformers.finding import counters, routing_names
+from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
 """What ``use_experts_implementation`` of transformers says of ``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H, I]``."""
+
+SILU = ("SiLU", "SiLUActivation")
 
 
 class OwnExperts(Experts):
@@ -45,7 +48,11 @@ class OwnExperts(Experts):
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         own: Any = self
         if self.grouped:
-            return self.product(own._apply_gate(self.product(rows, own.gate_up_proj, counts)), own.down_proj, counts)
+            gate_up = self.product(rows, own.gate_up_proj, counts)
+            # Where it is SwiGLU, which no flag of the module says, it runs by kernels; in torch they are the same ops.
+            plain = own._apply_gate.__name__ == "_default_apply_gate" and type(own.act_fn).__name__ in SILU
+            gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
+            return self.product(gated, own.down_proj, counts)
         if not len(rows):  # not every forward can do without
             return rows.detach()
         local = torch.arange(self.local_experts, device=rows.device)

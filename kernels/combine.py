@@ -1,0 +1,129 @@
+"""The sum of what a token's experts returned, weighted or not: K rows in, one out, without atomics.
+
+Triton reads the K rows of a token, sums them in registers in the order of k and writes one, so ``(1 + K)·T·H`` elements
+move: in bfloat16 528 MB for T4096 H7168 K8 and 302 MB for T8192 H2048 K8, computed 123 and 70 µs at 4.3 TB/s.
+The backward reads the gradient once and the K rows, and writes K: ``(1 + 2K)·T·H``, computed 232 and 133 µs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.slots import invert
+from overlap1f1b.kernels.take import take_rows
+
+
+def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:
+    """The sum of each token's rows.
+
+    Args:
+        rows: ``[R, H]``.
+        inverse: ``[T·K]`` int64, the row of each slot; −1 for one whose row counts nothing.
+        top_k: K.
+        weights: ``[T, K]``, a factor of each row.
+        partial: Whether −1 occurs; the twin looks for it only then.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``rows``, summed over k in order, in float32 or wider.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    slots = inverse.view(-1, top_k)
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+    for k in range(top_k):  # in order, without atomics: the sum has the same bits every time
+        choice = take_rows(rows, slots[:, k], partial).to(wide)
+        if weights is None:
+            total.add_(choice)
+        else:
+            total.addcmul_(choice, weights[:, k : k + 1].to(wide))
+    return total.to(rows.dtype)
+
+
+def spread_grad(
+    grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, partial: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the weighted sum.
+
+    Args:
+        grad: ``[T, H]``, that of the sum.
+        rows: ``[R, H]``, what was summed.
+        order: ``[R]`` int64, the slot of each row, −1 for padding.
+        inverse: ``[T·K]`` int64, the row of each slot, −1 for none.
+        weights: ``[T, K]``.
+        partial: Whether −1 occurs in either.
+
+    Returns:
+        ``[R, H]`` of the rows, zeros for padding, and ``[T, K]`` of the weights, dot products in float32 or wider.
+    """
+    top_k = weights.shape[1]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    token = order.div(top_k, rounding_mode="floor")
+    grad_slots = take_rows(grad, token.masked_fill(order < 0, -1) if partial else token, partial)
+    dots = torch.linalg.vecdot(grad_slots.to(wide), rows.to(wide))
+    if partial:
+        grad_weights = take_rows(dots.unsqueeze(1), inverse, True)
+        factor = take_rows(weights.reshape(-1, 1), order, True)
+    else:
+        grad_weights = torch.empty(order.shape[0], dtype=wide, device=rows.device)
+        grad_weights[order] = dots
+        factor = weights.reshape(-1, 1).index_select(0, order)
+    return grad_slots.mul_(factor.to(rows.dtype)), grad_weights.view(weights.shape).to(weights.dtype)
+
+
+def aggregate_rows(
+    rows: Tensor, order: Tensor, weights: Tensor, inverse: Tensor | None = None, kernels: Kernels | None = None
+) -> Tensor:
+    """The weighted sum of what the experts returned.
+
+    Args:
+        rows: ``[T·K, H]``, in ``order``.
+        order: ``[T·K]``.
+        weights: ``[T, K]``.
+        inverse: That of ``order``, where it is known.
+        kernels: What it runs by; its twin by default.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``rows``, summed over k in order, in float32 or wider.
+    """
+    inverse = invert(order) if inverse is None else inverse
+    return run(kernels, sum_rows, rows, inverse, weights.shape[1], weights)
+
+
+def aggregate_rows_backward(
+    grad: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    inverse: Tensor | None = None,
+    kernels: Kernels | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients ``[T·K, H]`` of ``rows`` and ``[T, K]`` of ``weights`` from that ``[T, H]`` of their sum."""
+    inverse = invert(order) if inverse is None else inverse
+    return run(kernels, spread_grad, grad, rows, order, inverse, weights)
+
+
+class AggregateRows(torch.autograd.Function):
+    """:func:`aggregate_rows` for plain autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        order: Tensor,
+        weights: Tensor,
+        inverse: Tensor | None = None,
+        kernels: Kernels | None = None,
+    ) -> Tensor:
+        inverse = invert(order) if inverse is None else inverse
+        ctx.save_for_backward(rows, order, weights, inverse)
+        ctx.kernels = kernels
+        return aggregate_rows(rows, order, weights, inverse, kernels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, order, weights, inverse = ctx.saved_tensors
+        grad_rows, grad_weights = aggregate_rows_backward(grads[0], rows, order, weights, inverse, ctx.kernels)
+        return grad_rows, None, grad_weights, None, None

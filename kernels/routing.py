@@ -1,0 +1,134 @@
+"""Scores of all experts, the choice of the K best, and their weights.
+
+Triton does each token in one pass: with float32 logits ``[T, E]`` it reads them and writes the scores, 8·T·E bytes and
+``12·T·K`` for choice and weights: 9.2 MB for T8192 E128 K8, computed 2 µs at 4.3 TB/s, so one launch is what it costs,
+where torch needs one for each of about 3·K + 10 steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.kernels.choice import Kernels, run
+
+TINY = 1e-20  # keeps 0 / 0 out of a normalisation whose scores have all underflowed
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How experts are chosen from logits.
+
+    Args:
+        top_k: K.
+        softmax: Whether scores are a softmax over the experts, instead of the sigmoid of each.
+        normalize: Whether the weights of a token are divided by their sum.
+        scaling: Factor of the weights.
+        groups: Parts of equal size into which the experts are divided.
+        top_groups: Groups that a token may use.
+    """
+
+    top_k: int
+    softmax: bool = True
+    normalize: bool = False
+    scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+    def best(self, experts: int) -> int:
+        """How many experts rank a group, by their sum: two in DeepSeek-V3, one in DeepSeek-V2, with softmax."""
+        return 1 if self.softmax else min(2, experts // self.groups)
+
+
+def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses experts.
+
+    Args:
+        logits: ``[T, E]``, float32 or wider.
+        bias: ``[E]`` float32, added to the scores for the choice but not to the weights.
+        rule: See :class:`Rule`.
+
+    Returns:
+        Indices ``[T, K]`` int64, best first and of equal ones the first; their weights ``[T, K]``; all scores
+        ``[T, E]``. The latter two are differentiable.
+    """
+    scores = logits.softmax(-1) if rule.softmax else logits.sigmoid()
+    indices = _choose(scores.detach() + bias, rule)
+    weights = scores.gather(1, indices)
+    if rule.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return indices, weights * rule.scaling, scores
+
+
+def route_tokens_backward(
+    grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
+) -> Tensor:
+    """Gradient ``[T, E]`` of the logits from those of the weights ``[T, K]`` and, if any, of the scores ``[T, E]``."""
+    grad = grad_weights * rule.scaling
+    if rule.normalize:
+        chosen = scores.gather(1, indices)
+        total = chosen.sum(-1, keepdim=True) + TINY
+        grad = grad / total - ((grad * chosen).sum(-1, keepdim=True) / total) / total
+    whole = torch.zeros_like(scores).scatter_(1, indices, grad)
+    if grad_scores is not None:
+        whole += grad_scores
+    if rule.softmax:
+        return scores * (whole - (whole * scores).sum(-1, keepdim=True))
+    return whole * scores * (1 - scores)
+
+
+def _choose(choice: Tensor, rule: Rule) -> Tensor:
+    """Indices ``[T, K]`` of the best of ``choice [T, E]`` within the best groups, which is overwritten."""
+    if rule.top_groups < rule.groups:
+        grouped = choice.view(-1, rule.groups, choice.shape[1] // rule.groups)
+        kept = _largest(grouped.topk(rule.best(choice.shape[1])).values.sum(-1), rule.top_groups)
+        dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, kept, False)
+        grouped.masked_fill_(dropped.unsqueeze(-1), float("-inf"))
+    return _largest(choice, rule.top_k)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest values of each row, best first and of equal ones the first.
+
+    ``topk`` leaves open which of equal values it takes, and a stable sort is 2.5 times slower (T4096 E256 K8 on one
+    core: 10 ms, 41 ms; this 10 ms). ``values`` is overwritten.
+    """
+    picks: list[Tensor] = []
+    for _ in range(count):
+        picks.append(values.argmax(-1, keepdim=True))
+        values.scatter_(-1, picks[-1], float("-inf"))
+    return torch.cat(picks, -1)
+
+
+class RouteTokens(torch.autograd.Function):
+    """:func:`route_tokens` with a backward of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices, weights, scores = run(kernels, route_tokens, logits, bias, rule)
+        ctx.save_for_backward(scores, indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        ctx.rule, ctx.kernels = rule, kernels
+        return indices, weights, scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        scores, indices = ctx.saved_tensors
+        _, grad_weights, grad_scores = grads
+        if grad_weights is None:
+            grad_weights = scores.new_zeros(indices.shape)
+        args = (grad_weights.contiguous(), None if grad_scores is None else grad_scores.contiguous())
+        return run(ctx.kernels, route_tokens_backward, *args, scores, indices, ctx.rule), None, None, None
+
+
+def route(logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`route_tokens` in autograd: by Triton where ``kernels`` say so, else by torch's own ops."""
+    if kernels.uses_triton(route_tokens, logits, bias, rule):
+        return RouteTokens.apply(logits, bias, rule, kernels)
+    return route_tokens(logits, bias, rule)

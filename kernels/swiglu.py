@@ -1,0 +1,89 @@
+"""SwiGLU of experts, with the routing weight of a row inside: ``silu(gate) · up · p``.
+
+With the weight in here, combining is a plain sum and its backward a permutation, and the gradient of the weight comes
+out of the backward instead of a product with all returned rows.
+
+Triton reads gate and up once and writes one row: ``3·R·I`` elements, in bfloat16 403 MB for R32768 I2048 and 302 MB for
+R65536 I768, computed 94 and 70 µs at 4.3 TB/s. The backward reads the gradient, gate and up, computes the activation
+again and writes both gradients: ``5·R·I``, computed 156 and 117 µs. Nothing is saved but what came in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap1f1b.kernels.choice import Kernels, run
+
+
+def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """``silu(gate) · up``, times the weight of each row if there is one.
+
+    Args:
+        gate_up: ``[R, 2·I]``, gate and up side by side.
+        weights: ``[R]``, perhaps of a wider dtype than the rest.
+        count: ``[1]`` int64 on the device: rows from this one on are padding and give zeros, whatever they hold.
+
+    Returns:
+        ``[R, I]``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    if weights is not None:
+        y = (y * weights.unsqueeze(1)).to(y.dtype)
+    return y if count is None else y.masked_fill(_beyond(y, count), 0)
+
+
+def swiglu_rows_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients ``[R, 2·I]`` of ``gate_up`` and ``[R]`` of the weights from that ``[R, I]`` of the result."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    grad_y, grad_weights = grad, None
+    if weights is not None:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad_weights = torch.linalg.vecdot(grad.to(wide), (silu * up).to(wide)).to(weights.dtype)
+        grad_y = (grad * weights.unsqueeze(1)).to(grad.dtype)
+    grads = torch.cat([torch.ops.aten.silu_backward(grad_y * up, gate), grad_y * silu], dim=-1)
+    if count is not None:
+        grads = grads.masked_fill(_beyond(grads, count), 0)
+        grad_weights = None if grad_weights is None else grad_weights.masked_fill(_beyond(grads, count).squeeze(1), 0)
+    return grads, grad_weights
+
+
+def _beyond(rows: Tensor, count: Tensor) -> Tensor:
+    return (torch.arange(rows.shape[0], device=rows.device) >= count).unsqueeze(1)
+
+
+class WeightedSwiGLU(torch.autograd.Function):
+    """:func:`swiglu_rows` with a backward of its own, which saves nothing but what came in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        weights: Tensor | None = None,
+        count: Tensor | None = None,
+        kernels: Kernels | None = None,
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weights, count)
+        ctx.kernels = kernels
+        return run(kernels, swiglu_rows, gate_up, weights, count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weights, count = ctx.saved_tensors
+        return *run(ctx.kernels, swiglu_rows_backward, grads[0].contiguous(), gate_up, weights, count), None, None
+
+
+def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
+    """``silu(gate) · up`` of ``[…, 2·I]``, in autograd: by Triton where ``kernels`` say so, else by torch's own ops."""
+    flat = gate_up.flatten(0, -2)
+    if kernels.uses_triton(swiglu_rows, flat):
+        return WeightedSwiGLU.apply(flat, None, None, kernels).unflatten(0, gate_up.shape[:-1])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

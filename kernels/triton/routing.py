@@ -1,0 +1,185 @@
+"""Scores, choice and weights of experts, each token in one pass, and the gradient of its logits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overlap1f1b.kernels.routing import TINY, Rule
+from overlap1f1b.kernels.triton.launch import interpreted, launch
+
+CELLS = 2048  # tokens times experts of a program
+
+
+def _tokens(experts: int) -> int:
+    """Tokens of a program."""
+    return 1024 if interpreted() else max(CELLS // triton.next_power_of_2(experts), 1)
+
+
+def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.contiguous()
+    T, E = logits.shape
+    indices = torch.empty(T, rule.top_k, dtype=torch.int64, device=logits.device)
+    weights, scores = logits.new_empty(T, rule.top_k), torch.empty_like(logits)
+    BT = _tokens(E)
+    sizes = {
+        "K": rule.top_k,
+        "WIDE_K": triton.next_power_of_2(rule.top_k),
+        "GROUPS": rule.groups,
+        "WIDE_G": triton.next_power_of_2(rule.groups),
+        "TOP_GROUPS": rule.top_groups,
+        "BEST": rule.best(E),
+        "SOFTMAX": rule.softmax,
+        "NORMALIZE": rule.normalize,
+        "TINY": TINY,
+        "BT": BT,
+        "BE": triton.next_power_of_2(E),
+    }
+    args = (logits, bias.contiguous(), indices, weights, scores, T, E, rule.scaling)
+    launch(_route, (triton.cdiv(T, BT),), logits, *args, **sizes)
+    return indices, weights, scores
+
+
+def route_tokens_backward(
+    grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
+) -> Tensor:
+    grad_weights, scores = grad_weights.contiguous(), scores.contiguous()
+    T, E = scores.shape
+    out = torch.empty_like(scores)
+    BT = _tokens(E)
+    sizes = {
+        "K": rule.top_k,
+        "WIDE_K": triton.next_power_of_2(rule.top_k),
+        "SOFTMAX": rule.softmax,
+        "NORMALIZE": rule.normalize,
+        "DENSE": grad_scores is not None,
+        "TINY": TINY,
+        "BT": BT,
+        "BE": triton.next_power_of_2(E),
+    }
+    dense = out if grad_scores is None else grad_scores.contiguous()
+    args = (grad_weights, dense, scores, indices.contiguous(), out, T, E, rule.scaling)
+    launch(_route_backward, (triton.cdiv(T, BT),), scores, *args, **sizes)
+    return out
+
+
+@triton.jit
+def _route(
+    logits,
+    bias,
+    indices,
+    weights,
+    scores,
+    T,
+    E,
+    scaling,
+    K: tl.constexpr,
+    WIDE_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDE_G: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TINY: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    expert = tl.arange(0, BE)
+    here, real = token < T, (expert < E)[None, :]
+    inside = here[:, None] & real
+    low = float("-inf")
+    place = token[:, None] * E + expert[None, :]
+    x = tl.load(logits + place, mask=inside, other=0.0)
+    if SOFTMAX:
+        x = tl.where(real, x, low)
+        power = tl.exp(x - tl.max(x, 1)[:, None])
+        score = power / tl.sum(power, 1)[:, None]
+    else:
+        score = tl.sigmoid(x)
+    tl.store(scores + place, score, mask=inside)
+    choice = tl.where(real, score + tl.load(bias + expert, mask=expert < E, other=0.0)[None, :], low)
+    if TOP_GROUPS < GROUPS:
+        size = E // GROUPS
+        group = expert // size
+        every = tl.arange(0, WIDE_G)
+        ranks = tl.full([BT, WIDE_G], low, dtype=tl.float32)
+        for g in tl.static_range(GROUPS):
+            member = tl.where((group == g)[None, :], choice, low)
+            best = tl.max(member, 1)
+            if BEST == 2:
+                first = tl.argmax(member, 1)
+                best += tl.max(tl.where(expert[None, :] == first[:, None], low, member), 1)
+            ranks = tl.where(every[None, :] == g, best[:, None], ranks)
+        kept = tl.zeros([BT, BE], dtype=tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            g = tl.argmax(ranks, 1)
+            kept += (group[None, :] == g[:, None]).to(tl.int32)
+            ranks = tl.where(every[None, :] == g[:, None], low, ranks)
+        choice = tl.where(kept > 0, choice, low)
+    column = tl.arange(0, WIDE_K)
+    picked = tl.zeros([BT, WIDE_K], dtype=tl.int32)
+    weight = tl.zeros([BT, WIDE_K], dtype=tl.float32)
+    for k in tl.static_range(K):
+        best = tl.argmax(choice, 1)  # of equal ones the first
+        this = expert[None, :] == best[:, None]
+        picked = tl.where(column[None, :] == k, best[:, None], picked)
+        chosen = tl.sum(tl.where(this, score, 0.0), 1)
+        weight = tl.where(column[None, :] == k, chosen[:, None], weight)
+        choice = tl.where(this, low, choice)
+    if NORMALIZE:
+        weight /= (tl.sum(weight, 1) + TINY)[:, None]
+    out = token[:, None] * K + column[None, :]
+    mask = here[:, None] & (column < K)[None, :]
+    tl.store(indices + out, picked.to(tl.int64), mask=mask)
+    tl.store(weights + out, weight * scaling, mask=mask)
+
+
+@triton.jit
+def _route_backward(
+    grad_weights,
+    grad_scores,
+    scores,
+    indices,
+    grad_logits,
+    T,
+    E,
+    scaling,
+    K: tl.constexpr,
+    WIDE_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    DENSE: tl.constexpr,
+    TINY: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    expert, column = tl.arange(0, BE), tl.arange(0, WIDE_K)
+    here = token < T
+    place = token[:, None] * E + expert[None, :]
+    inside = here[:, None] & (expert < E)[None, :]
+    score = tl.load(scores + place, mask=inside, other=0.0)
+    there = token[:, None] * K + column[None, :]
+    mask = here[:, None] & (column < K)[None, :]
+    grad = tl.load(grad_weights + there, mask=mask, other=0.0) * scaling
+    if NORMALIZE:
+        picked = tl.load(indices + there, mask=mask, other=0)
+        chosen = tl.load(scores + token[:, None] * E + picked, mask=mask, other=0.0)
+        total = (tl.sum(chosen, 1) + TINY)[:, None]
+        grad = grad / total - (tl.sum(grad * chosen, 1)[:, None] / total) / total
+    whole = tl.zeros([BT, BE], dtype=tl.float32)
+    if DENSE:
+        whole = tl.load(grad_scores + place, mask=inside, other=0.0)
+    for k in tl.static_range(K):
+        expert_k = tl.load(indices + token * K + k, mask=here, other=-1)
+        grad_k = tl.sum(tl.where(column[None, :] == k, grad, 0.0), 1)
+        whole += tl.where(expert[None, :] == expert_k[:, None], grad_k[:, None], 0.0)
+    if SOFTMAX:
+        whole -= tl.sum(whole * score, 1)[:, None]
+    else:
+        whole *= 1.0 - score
+    tl.store(grad_logits + place, whole * score, mask=inside)

@@ -1,0 +1,84 @@
+"""Histogram, offsets and inverse map of slots, on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overlap1f1b.kernels.slots import Slots
+from overlap1f1b.kernels.triton.launch import interpreted, launch
+
+CELLS = 16_384  # of a program: slots times experts, or slots times slots
+
+
+def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
+    flat = indices.reshape(-1)
+    slots, wide = len(flat), triton.next_power_of_2(experts)
+    # One program counts BLOCK slots: a row of the histogram. They are ranked among each other, BLOCK² comparisons.
+    BLOCK = 1024 if interpreted() else max(min(CELLS // wide, 128), 16)
+    blocks = triton.cdiv(slots, BLOCK)
+    new: dict[str, Any] = {"dtype": torch.int64, "device": indices.device}
+    before = torch.empty(blocks, experts, dtype=torch.int32, device=indices.device)
+    counts, starts = torch.empty(experts, **new), torch.empty(experts, **new)
+    rows = slots + experts * (align - 1)
+    order = torch.empty(rows, **new) if align == 1 else torch.full((rows,), -1, **new)
+    inverse = torch.empty(slots, **new)
+    launch(_count, (blocks,), flat, flat, before, slots, experts, BLOCK=BLOCK, WIDE=wide, num_warps=8)
+    sizes = {"ROWS": max(CELLS // 2 // wide, 1), "WIDE": wide}
+    launch(_offsets, (1,), flat, before, counts, starts, blocks, experts, align, **sizes, num_warps=8)
+    args = (flat, before, counts, starts, order, inverse, slots, experts)
+    launch(_place, (blocks,), flat, *args, PADDED=align > 1, BLOCK=BLOCK, num_warps=8)
+    return Slots(order, inverse, counts)
+
+
+@triton.jit
+def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Row of the histogram: how many of a block's slots fell on each expert."""
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(indices + slot, mask=slot < slots, other=-1)
+    every = tl.arange(0, WIDE)
+    count = tl.sum((expert[:, None] == every[None, :]).to(tl.int32), 0)
+    tl.store(before + block.to(tl.int64) * experts + every, count, mask=every < experts)
+
+
+@triton.jit
+def _offsets(before, counts, starts, blocks, experts, align, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """The histogram becomes, in place, what lies before each block; then the experts' counts and first rows."""
+    every = tl.arange(0, WIDE)
+    total = tl.zeros([WIDE], dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        place = before + block.to(tl.int64)[:, None] * experts + every[None, :]
+        inside = (block < blocks)[:, None] & (every < experts)[None, :]
+        here = tl.load(place, mask=inside, other=0)
+        tl.store(place, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        total += tl.sum(here, 0)
+    padded = (total + align - 1) // align * align
+    tl.store(counts + every, total.to(tl.int64), mask=every < experts)
+    tl.store(starts + every, (tl.cumsum(padded, 0) - padded).to(tl.int64), mask=every < experts)
+
+
+@triton.jit
+def _place(indices, before, counts, starts, order, inverse, slots, experts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of each slot: its expert's first, those of blocks before, those of this block before it."""
+    block = tl.program_id(0)
+    offset = tl.arange(0, BLOCK)
+    slot = block * BLOCK + offset
+    here = slot < slots
+    expert = tl.load(indices + slot, mask=here, other=-1)
+    earlier = (expert[:, None] == expert[None, :]) & (offset[None, :] < offset[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    valid = (expert >= 0) & (expert < experts)
+    start = tl.load(starts + expert, mask=valid, other=0)
+    ahead = tl.load(before + block.to(tl.int64) * experts + expert, mask=valid, other=0)
+    row = tl.where(valid, start + ahead + rank, -1)
+    tl.store(inverse + slot, row, mask=here)
+    tl.store(order + row, slot.to(tl.int64), mask=valid)
+    if not PADDED:  # where slots name no expert, the last rows have no slot
+        rows = tl.load(starts + experts - 1) + tl.load(counts + experts - 1)
+        tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=here & (slot >= rows))

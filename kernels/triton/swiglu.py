@@ -1,0 +1,111 @@
+"""``silu(gate) · up · p`` in one pass, and its backward with the gradient of p."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overlap1f1b.kernels.triton.launch import SUMMED, launch, tile
+
+
+def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    gate_up = gate_up.contiguous()
+    R, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(R, size)
+    BR, BI = tile(size)
+    grid = (triton.cdiv(R, BR), triton.cdiv(size, BI))
+    sizes = {"WEIGHTED": weights is not None, "COUNTED": count is not None, "BR": BR, "BI": BI}
+    factors, limit = (out if weights is None else weights.contiguous()), (out if count is None else count)
+    launch(_forward, grid, gate_up, gate_up, factors, limit, out, R, size, **sizes)
+    return out
+
+
+def swiglu_rows_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    grad, gate_up = grad.contiguous(), gate_up.contiguous()
+    R, size = grad.shape
+    grads = gate_up.new_empty(gate_up.shape)
+    grad_weights = None if weights is None else weights.new_empty(R)
+    BR, BI = tile(size, most=SUMMED)
+    sizes = {"WEIGHTED": weights is not None, "COUNTED": count is not None, "BR": BR, "BI": BI}
+    factors, limit = (grads if weights is None else weights.contiguous()), (grads if count is None else count)
+    out = grads if grad_weights is None else grad_weights
+    launch(_backward, (triton.cdiv(R, BR),), grad, grad, gate_up, factors, limit, grads, out, R, size, **sizes)
+    return grads, grad_weights
+
+
+@triton.jit
+def _forward(
+    gate_up,
+    weights,
+    count,
+    out,
+    R,
+    size: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BI + tl.arange(0, BI)
+    inside = (row < R)[:, None] & (column < size)[None, :]
+    real = inside
+    if COUNTED:
+        real = inside & (row < tl.load(count))[:, None]
+    place = gate_up + row[:, None] * (2 * size) + column[None, :]
+    gate = tl.load(place, mask=real, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    up = tl.load(place + size, mask=real, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        y *= tl.load(weights + row, mask=row < R, other=0.0).to(tl.float32)[:, None]
+        y = tl.where(real, y, 0.0)  # a row of padding has no weight, so its own may be anything
+    tl.store(out + row[:, None] * size + column[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad,
+    gate_up,
+    weights,
+    count,
+    grads,
+    grad_weights,
+    R,
+    size: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+):
+    # Whole rows, so that the gradient of a row's weight is summed here, in one order.
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    here = row < R
+    real = here
+    if COUNTED:
+        real = here & (row < tl.load(count))
+    if WEIGHTED:
+        weight = tl.load(weights + row, mask=real, other=0.0).to(tl.float32)
+        products = tl.zeros([BR, BI], dtype=tl.float32)
+    for first in range(0, size, BI):
+        column = first + tl.arange(0, BI)
+        across = (column < size)[None, :]
+        inside = real[:, None] & across
+        place = row[:, None] * (2 * size) + column[None, :]
+        g = tl.load(
+            grad + row[:, None] * size + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        gate = tl.load(gate_up + place, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        up = tl.load(gate_up + place + size, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        if WEIGHTED:
+            products += g * silu * up
+            g *= weight[:, None]
+        grad_gate = g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        tl.store(grads + place, grad_gate.to(grads.dtype.element_ty), mask=here[:, None] & across)
+        tl.store(grads + place + size, (g * silu).to(grads.dtype.element_ty), mask=here[:, None] & across)
+    if WEIGHTED:
+        tl.store(grad_weights + row, tl.sum(products, 1).to(grad_weights.dtype.element_ty), mask=here)

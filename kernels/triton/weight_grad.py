@@ -1,0 +1,67 @@
+"""``main[e] += grad[e].T @ rows[e]``: a tile of an expert's weight in registers over all of its rows, added once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overlap1f1b.kernels.triton.launch import interpreted, launch
+
+
+def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    assert main.is_contiguous()
+    grad, rows = grad.contiguous(), rows.contiguous()
+    E, C, A = main.shape
+    low = grad.element_size() == 2
+    # A tile of 128 × 256 has 85 operations a byte loaded; float32, which tensor cores would round, takes a quarter.
+    BC = min(triton.next_power_of_2(max(C, 16)), 128 if low else 64)
+    BA = min(triton.next_power_of_2(max(A, 16)), 256 if low else 128)
+    BR = 256 if interpreted() else 64 if low else 32
+    sizes = {"BC": BC, "BA": BA, "BR": BR, "BAND": 8, "WIDEN": interpreted()}
+    options = {"num_warps": 8 if BC * BA >= 16_384 else 4, "num_stages": 3}
+    grid = (triton.cdiv(C, BC) * triton.cdiv(A, BA), E)
+    launch(_add_weight_grad, grid, main, main, grad, rows, offsets, C, A, **sizes, **options)
+    return main
+
+
+@triton.jit
+def _add_weight_grad(
+    main,
+    grad,
+    rows,
+    offsets,
+    C: tl.constexpr,
+    A: tl.constexpr,
+    BC: tl.constexpr,
+    BA: tl.constexpr,
+    BR: tl.constexpr,
+    BAND: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    end = tl.load(offsets + expert).to(tl.int64)
+    if end > start:  # the gradient of an expert without rows is not even read
+        # Bands of BAND tiles in height, so that tiles computed together share what they load.
+        tiles_c, tiles_a = tl.cdiv(C, BC), tl.cdiv(A, BA)
+        number = tl.program_id(0)
+        band = number // (BAND * tiles_a)
+        height = tl.minimum(tiles_c - band * BAND, BAND)
+        within = number - band * BAND * tiles_a
+        c = (band * BAND + within % height) * BC + tl.arange(0, BC)
+        a = (within // height) * BA + tl.arange(0, BA)
+        total = tl.zeros([BC, BA], dtype=tl.float32)
+        inside = (c < C)[:, None] & (a < A)[None, :]
+        place = main + expert.to(tl.int64) * C * A + c.to(tl.int64)[:, None] * A + a[None, :]
+        # What was there is what the sum begins with: at the end it would need as many registers again.
+        total = tl.load(place, mask=inside, other=0.0)
+        for first in range(0, end - start, BR):
+            row = start + first + tl.arange(0, BR)
+            here = (row < end)[:, None]
+            g = tl.load(grad + row[:, None] * C + c[None, :], mask=here & (c < C)[None, :], other=0.0)
+            x = tl.load(rows + row[:, None] * A + a[None, :], mask=here & (a < A)[None, :], other=0.0)
+            if WIDEN:  # the interpreter's product of bfloat16 is wrong
+                g, x = g.to(tl.float32), x.to(tl.float32)
+            total = tl.dot(tl.trans(g), x, total, input_precision="ieee")
+        tl.store(place, total, mask=inside)

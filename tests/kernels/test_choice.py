@@ -1,0 +1,186 @@
+"""Which implementation an op takes, and a layer and an engine by each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap1f1b import Engine, build_schedule
+from overlap1f1b.kernels import choice
+from overlap1f1b.kernels.choice import Kernels, run, use_kernels
+from overlap1f1b.kernels.slots import place_slots
+from overlap1f1b.kernels.take import take_rows
+from overlap1f1b.kernels.weight_grad import add_weight_grad_
+from overlap1f1b.moe import MoEConfig, MoETransformer
+from tests.kernels.against import DEVICE
+
+CONFIG = MoEConfig(vocabulary=11, layers=2, hidden=32, heads=2, experts=6, intermediate=12, sequence=8, kernels="torch")
+
+
+class Recording(Kernels):
+    """Keeps the names of what Triton ran."""
+
+    def __init__(self, choice: choice.Choice) -> None:
+        super().__init__(choice)
+        self.ran: set[str] = set()
+
+    def uses_triton(self, op: Any, *args: Any) -> bool:
+        used = super().uses_triton(op, *args)
+        self.ran |= {op.__name__} if used else set()
+        return used
+
+
+class OnGPU(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def claimed(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.as_subclass(OnGPU) for tensor in tensors]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """What has been timed; Triton's kernel is faster where its first argument has fewer than 100 rows."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def milliseconds(function: Any, args: tuple[Any, ...]) -> float:
+        calls.append((function.__module__, args))
+        return len(args[0]) if "triton" in function.__module__ else 100
+
+    monkeypatch.setattr(choice, "_milliseconds", milliseconds)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(choice, "_triton_of", lambda op: _stand_in)
+    return calls
+
+
+def _stand_in(*args: Any) -> str:
+    return "by Triton"
+
+
+_stand_in.__module__ = "overlap1f1b.kernels.triton.take"
+
+
+def test_auto_times_a_class_of_shapes_once(timed: list[Any]) -> None:
+    pytest.importorskip("triton")
+    kernels = Kernels()
+    for rows, by_triton in ((40, True), (40, True), (63, True), (200, False), (130, False)):
+        given = claimed(torch.ones(rows, 3), torch.zeros(rows, dtype=torch.int64))
+        assert kernels.uses_triton(take_rows, *given) == by_triton
+        assert (kernels(take_rows, *given) == "by Triton") == by_triton
+    assert len(timed) == 4  # 32 to 63 rows and 128 to 255, each by both
+    assert len(kernels.chosen) == 2
+    kernels.uses_triton(take_rows, *claimed(torch.ones(40, 4), torch.zeros(40, dtype=torch.int64)))
+    assert len(kernels.chosen) == 3  # another width
+    assert not Kernels().chosen
+
+
+def test_what_is_timed_adds_to_a_copy(timed: list[Any]) -> None:
+    pytest.importorskip("triton")
+    main, grad, rows, ends = claimed(torch.ones(1, 2, 3), torch.ones(4, 2), torch.ones(4, 3), torch.tensor([4]))
+    assert Kernels().uses_triton(add_weight_grad_, main, grad, rows, ends)
+    assert [args[0].data_ptr() == main.data_ptr() for _, args in timed] == [False, False]
+
+
+def test_a_kernel_that_fails_leaves_the_twin(timed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def fails(op: Any) -> Any:
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(choice, "_triton_of", fails)
+    given = claimed(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    with pytest.warns(UserWarning, match="take_rows runs by torch, since Triton's kernel fails: out of registers"):
+        assert not Kernels().uses_triton(take_rows, *given)
+
+
+def test_what_is_never_tritons(timed: list[Any]) -> None:
+    rows, index = torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
+    assert not Kernels("torch").uses_triton(take_rows, *claimed(rows, index))
+    assert not Kernels().uses_triton(take_rows, rows, index)  # on a CPU
+    assert not Kernels().uses_triton(take_rows, *claimed(rows.double(), index))
+    assert not Kernels().uses_triton(take_rows, *claimed(rows[:0], index[:0]))
+    assert torch.equal(run(None, take_rows, rows, index), rows[index])
+    assert not timed
+
+
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="kernels='cuda'; allowed: 'auto', 'triton', 'torch'"):
+        MoEConfig(kernels="cuda")  # type: ignore[arg-type]
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="'triton' without the package triton; allowed: 'auto', 'torch'"):
+        Kernels("triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+def test_triton_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1"):
+        Kernels("triton")(place_slots, torch.zeros(1, 1, dtype=torch.int64), 1)
+
+
+def test_layers_of_a_model_choose_together() -> None:
+    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "shared_intermediate": 5, "dense_layers": 1}))
+    held = [m for m in model.modules() if hasattr(m, "kernels")]
+    assert [type(m).__name__ for m in held] == ["SwiGLU", "Router", "GroupedExperts", "SwiGLU"]
+    assert len({id(m.kernels) for m in held}) == 1
+    use_kernels(model, "auto")
+    assert {m.kernels.choice for m in held} == {"auto"}
+    assert len({id(m.kernels) for m in held}) == 1
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("options", [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2}])
+def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
+    inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)
+    results = {}
+    for kernels in ("torch", "triton"):
+        config = MoEConfig(**{**vars(CONFIG), **options, "kernels": kernels})
+        model = MoETransformer(config, device=DEVICE)
+        program = build_schedule("combined_1f1b", ranks=1, microbatches=2)
+
+        def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+        use_kernels(model, recording := Recording(kernels))
+        engine = Engine(model, program, loss_fn=loss_fn)
+        for _ in range(3):  # two that measure, one that overlaps
+            model.zero_grad()
+            loss = engine.step(inputs, target=labels).loss
+        model(inputs).square().sum().backward()  # and inside plain autograd
+        results[kernels] = (loss, [p.grad for p in model.parameters()])
+    torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
+
+    routed = {"place_slots", "spread_rows", "sum_rows", "spread_grad"}
+    activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward"}
+    assert recording.ran == routed | activated
+
+    bad = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    bad[1] = 6
+    with pytest.raises(ValueError, match="indices name expert 6; allowed: 0 to 5"):
+        model[1].mlp.experts(torch.ones(2, 32, device=DEVICE), bad, torch.ones(2, 1, device=DEVICE))
+
+
+@pytest.mark.triton
+def test_experts_of_transformers_by_triton() -> None:
+    pytest.importorskip("transformers")
+    from overlap1f1b.integrations.transformers import split_model
+    from tests.integrations.transformers import tiny
+
+    tokens, labels = (t.to(DEVICE) for t in tiny.batch(4))
+    program = build_schedule("sequential", ranks=1, microbatches=1)
+    results = []
+    for kernels in ("torch", "triton"):
+        stages = split_model(tiny.build("qwen3_moe").to(DEVICE), program, grouped=True)
+        recording = Recording(kernels)
+        for stage in stages.values():
+            use_kernels(stage, recording)
+        loss = Engine(stages, program, loss_fn=stages.loss_fn).step(tokens, target=labels).loss
+        results.append((loss, [p.grad for _, p in stages.named_parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    assert recording.ran > {"swiglu_rows", "swiglu_rows_backward", "sum_rows"}

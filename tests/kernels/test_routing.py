@@ -1,0 +1,59 @@
+"""The choice of experts by Triton, and the backward of the twin. (The twin's forward: tests/moe/test_router.py.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.routing import RouteTokens, Rule, route_tokens, route_tokens_backward
+from tests.kernels.against import DEVICE, check, draw
+
+RULES = [
+    (1, Rule(1)),
+    (7, Rule(1, scaling=2.5)),
+    (7, Rule(7, normalize=True)),
+    (30, Rule(8, softmax=False, normalize=True, scaling=2.5)),
+    (12, Rule(3, softmax=False, groups=4, top_groups=2)),
+    (15, Rule(2, normalize=True, groups=3, top_groups=1)),
+    (6, Rule(2, softmax=False, groups=6, top_groups=3)),
+]
+
+
+@pytest.mark.parametrize(("E", "rule"), RULES)
+def test_gradients(E: int, rule: Rule) -> None:
+    logits = torch.randn(9, E, dtype=torch.float64, requires_grad=True)
+    bias = torch.rand(E, dtype=torch.float64)
+
+    def weights_and_scores(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return RouteTokens.apply(x, bias, rule)[1:]
+
+    assert torch.autograd.gradcheck(weights_and_scores, logits)
+    indices, *found = RouteTokens.apply(logits, bias, rule)
+    expected_indices, *expected = route_tokens(logits, bias, rule)
+    assert torch.equal(indices, expected_indices)
+    for own, torchs in zip(found, expected, strict=True):  # one of both may have no gradient
+        grad = torch.randn_like(own)
+        (a,), (b,) = (torch.autograd.grad(x, logits, grad, retain_graph=True) for x in (own, torchs))
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("T", [0, 1, 1000])
+@pytest.mark.parametrize(("E", "rule"), RULES)
+def test_triton(E: int, rule: Rule, T: int) -> None:
+    logits, bias = 3 * draw(T, E), torch.rand(E, device=DEVICE)
+    # Scores differ by rounding; a draw in which that decides a choice would fail here, and none of these does.
+    check(route_tokens, logits, bias, rule)
+    indices, weights, scores = route_tokens(logits, bias, rule)
+    check(route_tokens_backward, draw(*weights.shape), None, scores, indices, rule)
+    check(route_tokens_backward, draw(*weights.shape), draw(*scores.shape), scores, indices, rule)
+
+
+@pytest.mark.triton
+def test_of_equal_scores_the_first_is_chosen() -> None:
+    logits = torch.zeros(3, 10, device=DEVICE)
+    for rule in (Rule(4), Rule(4, softmax=False, groups=5, top_groups=2)):
+        indices, weights, _ = Kernels("triton")(route_tokens, logits, torch.zeros(10, device=DEVICE), rule)
+        assert indices.tolist() == [[0, 1, 2, 3]] * 3
+        assert (weights == weights[0, 0]).all()

@@ -1,0 +1,48 @@
+"""SwiGLU with the weight of a row inside, against torch's own ops and finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.swiglu import WeightedSwiGLU, swiglu, swiglu_rows, swiglu_rows_backward
+from tests.kernels.against import DEVICE, DTYPES, check, draw
+
+
+def test_against_autograd() -> None:
+    gate_up = torch.randn(5, 6, requires_grad=True)
+    gate, up = gate_up.chunk(2, -1)
+    expected = F.silu(gate) * up
+    grad = torch.randn(5, 3)
+    (expected_grad,) = torch.autograd.grad(expected, gate_up, grad)
+    for y in (WeightedSwiGLU.apply(gate_up), swiglu(gate_up, Kernels("torch"))):
+        assert torch.equal(y, expected)
+        assert torch.equal(torch.autograd.grad(y, gate_up, grad)[0], expected_grad)
+
+
+def test_gradients() -> None:
+    gate_up = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(WeightedSwiGLU.apply, (gate_up, weights))
+    assert torch.autograd.gradcheck(lambda g, w: WeightedSwiGLU.apply(g, w, torch.tensor([3])), (gate_up, weights))
+
+
+def test_rows_beyond_the_count_are_zeros_whatever_they_hold() -> None:
+    gate_up, weights = torch.randn(4, 6), torch.rand(4)
+    gate_up[2:], weights[2:] = torch.nan, torch.nan
+    y = swiglu_rows(gate_up, weights, torch.tensor([2]))
+    assert torch.equal(y[:2], swiglu_rows(gate_up[:2], weights[:2]))
+    assert torch.equal(y[2:], torch.zeros(2, 3))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("R", "size"), [(0, 30), (1, 1), (1, 257), (1000, 1), (1000, 30), (300, 257), (3, 2100)])
+def test_triton(R: int, size: int, dtype: torch.dtype) -> None:
+    gate_up, grad, weights = draw(R, 2 * size, dtype=dtype), draw(R, size, dtype=dtype), draw(R, dtype=dtype)
+    for count in (None, torch.tensor([R // 2], device=DEVICE)):
+        for factors in (None, weights, weights.float()) if R < 1000 else (weights,):
+            check(swiglu_rows, gate_up, factors, count)
+            check(swiglu_rows_backward, grad, gate_up, factors, count)

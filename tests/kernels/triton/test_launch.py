@@ -1,0 +1,132 @@
+"""Tiles, and what the compiler makes of the kernels for a GPU of compute capability 9.0, which it needs none for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from overlap1f1b.kernels.routing import Rule
+from overlap1f1b.kernels.triton import combine, packing, permute, routing, slots, swiglu, take, weight_grad
+from overlap1f1b.kernels.triton.launch import SUMMED, TILE, tile
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (2048, (1, 2048)),
+        (7168, (2, 1024)),
+        (768, (8, 256)),
+        (2880, (2, 1024)),
+        (257, (16, 128)),
+        (30, (64, 32)),
+        (1, (2048, 1)),
+    ],
+)
+def test_tiles_leave_little_empty(width: int, expected: tuple[int, int]) -> None:
+    assert tile(width) == expected
+
+
+def test_rows_that_are_summed_lie_within_a_warp() -> None:
+    assert tile(2048, 2 * TILE, SUMMED) == (8, 512)
+
+
+class Compiled(NamedTuple):
+    """A kernel and its code."""
+
+    name: str
+    ptx: str
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
+    """Compiles what a function would launch, with the types, numbers and divisibility that its arguments have."""
+    if torch.cuda.is_available() or triton.knobs.runtime.interpret:
+        pytest.skip("on a GPU the other tests compile, and the interpreter cannot")
+    found: list[Compiled] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+        signature, constants, attributes = {}, {}, {}
+        for number, (parameter, value) in enumerate(zip(self.params, [*args, *given.values()], strict=True)):
+            name = parameter.name
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+                signature[name], constants[name] = "constexpr", given.get(name, value)
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[name] = "*" + NAMES[value.dtype]
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, torch.Tensor) or value % 16 == 0:
+                attributes[(number,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, attributes)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        found.append(Compiled(self.__name__, code.asm["ptx"]))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+
+    def compiled_by(function: Callable[..., Any], *args: Any) -> list[Compiled]:
+        found.clear()
+        function(*args)
+        return list(found)
+
+    return compiled_by
+
+
+T, H, K, E, INTERMEDIATE = 64, 2048, 8, 128, 768
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (take.take_rows, (half(T, H), whole(T))),
+        (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K)),
+        (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T, K))),
+        (combine.spread_grad, (half(T, H), half(T * K, H), whole(T * K), whole(T * K), half(T, K))),
+        (swiglu.swiglu_rows, (half(T, 2 * INTERMEDIATE), half(T))),
+        (swiglu.swiglu_rows_backward, (half(T, INTERMEDIATE), half(T, 2 * INTERMEDIATE), half(T))),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ((_, ptx),) = compiled(function, *args)
+    wide = re.findall(r"\b(ld|st)\.global\S*\.v4\.b32", ptx)
+    assert {"ld", "st"} == set(wide)
+    # What is narrower are places and weights, of which each row has one: fewer by far than there are words to a row.
+    narrow = re.findall(r"\b(?:ld|st)\.global\S*\.b(?:16|32|64)\s", re.sub(r"\S*\.v4\.b32\s", "", ptx))
+    assert len(narrow) <= 4 * K
+    assert not re.search(r"\b(atom|red)\.", ptx)  # sums are in one order
+
+
+@pytest.mark.slow
+def test_all_others_compile(compiled: Any) -> None:
+    rule = Rule(K, normalize=True)
+    compiled(take.put_rows, half(T, H), whole(T))
+    assert [k.name for k in compiled(slots.place_slots, whole(T, K), E)] == ["_count", "_offsets", "_place"]
+    compiled(packing.pack_places, whole(T * K), whole(T * K), whole(E), 8, T * K)
+    compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
+    compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
+    main, ends = torch.empty(2, 2 * INTERMEDIATE, H), whole(2)
+    ((_, ptx),) = compiled(weight_grad.add_weight_grad_, main, half(T, 2 * INTERMEDIATE), half(T, H), ends)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+    assert not re.search(r"\b(atom|red)\.", ptx)
