@@ -122,9 +122,9 @@ class Engine:
         )
         if self.sharding.groups and not reduce:
             raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
-        if not any(p.requires_grad for p in self.parameters()):
-            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self.shapes = all_shapes(self.stages, placement, self.mesh)
+        # A rank's own stages may all be frozen, and a model that is can be evaluated.
+        self._trains = self.mesh.combined(any(p.requires_grad for p in self.parameters()), lambda _, every: any(every))
         self.failures = Failures(self.mesh.name)
         background = any(
             dist.get_backend(g) == "gloo" for name in DIMENSIONS if (g := self.mesh.group(name)) is not None
@@ -217,9 +217,11 @@ class Engine:
             return_outputs: Whether the result has what went into the losses.
 
         Raises:
-            ValueError: A batch that is missing or cannot be cut.
+            ValueError: A batch that is missing or cannot be cut, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
+        if not self._trains:
+            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan = self.plan
         measuring = self._plans.measuring
         with self._guarded(plan):
