@@ -62,7 +62,7 @@ class Engine:
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             Modules under torch's FSDP2 have it reduce theirs.
         count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
-            instead of microbatches, ``loss_fn`` being the mean over those of its own.
+            instead of microbatches, ``loss_fn`` being the mean over those of its own; not called where there is none.
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
         timeout: Limit in seconds of every wait for another rank.
         exchange: To share one between engines, or to measure with another; by default the engine makes its own groups,
