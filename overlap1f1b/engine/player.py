@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.lanes import Flight, Lane
@@ -35,6 +37,14 @@ def _step(node: Node, microbatch: Microbatch) -> Callable[[Any], Any]:
     if run is None:
         run = microbatch.runs[node.block] = run_of(microbatch, node.block)
     return getattr(run, _METHOD[node.op, node.kind])
+
+
+def _dtypes(node: Node, microbatch: Microbatch) -> AbstractContextManager[object]:
+    """Autocast around a step is for its forwards: a backward has the dtypes of its forward already."""
+    device = microbatch.stage.device.type
+    if node.kind is Kind.F or node.op in RECOMPUTES or not torch.is_autocast_enabled(device):
+        return _NO_CONTEXT
+    return torch.autocast(device, enabled=False)
 
 
 class Player:
@@ -147,7 +157,7 @@ class Player:
             self.peak_held = max(self.peak_held, len(self._held))
         received = None if node.op in RECOMPUTES else microbatch.await_input(node.kind)
         start = time.perf_counter()
-        with self.around(node) if self.around is not None else _NO_CONTEXT:
+        with self.around(node) if self.around is not None else _NO_CONTEXT, _dtypes(node, microbatch):
             if node.kind is Kind.W:
                 accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
             else:

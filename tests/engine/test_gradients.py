@@ -138,6 +138,26 @@ def _autocast(rank: int, size: int) -> list[str]:
     ]
 
 
+def _autocast_around(rank: int, size: int) -> list[str]:
+    """bf16 autocast around a step: the forwards' alone, as torch advises for a plain loop."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    inputs, target = models.batch(4)
+    whole, blocks = models.build(layers=2), models.build(layers=2)
+    for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = models.loss_fn(whole(x), y) / 4
+        loss.backward()
+    program = build_schedule("zb_h1", ranks=size, microbatches=4)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.step(inputs, target=target)
+    return differences(engine, list(blocks), whole, 0)
+
+
+def test_autocast_around_a_step(ranks2: Ranks) -> None:
+    assert ranks2.run(_autocast_around) == [[], []]
+
+
 def test_autocast_over_stages(ranks2: Ranks) -> None:
     assert ranks2.run(_autocast) == [[], []]
 
