@@ -68,7 +68,7 @@ class Engine:
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             Modules under torch's FSDP2 have it reduce theirs.
         count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
-            instead of microbatches, ``loss_fn`` being the mean over those of its own.
+            instead of microbatches, ``loss_fn`` being the mean over those of its own; not called where there is none.
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
         timeout: Limit in seconds of every wait for another rank.
         exchange: To share one between engines, or to measure with another; by default one over groups of its own.
@@ -129,10 +129,10 @@ class Engine:
         )
         if self.sharding.groups and not reduce:
             raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
-        if not any(p.requires_grad for p in self.parameters()):
-            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
         self.shapes = all_shapes(self.stages, placement, self.mesh)
+        # A rank's own stages may all be frozen, and a model that is can be evaluated.
+        self._trains = self.mesh.combined(any(p.requires_grad for p in self.parameters()), lambda _, every: any(every))
         self.failures = Failures(self.mesh.name)
         background = self._shared_links = self.mesh.on_gloo  # which uses one interface for all its groups
         device = next(iter(self.stages.values())).device
@@ -191,10 +191,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What the next step plays: the compiled plan, or the serial one as long as there are no costs.
-
-        Another may be set between steps, on all ranks alike; setting costs replaces it.
-        """
+        """What the next step plays; another may be set between steps, on all ranks alike, and stays until costs are."""
         return self._plans.of_step
 
     @plan.setter
@@ -223,9 +220,11 @@ class Engine:
             return_outputs: Whether the result has what went into the losses.
 
         Raises:
-            ValueError: A batch that is missing or cannot be cut.
+            ValueError: A batch that is missing or cannot be cut, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
+        if not self._trains:
+            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring = self.plan, self._plans.measuring
         play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
         with self._guarded(plan), recorded(self.player.recorder):

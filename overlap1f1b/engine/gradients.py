@@ -55,7 +55,8 @@ def clip(
         return sum(whole for whole, _ in once), sum(sharded for _, sharded in squares)
 
     whole, sharded = mesh.combined((_square(grads), _square_of_shards(shards)), total)
-    norm = torch.tensor(whole + sharded).sqrt()
+    double = any(parameter.dtype == torch.float64 for parameter in every)
+    norm = torch.tensor(math.sqrt(whole + sharded), dtype=torch.float64 if double else torch.float32)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
         over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
@@ -66,7 +67,8 @@ def clip(
 
 
 def _square(grads: Iterable[Tensor]) -> float:
-    return float(get_total_norm(grads).double()) ** 2
+    norm = float(get_total_norm(grads))
+    return norm * norm  # ** would raise where this gives infinity
 
 
 def _square_of_shards(grads: Iterable[DTensor]) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.carveout import Carveout
@@ -42,6 +44,27 @@ def _step(node: Node, microbatch: Microbatch) -> Callable[[Any], Any]:
     if run is None:
         run = microbatch.runs[node.block] = run_of(microbatch, node.block)
     return getattr(run, _METHOD[node.op, node.kind])
+
+
+def _plain_backwards(around: Around | None) -> Around | None:
+    """What is around a compute node: autocast around a step is for its forwards alone.
+
+    A backward has the dtypes of its forward already.
+    """
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not devices:
+        return around
+
+    @contextmanager
+    def within(node: Node) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device in devices if node.kind is not Kind.F and node.op not in RECOMPUTES else ():
+                stack.enter_context(torch.autocast(device, enabled=False))
+            if around is not None:
+                stack.enter_context(around(node))
+            yield
+
+    return within
 
 
 class Player:
@@ -114,9 +137,9 @@ class Player:
         self.peak_activations = self.peak_held = 0
         self._times = None if self._watch is None else StepTimes(self._watch)
         issue: Callable[[Node, Mapping[Any, Any]], None] = self._issue
-        self._around = self.around
+        self._around = _plain_backwards(self.around)
         if self.recorder is not None:
-            issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self.around)
+            issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
         try:
             for self.position, node in enumerate(nodes):
                 issue(node, microbatches)

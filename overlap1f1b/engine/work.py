@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from overlap1f1b.engine.batch import Batch, cut
 from overlap1f1b.engine.mesh import Dimension, Mesh
@@ -121,7 +122,7 @@ def work_of(
             scale = weights[index] * loss.scale
             arguments |= {
                 "target": target_of(index),
-                "loss_fn": loss.function,
+                "loss_fn": loss.function if weights[index] else _of_no_token,
                 "loss_scale": scale,
                 "keep_outputs": keep,
             }
@@ -133,6 +134,12 @@ def work_of(
 
 def _none(index: int) -> Tensors:
     return ()
+
+
+def _of_no_token(*given: Tensor) -> Tensor:
+    """Zero, with gradients of zero: the mean over no token would be undefined, and so would its gradients."""
+    zeros = [tensor.flatten()[:0].sum() for tensor in given if tensor.requires_grad]
+    return sum(zeros, torch.zeros((), device=given[0].device))
 
 
 def _weights(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:

@@ -29,11 +29,17 @@ def tokens(target: Tensor) -> int:
 
 
 def ragged(microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A batch whose microbatches count for different numbers of tokens."""
+    """A batch whose microbatches count for different numbers of tokens, the second for none."""
     inputs, target = models.batch(microbatches, seed=seed)
     for row in range(len(target)):
         target[row, : (row * 5 + seed) % 7] = IGNORED
+    target[2:4] = IGNORED
     return inputs, target
+
+
+def parts(inputs: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The microbatches that count."""
+    return [(x, y) for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True) if tokens(y)]
 
 
 def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) -> list[str]:
@@ -45,7 +51,7 @@ def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) ->
     total = sum(tokens(target) for _, target in data)
     whole = models.build(layers=4)
     for inputs, target in data:
-        for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+        for x, y in parts(inputs, target):
             (3.0 * token_mean(whole(x), y) * tokens(y) / total).backward()
     blocks = list(models.build(mesh.get_group("ep"), layers=4))
     engine = Engine(blocks, program, mesh=mesh, loss_fn=token_mean, count_tokens=tokens, costs=COSTS, timeout=30)
@@ -59,7 +65,7 @@ def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) ->
         expected = sum(
             float(token_mean(whole(x), y)) * tokens(y) / total
             for inputs, target in data
-            for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True)
+            for x, y in parts(inputs, target)
         )
     if abs(mean - expected) > 1e-5:
         problems.append(f"mean loss {mean}, expected {expected}")
@@ -132,8 +138,73 @@ def _autocast(rank: int, size: int) -> list[str]:
     ]
 
 
+def _autocast_around(rank: int, size: int) -> list[str]:
+    """bf16 autocast around a step: the forwards' alone, as torch advises for a plain loop."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    inputs, target = models.batch(4)
+    whole, blocks = models.build(layers=2), models.build(layers=2)
+    for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = models.loss_fn(whole(x), y) / 4
+        loss.backward()
+    program = build_schedule("zb_h1", ranks=size, microbatches=4)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.step(inputs, target=target)
+    return differences(engine, list(blocks), whole, 0)
+
+
+def test_autocast_around_a_step(ranks2: Ranks) -> None:
+    assert ranks2.run(_autocast_around) == [[], []]
+
+
 def test_autocast_over_stages(ranks2: Ranks) -> None:
     assert ranks2.run(_autocast) == [[], []]
+
+
+def _frozen(rank: int, size: int, name: str, frozen: range) -> list[str]:
+    """Blocks without a gradient, perhaps all that a rank holds."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    program = build_schedule(name, ranks=size, microbatches=5)
+    inputs, target = models.batch(5)
+    whole, blocks = (models.build(layers=3) for _ in range(2))
+    for index in frozen:
+        whole[index].requires_grad_(False)
+        blocks[index].requires_grad_(False)
+    models.plain_gradients(whole, inputs, target, 5)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+    engine.step(inputs, target=target)
+    norm, reference = engine.clip_gradients(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    torch.testing.assert_close(norm, reference)
+    return differences(engine, list(blocks), whole, 0)
+
+
+@pytest.mark.parametrize("frozen", [range(3), range(3, 6), range(1, 4)])
+def test_frozen_stages(ranks2: Ranks, frozen: range) -> None:
+    for name in ("1f1b", "zb_h1"):
+        assert ranks2.run(_frozen, name, frozen) == [[], []]
+
+
+def test_a_frozen_model_is_evaluated_and_not_trained() -> None:
+    data, model = models.batch(2), models.build().requires_grad_(False)
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, costs=COSTS)
+    assert float(engine.evaluate(data[0], target=data[1]).loss) == pytest.approx(
+        float(models.loss_fn(model(data[0]), data[1])), rel=1e-5
+    )
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        engine.step(data[0], target=data[1])
+
+
+def test_a_norm_is_as_precise_as_the_gradients() -> None:
+    model, plain = models.build().double(), models.build().double()
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, costs=COSTS)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        other.grad = parameter.grad.clone()
+    norm, reference = engine.clip_gradients(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(norm, reference, rtol=1e-14, atol=0.0)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-14, atol=0.0)
 
 
 def test_no_token_at_all_is_refused() -> None:
