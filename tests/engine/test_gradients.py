@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts
@@ -216,3 +217,33 @@ def test_no_token_at_all_is_refused() -> None:
         engine.step(inputs, target=torch.full_like(target, IGNORED))
     with pytest.raises(ValueError, match=r"max_norm=-1.0; allowed: 0 or more"):
         engine.clip_gradients(-1.0)
+
+
+def _scaled(rank: int, size: int) -> list[str]:
+    """A gradient that is infinite on one stage alone makes all ranks leave that step out."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
+    blocks, whole = list(models.build(mesh.get_group("ep"), layers=2)), models.build(layers=2)
+    engine = Engine(
+        blocks, build_schedule("1f1b", ranks=2, microbatches=2), mesh=mesh, loss_fn=models.loss_fn, costs=COSTS
+    )
+    data = models.batch(2)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    for overflows in (True, False):
+        engine.step(data[0], target=data[1], loss_scale=float(scaler.scale(torch.ones(()))))
+        if overflows and rank == 1:
+            next(engine.parameters()).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    models.plain_gradients(whole, *data, 2)
+    torch.optim.SGD(whole.parameters(), lr=0.5).step()
+    held, problems = set(engine.parameters()), []
+    for (name, mine), theirs in zip(nn.Sequential(*blocks).named_parameters(), whole.parameters(), strict=True):
+        if mine in held and not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7):
+            problems.append(name)
+    return problems if scaler.get_scale() == 512.0 else [f"scale {scaler.get_scale()}"]
+
+
+def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_scaled) == [[], []]
