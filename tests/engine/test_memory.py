@@ -44,7 +44,7 @@ def _steps(rank: int, size: int, name: str, pp: int) -> list[tuple[int, int, int
         if step % 10 == 9:
             engine.evaluate(inputs, target=target)
         if step in (19, STEPS - 1):
-            found.append(_held())
+            found.append(min(_held() for _ in range(5) if not time.sleep(0.05)))  # lanes' threads let go a little later
     return found
 
 
