@@ -96,7 +96,8 @@ def test_a_few_files_of_many_ranks(capsys: Capture, tmp_path: Path) -> None:
     assert "no file of rank 0 to 2, 5, 7 to 511: figures are those of the other ranks" in result.out
 
 
-def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path) -> None:
+def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names that fit into a line
     alone = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
     found = content(capsys, alone)
     assert found["ranks"][0]["hidden_fraction"] is None
@@ -104,8 +105,9 @@ def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path) -> None:
     row = next(line.split() for line in result.out.splitlines() if line.startswith("   0"))
     assert row == ["0", "1000.000", "1000.000", "0.000", "0.000", "0.000", "–", "0.000", "0.000", "0.000"]
     assert "steady" not in result.out
-    result = report(capsys, "--compare", alone, write_run(tmp_path / "run", simulated("combined_1f1b", 3)))
-    assert "hides 54% of its exchange and" in result.out
+    write_run(tmp_path / "run", simulated("combined_1f1b", 3))
+    result = report(capsys, "--compare", "rank0.json", "run")
+    assert "run hides 54% of its exchange and rank0.json nothing; its step takes" in result.out
     assert ["hidden", "–", "54.0%", "–"] in [line.split() for line in result.out.splitlines()]
 
 
