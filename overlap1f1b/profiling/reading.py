@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
 
+from overlap1f1b.plan.ranges import FORMAT
 from overlap1f1b.profiling.capture import Capture
 from overlap1f1b.profiling.chrome import add_place, is_trace, taker
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Recording
-from overlap1f1b.profiling.records import FORMAT, read_records
+from overlap1f1b.profiling.records import read_records
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.profiling.stream import read_events
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from overlap1f1b.plan import Lane, Node
-from overlap1f1b.plan.ranges import parse_node
+from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
 from overlap1f1b.profiling.recording import Recording, Spans, Step, What
 
-FORMAT, VERSION = "overlap1f1b-spans", 1
 _KINDS = {"node": 0, "flight": 1, "wait": 2}
 _SECOND = 1e9
 _LONGEST = 1e9  # seconds that fit into whole nanoseconds
