@@ -18,13 +18,12 @@ from overlap1f1b.engine.ranges import RangeWriter
 from overlap1f1b.engine.reducer import Reducer
 from overlap1f1b.engine.sharded_reducer import ShardedReducer
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange
+from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
 
 if TYPE_CHECKING:
     from overlap1f1b.engine.engine import Engine
     from overlap1f1b.engine.player import Around
-
-FORMAT, VERSION = "overlap1f1b-spans", 1
 
 Issue = Callable[[Node, Mapping[Any, Any]], None]
 

@@ -20,6 +20,8 @@ from overlap1f1b.plan.node import Node, Op
 from overlap1f1b.schedule import Action, Kind
 
 PREFIX = "o1 "
+FORMAT, VERSION = "overlap1f1b-spans", 1
+"""Of the records that the engine writes and a report reads, whose spans have these names, too."""
 NodeRangeKind = Literal["node", "flight", "wait"]
 
 _NODE = re.compile(r"(flight |wait )?(\w+)\.([fbw])\[(\d+)(?:\.(\d+))?\] m(\d+)(?: s(\d+)('*))?", re.ASCII)

@@ -50,6 +50,7 @@ class Table:
 
     def __init__(self, capture: Capture) -> None:
         name, thread, start, end = capture.ranges.arrays
+        end = np.maximum(start, end)
         parsed = [parse_range(text) for text in capture.names]
         self.labels = [found for found in parsed if isinstance(found, Label)]
         if len({label.rank for label in self.labels}) > 1:
@@ -87,6 +88,7 @@ def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
     autograd's, the one that is open on the issuing thread.
     """
     correlation, stream, start, end = capture.kernels.arrays
+    end = np.maximum(start, end)
     number, thread, at = capture.launches.arrays
     order = np.argsort(number, kind="stable")
     number, thread, at = number[order], thread[order], at[order]
@@ -106,7 +108,7 @@ def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
     owner[lost] = _innermost(around.chosen(around.thread == issuer), launched[lost])
     notes = []
     if table.names and (missing := int((~found).sum())):
-        notes.append(f"{missing} of {len(start)} kernels have no launch in the file; they are told by stream")
+        notes.append(f"{missing} of {len(start)} kernels have no launch in the file, so no range")
     order = np.argsort(launched, kind="stable")
     return Kernels(*(column[order] for column in (owner, stream, start, end, launched))), notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -31,6 +31,8 @@ def read_nsys(path: Path) -> list[Capture]:
             return _captures(path, database)
     except sqlite3.Error as error:
         raise ValueError(f"{path}: {error}; allowed: a whole file of nsys export --type sqlite") from None
+    except (TypeError, OverflowError) as error:  # SQLite keeps text in a column of numbers
+        raise ValueError(f"{path}: a row is malformed ({error}); allowed: a file of nsys export") from None
 
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
@@ -57,7 +59,7 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     return list(captures.values())
 
 
-def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterator[tuple[str, int, int, int]]:
+def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str, int, int, int]]:
     """Our ranges: their text stands in the row or, where it was registered, among the strings.
 
     One that was open when the capture ended has no end; only a label can do without.
@@ -65,15 +67,15 @@ def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterator[tuple[str,
     text, strings = "e.text", ""
     if named:
         text, strings = "COALESCE(e.text, s.value)", "LEFT JOIN StringIds AS s ON e.textId = s.id"
-    yield from database.execute(
+    return database.execute(
         f'SELECT {text} AS name, e.globalTid, e.start, COALESCE(e."end", e.start) FROM NVTX_EVENTS AS e {strings} '
-        "WHERE e.eventType IN (?, ?) AND substr(name, 1, ?) = ? "
+        "WHERE e.eventType IN (?, ?) AND e.globalTid IS NOT NULL AND substr(name, 1, ?) = ? "
         'AND (e."end" IS NOT NULL OR substr(name, ?, 5) = ?) ORDER BY e.start',
         (_PUSH_POP, _START_END, len(PREFIX), PREFIX, len(PREFIX) + 1, "rank "),
     )
 
 
-def _rows(database: sqlite3.Connection, table: str, columns: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    chosen = ", ".join(f'"{column}"' for column in columns)
-    given = " AND ".join(f'"{column}" IS NOT NULL' for column in columns)
-    yield from database.execute(f'SELECT {chosen} FROM "{table}" WHERE {given}')
+def _rows(database: sqlite3.Connection, table: str, columns: Sequence[str]) -> Iterable[tuple[int, ...]]:
+    named = [f't."{column}"' for column in columns]  # alone, a missing column would be a string
+    given = " AND ".join(f"{column} IS NOT NULL" for column in named)
+    return database.execute(f'SELECT {", ".join(named)} FROM "{table}" AS t WHERE {given}')

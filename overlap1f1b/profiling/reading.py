@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
 
+from overlap1f1b.plan.ranges import FORMAT
 from overlap1f1b.profiling.capture import Capture
 from overlap1f1b.profiling.chrome import add_place, is_trace, taker
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Recording
-from overlap1f1b.profiling.records import FORMAT, read_records
+from overlap1f1b.profiling.records import read_records
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.profiling.stream import read_events
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
 """Of the files that are read of a folder."""
+MOST_RANKS = 1 << 20
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
 )
@@ -59,7 +61,7 @@ def read(*paths: str | Path) -> Recordings:
     left_out: list[str] = []
     for file in files:
         try:
-            found += read_file(file)
+            found += [_placed(recording) for recording in read_file(file)]
         except ValueError as error:
             if len(files) == 1:
                 raise
@@ -103,7 +105,9 @@ def _read_json(path: Path, text: IO[str]) -> Recording:
         content = read_events(text, taker(capture))
     except (UnicodeDecodeError, OSError):
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         why = str(error) if type(error) is ValueError else f"an event is malformed ({type(error).__name__}: {error})"
         raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
     if content.get("format") == FORMAT:
@@ -119,6 +123,18 @@ def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
     if len(captures) == 1:
         return [recording_of(captures[0])]
     return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
+
+
+def _placed(recording: Recording) -> Recording:
+    """Refuses a place that no rank has."""
+    rank, world = recording.rank or 0, recording.world
+    off = [name for name, (at, size) in recording.mesh.items() if not 0 <= at < size]
+    if off or rank < 0 or (world is not None and not rank < world <= MOST_RANKS):
+        raise ValueError(
+            f"{recording.path} is of rank {rank} of {world}, mesh {recording.mesh}; allowed: a rank and positions that "
+            f"are below their sizes, at most {MOST_RANKS} ranks"
+        )
+    return recording
 
 
 def _files(path: Path) -> list[Path]:

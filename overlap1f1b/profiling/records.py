@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from overlap1f1b.plan import Lane, Node
-from overlap1f1b.plan.ranges import parse_node
+from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
 from overlap1f1b.profiling.recording import Recording, Spans, Step, What
 
-FORMAT, VERSION = "overlap1f1b-spans", 1
 _KINDS = {"node": 0, "flight": 1, "wait": 2}
 _SECOND = 1e9
+_LONGEST = 1e9  # seconds that fit into whole nanoseconds
 
 
 def read_records(path: Path, content: Mapping[str, Any]) -> Recording:
@@ -39,7 +39,7 @@ def read_records(path: Path, content: Mapping[str, Any]) -> Recording:
             steps.append(_step(step, begin, names))
             begin = steps[-1].end
         rank = int(content["rank"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({type(error).__name__}: {error})") from None
     if not steps:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
@@ -65,8 +65,11 @@ class _Names:
 
 def _step(content: Mapping[str, Any], begin: int, names: _Names) -> Step:
     """One step; its clock starts at ``begin``."""
-    kinds, texts, *times = zip(*content["spans"], strict=True) if content["spans"] else ((),) * 4
-    start, end = begin + np.rint(np.array(times, float) * _SECOND).astype(np.int64)
+    kinds, texts, begins, ends = zip(*content["spans"], strict=True) if content["spans"] else ((),) * 4
+    times, seconds = np.array([begins, ends], float), float(content["seconds"])
+    if not (abs(seconds) < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
+        raise ValueError(f"step {content['step']} has times that no step has")  # nan is none, too
+    start, end = begin + np.rint(times * _SECOND).astype(np.int64)
     kind = np.array([_KINDS[kind] for kind in kinds], np.int64)
     every = Spans.of(np.array([names(text) for text in texts], np.int64), start, end)
     every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
@@ -74,5 +77,5 @@ def _step(content: Mapping[str, Any], begin: int, names: _Names) -> Step:
     computes = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in names.what]
     compute = issued[np.array(computes, bool)[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
-    until = max(begin + round(float(content["seconds"]) * _SECOND), last)
+    until = max(begin + round(seconds * _SECOND), last)
     return Step(int(content["step"]), begin, until, issued, compute, flights, waits)

@@ -38,7 +38,8 @@ class _Builder:
     def __init__(self, capture: Capture, table: Table, kernels: Kernels, notes: list[str]) -> None:
         self.capture, self.table, self.kernels, self.notes = capture, table, kernels, notes
         self.names = table.names
-        self.by_range, self.device = bool(len(table.nodes["node"].what)), bool(len(kernels.start))
+        self.device = bool(len(kernels.start))
+        self.by_range = bool((kernels.owner >= 0).any()) if self.device else bool(len(table.nodes["node"].what))
         on_compute = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
@@ -57,8 +58,9 @@ class _Builder:
     def recording(self) -> Recording:
         capture = self.capture
         if not self.by_range:
+            why = "no kernel was launched in a range" if len(self.table.nodes["node"].what) else "no ranges"
             self.notes.append(
-                f"no ranges of overlap1f1b: stream {self.main}, which has most kernels, is taken for compute and all "
+                f"{why} of overlap1f1b: stream {self.main}, which has most kernels, is taken for compute and all "
                 "others for exchange"
             )
         steps = tuple(self._steps())
@@ -78,8 +80,9 @@ class _Builder:
 
     def _steps(self) -> list[Step]:
         numbers, begins, ends = self.table.steps.what, self.table.steps.start, self.table.steps.end
-        if not len(numbers):
-            self.notes.append("no ranges of steps: the whole file is taken for one")
+        blind = self.device and not len(self.capture.launches)  # nobody knows what a step launched
+        if not len(numbers) or blind:
+            self.notes.append(f"no {'launches' if blind else 'ranges of steps'}: the whole file is taken for one step")
             columns = [column for spans in self.host.values() for column in (spans.start, spans.end)]
             times = np.concatenate([*columns, self.kernels.start, self.kernels.end, self.kernels.launched])
             numbers, begins, ends = np.array([0]), np.array([times.min()]), np.array([times.max() + 1])

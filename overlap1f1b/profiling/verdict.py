@@ -151,7 +151,10 @@ def _against_exposure(sums: Sums) -> str:
             "expert-parallel ranks"
         )
     if opened == 2:
-        return "two actions were open at a time: overlap=3 and one more warm-up forward (extra_warmup=1) open a third"
+        return (
+            "two actions were open at a time: overlap=3 and one more warm-up forward (extra_warmup=1) open a third; "
+            "with both already, more microbatches or two chunks"
+        )
     phases = sums.by_phase
     edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
     if edges > overlap.exposed / 2:

@@ -29,6 +29,12 @@ def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
         "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "is no text"),
         "events.json": (b'{"traceEvents": []}', "has no ranges of overlap1f1b and no kernels"),
         "kernel.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}', "an event is malformed"),
+        "late.json": (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}, "ts": 1e30, "dur": 1}]}',
+            "malformed",
+        ),
+        "args.json": (b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "args": 3}]}', "an event is malformed"),
+        "deep.json": (b"[" * 100_000, "it is nested too deeply"),
         "broken.json.gz": (b"\x1f\x8b\x08 no gzip", "broken.json.gz"),
         "profile.nsys-rep": (b"\1\2\3", "allowed: what nsys export --type sqlite makes of it"),
     }
@@ -66,6 +72,51 @@ def test_foreign_databases(tmp_path: Path) -> None:
         database.execute("CREATE TABLE NVTX_EVENTS (start INTEGER)")
     assert "no such column" in refusal(path)
     database.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "no such column: t.globalPid"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'noon'", "a row is malformed"),
+    ],
+)
+def test_an_export_of_another_form(tmp_path: Path, change: str, message: str) -> None:
+    path = write_nsys(tmp_path / "other.sqlite", {1: device()})
+    with sqlite3.connect(path) as database:
+        database.execute(change)
+    database.close()
+    assert message in refusal(path)
+
+
+def test_texts_among_the_strings_and_ranges_of_no_thread(tmp_path: Path) -> None:
+    path = write_nsys(tmp_path / "registered.sqlite", {1: device()})
+    with sqlite3.connect(path) as database:
+        database.execute("INSERT INTO NVTX_EVENTS (start, end, eventType, text) VALUES (0, 9, 59, 'o1 rank 5: ep 0/9')")
+        database.execute(
+            "INSERT INTO StringIds (value) SELECT DISTINCT text FROM NVTX_EVENTS WHERE text IS NOT NULL "
+            "AND text NOT IN (SELECT value FROM StringIds)"
+        )
+        database.execute(
+            "UPDATE NVTX_EVENTS SET textId = (SELECT id FROM StringIds WHERE value = text), text = NULL "
+            "WHERE text IS NOT NULL"
+        )
+    database.close()
+    (recording,) = read_file(path)
+    assert (recording.rank, len(recording.steps[0].issued)) == (0, 7)
+
+
+def test_places_that_no_rank_has(tmp_path: Path) -> None:
+    spans = [("node", "dense.f[0] m0", 0.0, 1.0)]
+    for place in (
+        {"rank": -1},
+        {"rank": 2, "mesh": {"ep": [0, 2]}},
+        {"mesh": {"ep": [2, 2]}},
+        {"mesh": {"ep": [0, 10**9]}},
+    ):
+        path = write_record(tmp_path / "rank0.json", [spans])
+        path.write_text(json.dumps(json.loads(path.read_text()) | place))
+        assert "allowed: a rank and positions that are below their sizes, at most 1048576 ranks" in refusal(path)
 
 
 def test_tables_that_nsys_did_not_create(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def content(**changes: Any) -> dict[str, Any]:
 
 
 STEP = {"step": 1, "seconds": 1.0, "spans": []}
+BAD = (float("nan"), float("inf"), 1e300, -1)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,11 @@ STEP = {"step": 1, "seconds": 1.0, "spans": []}
         (content(steps=[{**STEP, "spans": [["nap", "dense.f[0] m0", 0, 1]]}]), "not a record of overlap1f1b profile"),
         (content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0]]}]), "not a record of overlap1f1b profile"),
         (content(steps=[]), "no steps"),
+        *[
+            (content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0, at]]}]), "times that no step has")
+            for at in BAD
+        ],
+        (content(steps=[{**STEP, "seconds": float("inf")}]), "times that no step has"),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str) -> None:

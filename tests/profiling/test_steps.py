@@ -104,12 +104,35 @@ def test_streams_where_ranges_are_missing(tmp_path: Path, kind: str) -> None:
     assert figures.by_phase == {}
 
 
+@pytest.mark.parametrize("kind", ["chrome", "nsys"])
+def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
+    """Ranges alone say nothing of kernels: not that nothing was exchanged."""
+    kernels = [kernel._replace(launched=None) for kernel in device().kernels if kernel.stream != OTHER]
+    recording = written(tmp_path, Events(device().ranges, kernels), kind)
+    assert (recording.rank, recording.by) == (0, "stream")
+    assert figures_of(recording).overlap == (480, 380)
+    assert recording.notes == (
+        "11 of 11 kernels have no launch in the file, so no range",
+        f"no kernel was launched in a range of overlap1f1b: stream {COMPUTE}, which has most kernels, is taken for "
+        "compute and all others for exchange",
+        "no launches: the whole file is taken for one step",
+    )
+
+
+@pytest.mark.parametrize("kind", ["chrome", "nsys"])
+def test_what_ends_before_it_starts_takes_no_time(tmp_path: Path, kind: str) -> None:
+    kernels = [kernel._replace(end=kernel.start - 5) for kernel in device().kernels]
+    figures = figures_of(written(tmp_path, Events(device().ranges, kernels), kind))
+    assert (figures.compute, figures.overlap) == (0, (0, 0))
+    assert figures.time == sum(figures.idle.values()) > 0
+
+
 def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
     ranges = [Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20)]
     kernels = [Kernel(COMPUTE, 20, 30, 1), Kernel(COMPUTE, 30, 50, 11), Kernel(COMPUTE, 60, 70, 2)]
     recording = written(tmp_path, Events(ranges, kernels), "chrome")
     assert figures_of(recording).overlap == (20, 20)
-    assert recording.notes[0] == "no ranges of steps: the whole file is taken for one"
+    assert recording.notes[0] == "no ranges of steps: the whole file is taken for one step"
 
 
 def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
@@ -132,7 +155,7 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
     assert figures[1].overlap == (0, 0)
     assert figures[1].overlap.hidden_fraction == 1
     assert figures[1].time == 310 - 80
-    assert recording.notes == ("1 of 5 kernels have no launch in the file; they are told by stream",)
+    assert recording.notes == ("1 of 5 kernels have no launch in the file, so no range",)
     assert figures_of(recording).overlap == (60, 50)
 
 

@@ -20,7 +20,7 @@ from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOpt
 from overlap1f1b.cli.profile.subject import subject
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import shown, tables_of
+from overlap1f1b.cli.report.tables import print_table, tables_of
 from overlap1f1b.cli.workload import environment
 from overlap1f1b.engine import Engine, Profile
 from overlap1f1b.profiling import read
@@ -95,7 +95,7 @@ def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
     content = content_of(read(*traces))
     for table in tables_of(content)[:2]:
         screen.print()
-        screen.print(shown(table))
+        print_table(table, screen)
     screen.print()
     screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
     for advice in content["advice"]:

@@ -15,7 +15,7 @@ from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
 from overlap1f1b.cli.report.rows import rows_of
-from overlap1f1b.cli.report.tables import comparison, shown, tables_of
+from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.simulation.trace import write_trace
 
@@ -42,6 +42,8 @@ def report(options: ReportOptions) -> None:
             timelines = predict(recordings.ranks, step)
             add_predicted(content, timelines, step)
             bars += predicted_bars(recordings.ranks, timelines)
+        if not bars:
+            raise ValueError(f"step {step} has nothing to draw; allowed: a step with spans")
         content["drawn_step"] = step
     elif output.step is not None:
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
@@ -56,7 +58,7 @@ def _compare(paths: Sequence[Path], screen: Console, target: str | None) -> None
     for content, name in zip(contents, names, strict=True):
         _say(screen, [f"{name}: {line}" for line in (*remarks(content), *content["notes"])])
     sentence = compared(contents[0], contents[1], names)
-    screen.print(shown(comparison(contents, names)))
+    print_table(comparison(contents, names), screen)
     screen.print()
     screen.print(Text(sentence, style="bold"), soft_wrap=True)
     write_json(target, {"compare": contents, "verdict": sentence})
@@ -93,7 +95,7 @@ def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:
     _say(screen, [*remarks(content), *content["notes"]])
     for table in tables_of(content):
         screen.print()
-        screen.print(shown(table))
+        print_table(table, screen)
     screen.print()
     screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
     _say(screen, [f"try: {text}" for text in content["advice"]])

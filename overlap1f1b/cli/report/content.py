@@ -49,7 +49,7 @@ def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], st
             "step_ms": timeline.makespan,
             "exchange_ms": timeline.exchange,
             "exposed_ms": timeline.exposed,
-            "hidden_fraction": timeline.hidden_fraction,
+            "hidden_fraction": timeline.hidden_fraction if timeline.exchange else None,
         }
 
 
@@ -58,10 +58,15 @@ def compared(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequenc
     a, b = first["all"], second["all"]
     ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
     sentence = (
-        f"{names[1]} hides {b['hidden_fraction']:.0%} of its exchange and {names[0]} {a['hidden_fraction']:.0%}; "
+        f"{names[1]} hides {_share(b)} of its exchange and {names[0]} {_share(a)}; "
         f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
     )
     return f"{PARTIAL}{sentence}" if first["partial"] or second["partial"] else sentence
+
+
+def _share(figures: Mapping[str, Any]) -> str:
+    share = figures["hidden_fraction"]
+    return "nothing" if share is None else f"{share:.0%}"
 
 
 def _rank(rank: RankFigures) -> dict[str, Any]:
@@ -89,12 +94,13 @@ def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
     }
 
 
-def _overlap(overlap: Overlap, steps: int) -> dict[str, float]:
+def _overlap(overlap: Overlap, steps: int) -> dict[str, float | None]:
+    """Its share is None where nothing was exchanged."""
     return {
         "exchange_ms": overlap.exchange / steps / 1e6,
         "hidden_ms": overlap.hidden / steps / 1e6,
         "exposed_ms": overlap.exposed / steps / 1e6,
-        "hidden_fraction": overlap.hidden_fraction,
+        "hidden_fraction": overlap.hidden_fraction if overlap.exchange else None,
     }
 
 

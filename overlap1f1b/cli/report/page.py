@@ -121,9 +121,18 @@ def _remarks(content: Mapping[str, Any]) -> str:
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
     """Why figures are partial, one line each."""
-    missing = ", ".join(map(str, content["missing_ranks"]))
+    missing = _runs(content["missing_ranks"])
     lines = [f"no file of rank {missing}: figures are those of the other ranks"] if missing else []
     return lines + [f"left out: {text}" for text in content["left_out"]]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """As ``0, 2 to 511``: a run may have thousands of ranks and a file of one."""
+    there = set(numbers)
+    begins = [number for number in numbers if number - 1 not in there]
+    ends = [number for number in numbers if number + 1 not in there]
+    pairs = zip(begins, ends, strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)
 
 
 def _table(table: Table) -> str:

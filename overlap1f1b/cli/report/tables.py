@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
 RANKS_SHOWN = 16
+NO_SHARE = "–"
+_GAP = 2  # columns of the terminal between two of a table
 _OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
 _IDLE = {"exposed_exchange": "for exchange", "pipeline_bubble": "for the pipeline", "host_late": "for the host"}
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
@@ -43,7 +46,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
 def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     """Two runs side by side, and what changed."""
     first, second = (content["all"] for content in contents)
-    lines: list[tuple[str, float, float, str]] = [("step", first["step_ms"], second["step_ms"], "ms")]
+    lines: list[tuple[str, float | None, float | None, str]] = [("step", first["step_ms"], second["step_ms"], "ms")]
     lines += [("compute", first["compute_ms"], second["compute_ms"], "ms")]
     lines += [(key.removesuffix("_ms"), first[key], second[key], "ms") for key in ("exchange_ms", "exposed_ms")]
     lines += [("hidden", first["hidden_fraction"], second["hidden_fraction"], "%")]
@@ -54,18 +57,41 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
             lines.append((f"exposed, {label.get(name, name)}", *pair, "ms"))
     for name, text in _IDLE.items():
         lines.append((f"idle {text}", first["idle_ms"][name], second["idle_ms"][name], "ms"))
-    rows = [
-        [Cell(name), *(_value(unit, value) for value in (a, b)), _change(unit, b - a)] for name, a, b, unit in lines
-    ]
+    rows = [[Cell(name), *(_value(unit, value) for value in (a, b)), _change(unit, a, b)] for name, a, b, unit in lines]
     return Table("", ("ms a step", *names, "change"), rows)
 
 
-def shown(table: Table) -> RichTable:
-    """For the terminal."""
+def print_table(table: Table, screen: Console) -> None:
+    """In as many parts as the terminal is too narrow for, each with the first column: no figure is cut."""
+    for part in _fitted(table, screen.width):
+        screen.print(_shown(part))
+
+
+def _fitted(table: Table, width: int) -> list[Table]:
+    cells = [[row[place].text for row in table.rows] for place in range(len(table.headings))]
+    widths = [max(map(len, (heading, *texts))) for heading, texts in zip(table.headings, cells, strict=True)]
+    parts, used = [[0]], widths[0]
+    for place in range(1, len(widths)):
+        used += _GAP + widths[place]
+        if used > width and len(parts[-1]) > 1:
+            parts.append([0])
+            used = widths[0] + _GAP + widths[place]
+        parts[-1].append(place)
+    return [
+        Table(
+            table.title if number == 0 else "",
+            [table.headings[place] for place in part],
+            [[row[place] for place in part] for row in table.rows],
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
+def _shown(table: Table) -> RichTable:
     drawn = RichTable(box=None, pad_edge=False, title=table.title or None, title_justify="left", title_style="bold")
     for place, heading in enumerate(table.headings):
         texts = [row[place].text for row in table.rows]
-        numeric = all(text == "" or text[0].isdigit() or text[0] in "+-−" for text in texts)
+        numeric = all(text in ("", NO_SHARE) or text[0].isdigit() or text[0] in "+-−" for text in texts)
         drawn.add_column(heading, justify="right" if numeric else "left")
     for row in table.rows:
         drawn.add_row(*(escape(cell.text) for cell in row))
@@ -91,7 +117,7 @@ def _figures(figures: Mapping[str, Any], path: tuple[str | int, ...], name: str)
 
 
 def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[str, str]) -> Table:
-    parts = content["all"][key]
+    parts = content["all"][key] if content["all"]["exchange_ms"] else {}
     rows = [
         [Cell(names.get(name, name)), *(_cell(part, ("all", key, name), figure) for figure in _OVERLAP)]
         for name, part in parts.items()
@@ -128,14 +154,19 @@ def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> 
     return Cell(number(key, figures[key]), (*path, key))
 
 
-def number(key: str, value: float) -> str:
-    """A figure as every table shows it."""
+def number(key: str, value: float | None) -> str:
+    """A figure as every table shows it; a share of no exchange is none."""
+    if value is None:
+        return NO_SHARE
     return f"{value:.1%}" if key.endswith("fraction") else f"{value:.3f}"
 
 
-def _value(unit: str, value: float) -> Cell:
-    return Cell(f"{value:.1%}" if unit == "%" else f"{value:.3f}")
+def _value(unit: str, value: float | None) -> Cell:
+    return Cell(number("fraction" if unit == "%" else "", value))
 
 
-def _change(unit: str, value: float) -> Cell:
+def _change(unit: str, first: float | None, second: float | None) -> Cell:
+    if first is None or second is None:
+        return Cell(NO_SHARE)
+    value = second - first
     return Cell(f"{100 * value:+.1f} points" if unit == "%" else f"{value:+.3f}")

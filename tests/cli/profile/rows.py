@@ -14,7 +14,7 @@ from overlap1f1b.cli.ranks import joined
 from overlap1f1b.engine import Profile
 from overlap1f1b.schedule import build_schedule
 
-STEPS = 2
+STEPS = 3
 ROWS = {
     "sequential": Row(build_schedule("sequential", microbatches=4), "serial"),
     "pairs": Row(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
@@ -33,10 +33,7 @@ def main(folder: Path, text: Path) -> None:
                 bench.step(engines[row.key])
                 with Profile(engines[row.key], folder / name):
                     overlaps = [bench.step(engines[row.key])[1].overlap for _ in range(STEPS)]
-                own = {
-                    "exchange_ms": 1e3 * sum(overlap.exchange for overlap in overlaps) / STEPS,
-                    "exposed_ms": 1e3 * sum(overlap.exposed for overlap in overlaps) / STEPS,
-                }
+                own = [{"exchange": 1e9 * overlap.exchange, "exposed": 1e9 * overlap.exposed} for overlap in overlaps]
                 (folder / f"{name}-{rank.rank}.json").write_text(json.dumps(own))
 
 

@@ -7,7 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch
 from overlap1f1b.cli.launch import run_ranks
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.wire import Wire
-from overlap1f1b.profiling import read
+from overlap1f1b.profiling import figures_of, read
 from tests.cli.profile.rows import ROWS
 from tests.cli.run import COMMAND, ROOT, Run, refused
 
@@ -30,7 +32,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disagreements(folder: Path, text: Path) -> list[str]:
-    """What traces and records of three rows say other than the engine's own counters, by more than three points."""
+    """What traces and records of three rows say other than the engine's own counters, by more than three points.
+
+    Step by step, the median of three: one in which the processor was taken away does not count.
+    """
     folder.mkdir()
     with Wire(2) as wire:
         environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
@@ -39,29 +44,35 @@ def disagreements(folder: Path, text: Path) -> list[str]:
     found, shares = [], {}
     for name in ROWS:
         for pattern in ("rank*.trace.json.gz", "rank?.json"):
-            content = content_of(read(*sorted((folder / name).glob(pattern))))
-            for rank, seen in enumerate(content["ranks"]):
-                own = json.loads((folder / f"{name}-{rank}.json").read_text())
-                own["hidden_ms"] = own["exchange_ms"] - own["exposed_ms"]
-                for key, value in own.items():
-                    if abs(seen[key] - value) > 0.03 * own["exchange_ms"]:
-                        found.append(f"{name}, {pattern}, rank {rank}: {key} {seen[key]}, counted {value}")
-                shares[name] = own["hidden_ms"] / own["exchange_ms"]
+            for recording in read(*sorted((folder / name).glob(pattern))).ranks:
+                own = json.loads((folder / f"{name}-{recording.rank}.json").read_text())
+                seen = [figures_of(recording, [step]).overlap for step in recording.steps]
+                both = list(zip(seen, own, strict=True))
+                for key in ("exchange", "exposed", "hidden"):
+                    off = [abs(getattr(a, key) - counted(b, key)) / b["exchange"] for a, b in both]
+                    if median(off) > 0.03:
+                        found.append(f"{name}, {pattern}, rank {recording.rank}: {key} is off by {off} of the exchange")
+                shares[name] = median(counted(step, "hidden") / step["exchange"] for step in own)
     if shares["sequential"] > 0.05 or min(shares["pairs"], shares["three"]) < shares["sequential"] + 0.1:
         found.append(f"hidden: {shares}")
     return found
 
 
+def counted(step: Mapping[str, float], key: str) -> float:
+    """Of the engine's own figures, in nanoseconds."""
+    return step["exchange"] - step["exposed"] if key == "hidden" else step[key]
+
+
 @pytest.mark.slow
 def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Path) -> None:
-    """Sequential, Megatron's pattern, three open actions; further attempts are for a busy machine."""
+    """Sequential, Megatron's pattern, three open actions; a second attempt is for a busy machine."""
     try:
         with Wire(2):
             pass
     except ValueError as error:
         pytest.skip(str(error))
     found: list[str] = []
-    for attempt in range(3):
+    for attempt in range(2):
         found = disagreements(tmp_path / str(attempt), text)
         if not found:
             return

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
+from overlap1f1b.cli.report.content import content_of
+from overlap1f1b.cli.report.tables import print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import Events, write_chrome, write_nsys
+from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
 
 Capture = pytest.CaptureFixture[str]
 
@@ -81,6 +85,41 @@ def test_partial_results_are_marked(capsys: Capture, run: Path) -> None:
     assert "left out: " in result.out
     assert "rank0.json is empty" in result.out
     assert "\nPartial: " in result.out
+
+
+def test_a_few_files_of_many_ranks(capsys: Capture, tmp_path: Path) -> None:
+    spans = [("node", "dense.f[0] m0", 0.0, 1.0)]
+    for rank in (3, 4, 6):
+        path = write_record(tmp_path / f"rank{rank}.json", [spans])
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": rank, "mesh": {"ep": [rank, 512]}}))
+    result = report(capsys, tmp_path)
+    assert "no file of rank 0 to 2, 5, 7 to 511: figures are those of the other ranks" in result.out
+
+
+def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names that fit into a line
+    alone = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
+    found = content(capsys, alone)
+    assert found["ranks"][0]["hidden_fraction"] is None
+    result = report(capsys, alone)
+    row = next(line.split() for line in result.out.splitlines() if line.startswith("   0"))
+    assert row == ["0", "1000.000", "1000.000", "0.000", "0.000", "0.000", "–", "0.000", "0.000", "0.000"]
+    assert "steady" not in result.out
+    write_run(tmp_path / "run", simulated("combined_1f1b", 3))
+    result = report(capsys, "--compare", "rank0.json", "run")
+    assert "run hides 54% of its exchange and rank0.json nothing; its step takes" in result.out
+    assert ["hidden", "–", "54.0%", "–"] in [line.split() for line in result.out.splitlines()]
+
+
+def test_a_narrow_terminal_cuts_no_figure(run: Path) -> None:
+    found = content_of(read(run))
+    for table in tables_of(found):
+        screen = Console(width=80, file=StringIO(), record=True)
+        print_table(table, screen)
+        lines = screen.export_text().splitlines()
+        assert max(map(len, lines)) <= 80
+        words = " ".join(lines).split()
+        assert all(word in words for row in table.rows for cell in row for word in cell.text.split())
 
 
 def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None:
@@ -176,6 +215,8 @@ def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
     assert "--stepp is no option of overlap1f1b report" in refused(capsys, run, "--stepp", 1)
     assert "--step x; allowed: a whole number" in refused(capsys, run, "--step", "x")
     assert "No such file" in refused(capsys, tmp_path / "nothing.json")
+    empty = write_record(tmp_path / "empty.json", [[]])
+    assert "step 1 has nothing to draw" in refused(capsys, empty, "--html", tmp_path / "empty.html")
     alone = run / "rank1.json"
     assert "no file of pipeline rank 0" in refused(capsys, alone, "--predicted")
 
