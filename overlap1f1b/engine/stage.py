@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -54,6 +54,8 @@ class Stage:
         """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
         self.dropped: list[Dropped] = []
         """What every call under a capacity had no room for. Whoever sets one reads it."""
+        self.check_tokens: Callable[[int], None] | None = None
+        """Told how many tokens each call under a capacity has."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
