@@ -44,6 +44,7 @@ class Capacity:
         self._compared = False
         for stage in self.stages:
             stage.capacity, stage.check_tokens = factor, self._compare
+            stage.adds_to_main &= factor is None  # what a step adds must be there to be taken back
 
     def _compare(self, tokens: int) -> None:
         """Compares the first call's tokens over the ranks that exchange; those of later ones are theirs to keep equal.
