@@ -63,7 +63,7 @@ class Kernels:
 
     def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         assert not kwargs, "what tells shapes apart is positional"
-        return (_triton_of(op) if self.uses_triton(op, *args) else op)(*args, **kwargs)
+        return (triton_of(op) if self.uses_triton(op, *args) else op)(*args, **kwargs)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
         """Whether this op, with arguments like these, is Triton's; with ``"auto"`` times it if need be."""
@@ -83,7 +83,8 @@ class Kernels:
                 return False
             if torch.cuda.is_current_stream_capturing():
                 return True  # a capture cannot be timed, and the twins may look at values
-            self.chosen[key] = _faster(op, args)
+            with torch.cuda.device_of(tensors[0]):  # whose stream the events are on
+                self.chosen[key] = _faster(op, args)
         return self.chosen[key] == "triton"
 
 
@@ -109,7 +110,8 @@ def _interpreted() -> bool:
     raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
 
 
-def _triton_of(op: Callable[P, T]) -> Callable[P, T]:
+def triton_of(op: Callable[P, T]) -> Callable[P, T]:
+    """The Triton function of the same name and arguments as a twin; needs the package."""
     package, _, module = op.__module__.rpartition(".")
     function: Callable[P, T] = getattr(import_module(f"{package}.triton.{module}"), op.__name__)
     return function
@@ -134,7 +136,7 @@ def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", 
         args = (args[0].clone(), *args[1:])
     with torch.no_grad():
         try:
-            triton = _milliseconds(_triton_of(op), args)
+            triton = _milliseconds(triton_of(op), args)
         except Exception as error:  # too large for this GPU's registers or shared memory, or a compiler's fault
             warnings.warn(f"{op.__name__} runs by torch, since Triton's kernel fails: {error}", stacklevel=2)
             return "torch"

@@ -55,7 +55,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         ``[R, C]``, of which rows that belong to no expert have values without meaning.
     """
     if _native(rows, weight):
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=_offsets(counts, rows))
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets(counts, rows))
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     for part, source, w in zip(_parts(out, counts), _parts(rows, counts), weight, strict=True):
         torch.mm(source, w.t(), out=part)
@@ -65,7 +65,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Gradient ``[R, A]`` of ``rows`` from that ``[R, C]`` of the product."""
     if _native(grad, weight):
-        return F.grouped_mm(grad.contiguous(), weight, offs=_offsets(counts, grad))
+        return F.grouped_mm(grad.contiguous(), weight, offs=offsets(counts, grad))
     out = grad.new_empty(grad.shape[0], weight.shape[2])
     for part, source, w in zip(_parts(out, counts), _parts(grad, counts), weight, strict=True):
         torch.mm(source, w, out=part)
@@ -75,8 +75,8 @@ def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -
 def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
     if _native(grad, rows):
-        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=_offsets(counts, grad))
-        return product.masked_fill_((_offsets(counts, grad).diff(prepend=_zero(grad)) == 0)[:, None, None], 0.0)
+        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=offsets(counts, grad))
+        return product.masked_fill_((offsets(counts, grad).diff(prepend=_zero(grad)) == 0)[:, None, None], 0.0)
     out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
     for part, g, r in zip(out, _parts(grad, counts), _parts(rows, counts), strict=True):
         torch.mm(g.t(), r, out=part)
@@ -93,7 +93,8 @@ def _zero(like: Tensor) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
-def _offsets(counts: Sequence[int], like: Tensor) -> Tensor:
+def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
+    """``[E]`` int32 on the device of ``like``, the end of each expert's rows."""
     if isinstance(counts, ExpertRows):
         return counts.ends
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=like.device)

@@ -32,7 +32,8 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     Returns:
         ``main``. The twin rounds the product to bfloat16 first where it runs by torch's grouped product on CUDA.
     """
-    if main.is_cuda and grad.dtype == torch.bfloat16 and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
+    low = main.is_cuda and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
         ends = offsets.to(torch.int32)
         product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=ends)
         none = ends.diff(prepend=ends.new_zeros(1)) == 0

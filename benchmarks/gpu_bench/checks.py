@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gpu_bench.context import Context, relative_error, tensors
 from gpu_bench.kernels import Shape, cases
-from gpu_bench.model import build, loss_fn
+from gpu_bench.model import Workload, build, loss_fn
 from gpu_bench.steps import deterministic, gradients
 from overlap1f1b import Engine, NodeCosts, build_schedule
 from overlap1f1b.engine import CapacityOverflowError
-from overlap1f1b.kernels.choice import _triton_of
+from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.weight_grad import add_weight_grad_
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.moe.exchange import Exchange
@@ -60,7 +60,7 @@ def run(context: Context) -> dict[str, Any]:
 
 def kernel(context: Context, op: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """Triton's kernel against its twin; on a CPU the twin against itself with other memory."""
-    other = _triton_of(op) if context.cuda else op
+    other = triton_of(op) if context.cuda else op
     mains = [(args[0].clone(), *args[1:]) for _ in range(2)] if op is add_weight_grad_ else [args, args]
     with torch.no_grad():
         wanted, found = tensors(op(*mains[0])), tensors(other(*mains[1]))
@@ -87,8 +87,13 @@ def loopback(context: Context) -> str | None:
     return None
 
 
+def _workload(context: Context) -> Workload:
+    """The same kernels every time: what each model found the faster for itself could have other bits."""
+    return build(context, 2, routing="real", small=True, kernels="triton" if context.cuda else "torch")
+
+
 def _engine(context: Context, overlap: Any, exchange: Exchange | None = None, **options: Any) -> Engine:
-    work = build(context, 2, routing="real", small=True)
+    work = _workload(context)
     name, warmup = ("sequential", {}) if overlap == "serial" else ("combined_1f1b", {"extra_warmup": 1})
     if overlap == "pairs":
         warmup = {"extra_warmup": 0}
@@ -103,7 +108,7 @@ def _engine(context: Context, overlap: Any, exchange: Exchange | None = None, **
 
 def against_autograd(context: Context, wanted: list[Tensor]) -> str | None:
     """The engine's own baseline against ``loss.backward()``."""
-    work = build(context, 2, routing="real", small=True)
+    work = _workload(context)
     count = work.microbatches
     set_auxiliary_scale(work.model, 1 / count)
     with deterministic():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpu_bench.context import Context, relative_error, tensors
-from overlap1f1b.kernels.choice import _triton_of
+from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.packing import pack_places
 from overlap1f1b.kernels.permute import spread_rows
@@ -125,7 +125,7 @@ def measured(context: Context, shape: Shape, case: Case, copy: float | None) -> 
             wanted = [t.clone() for t in tensors(case.op(*case.args))] if case.op is not add_weight_grad_ else None
             row["eager_ms"] = context.milliseconds(lambda: case.op(*case.args), seconds=0.2)
             if context.cuda:
-                triton = _triton_of(case.op)
+                triton = triton_of(case.op)
                 if wanted is not None:
                     row["error"] = relative_error(tensors(triton(*case.args)), wanted)
                     if not row["error"] < (1e-2 if context.dtype == torch.bfloat16 else 1e-5):

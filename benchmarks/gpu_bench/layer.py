@@ -41,6 +41,9 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
     with torch.no_grad():
         indices, weights = layer.router(x)
     row: dict[str, Any] = {"shape": vars(s), "flops": flops}
+    # The loop has a parameter for each expert, as a list of modules would: the gradient of a slice is as large as all.
+    gate_ups, downs = ([w.detach().requires_grad_() for w in every] for every in (experts.gate_up, experts.down))
+    apart = (*gate_ups, *downs)
 
     def both(call: Callable[[Tensor], Tensor]) -> tuple[Callable[[], Tensor], Callable[[], None]]:
         leaf = x.clone().requires_grad_()
@@ -49,7 +52,7 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
             return call(leaf)
 
         def step() -> None:
-            for parameter in (*layer.parameters(), leaf):
+            for parameter in (*layer.parameters(), *apart, leaf):
                 parameter.grad = None
             call(leaf).backward(g)
 
@@ -59,9 +62,9 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
         y = torch.zeros_like(tokens)
         for expert in range(s.E):  # what a plain implementation does: it waits for the device at every expert
             token, choice = torch.where(indices == expert)
-            gate, up = F.linear(tokens[token], experts.gate_up[expert]).chunk(2, -1)
-            out = F.linear(F.silu(gate) * up, experts.down[expert])
-            y = y.index_add(0, token, out * weights[token, choice].unsqueeze(1))
+            gate, up = F.linear(tokens[token], gate_ups[expert]).chunk(2, -1)
+            out = F.linear(F.silu(gate) * up, downs[expert])
+            y.index_add_(0, token, out * weights[token, choice].unsqueeze(1))
         return y
 
     forward, step = both(layer)

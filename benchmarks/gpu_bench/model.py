@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_bench.context import Context
+from overlap1f1b.kernels.choice import Choice
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router
 
 Routing = Literal["balanced", "real"]
@@ -61,7 +62,13 @@ class Workload:
 
 
 def build(
-    context: Context, layers: int, *, routing: Routing = "balanced", overhead: bool = False, small: bool = False
+    context: Context,
+    layers: int,
+    *,
+    routing: Routing = "balanced",
+    overhead: bool = False,
+    small: bool = False,
+    kernels: Choice = "auto",
 ) -> Workload:
     """Experts as wide as the model, two a token: their exchange at the rate of a fast network card takes about as long
     as their compute, so that both sides of equality can be measured by slowing it down."""
@@ -73,6 +80,7 @@ def build(
             vocabulary=4096, layers=layers, hidden=2048, heads=16, experts=16, top_k=2, intermediate=2048, sequence=4096
         )
         microbatches, batch = 8, 1 if overhead else 2
+    config = replace(config, kernels=kernels)
     torch.manual_seed(0)
     with drawn_on_the_device():
         model = MoETransformer(config, dtype=context.dtype, device=context.device)

@@ -226,9 +226,12 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Attention's backward otherwise adds in the order in which blocks happen to end."""
+    """Attention's backward otherwise adds in the order in which blocks happen to end.
+
+    Not with ``warn_only``, under which FlashAttention's backward warns and stays as it was.
+    """
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield

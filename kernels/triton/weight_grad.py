@@ -51,7 +51,6 @@ def _add_weight_grad(
         within = number - band * BAND * tiles_a
         c = (band * BAND + within % height) * BC + tl.arange(0, BC)
         a = (within // height) * BA + tl.arange(0, BA)
-        total = tl.zeros([BC, BA], dtype=tl.float32)
         inside = (c < C)[:, None] & (a < A)[None, :]
         place = main + expert.to(tl.int64) * C * A + c.to(tl.int64)[:, None] * A + a[None, :]
         # What was there is what the sum begins with: at the end it would need as many registers again.

@@ -12,6 +12,7 @@ from torch import nn
 from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.integrations.transformers import SplitModel, split_model
+from overlap1f1b.moe import use_kernels
 from overlap1f1b.schedule import Program
 
 BYTES = 256
@@ -43,6 +44,7 @@ class HfModel(nn.Module):
         for stage in stages.values():
             stage.hang(self)
         self.__dict__["stages"] = stages
+        use_kernels(self, options.kernels)
 
     @property
     def split(self) -> SplitModel:

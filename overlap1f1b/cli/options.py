@@ -82,6 +82,8 @@ class RunOptions:
     host waits. By default sizes are exact."""
     overflow: Literal["raise", "rerun"] = "raise"
     """What to do where the capacity is too little: give up, or play the step again with exact sizes."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """What permutations, sums, activations and the router run by; auto times both on a GPU and keeps the faster."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     hf_config: str | None = None

@@ -32,7 +32,7 @@ class Capacity:
         mesh: The ranks that play a step together.
 
     Raises:
-        ValueError: A factor or an overflow that is none.
+        ValueError: A factor or an overflow that is none. When played: ranks along "ep" with other numbers of tokens.
     """
 
     def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Stage], mesh: Mesh) -> None:
@@ -41,8 +41,26 @@ class Capacity:
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow={overflow!r}; allowed: {', '.join(map(repr, get_args(Overflow)))}")
         self.factor, self.overflow, self.stages, self.mesh = factor, overflow, list(stages), mesh
+        self._compared = False
         for stage in self.stages:
-            stage.capacity = factor
+            stage.capacity, stage.check_tokens = factor, self._compare
+            stage.adds_to_main &= factor is None  # what a step adds must be there to be taken back
+
+    def _compare(self, tokens: int) -> None:
+        """Compares the first call's tokens over the ranks that exchange; those of later ones are theirs to keep equal.
+
+        Raises:
+            ValueError: Sizes would not be equal, and ranks would wait for rows that nobody sends.
+        """
+        if self._compared:
+            return
+        every = self.mesh.gathered("ep", tokens)
+        if len(set(every)) > 1:
+            raise ValueError(
+                f"capacity={self.factor:g} with {every} tokens on the ranks along 'ep'; allowed: equally many, or "
+                "capacity=None"
+            )
+        self._compared = True
 
     def played(self, play: Callable[[], T], parameters: Iterable[nn.Parameter] = ()) -> T:
         """What ``play`` returns.

@@ -105,6 +105,8 @@ class BlockRun:
         """Goes on with the forward."""
         step = self._advance(value, self.microbatch.random)
         if isinstance(step, SeamCall):
+            if self.stage.capacity is not None and self.stage.check_tokens is not None:
+                self.stage.check_tokens(len(step.indices))
             self.seams.append(SeamRun(step, self.stage.exchange, self.stage.capacity))
             route = self.seams[-1].route
             if route.dropped is not None:

@@ -61,7 +61,7 @@ class Engine:
             ``"experts"`` what the experts compute, ``"attention"`` all else (of a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: the rows that the experts received and returned are kept.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
-            Ranks along "ep" must have equally many tokens. By default sizes are exact.
+            Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
         overflow: What to do where that is too little: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
         plan: What to play, instead of compiling one.

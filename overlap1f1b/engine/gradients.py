@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.stage import Stage
+from overlap1f1b.engine.weights import main_grad
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 
@@ -31,7 +32,7 @@ def clip(
     FSDP2 every rank counts its shard.
 
     Raises:
-        ValueError: A negative or undefined ``max_norm``.
+        ValueError: A negative or undefined ``max_norm``; gradients of experts that are kept in ``main_grad``.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
@@ -42,6 +43,8 @@ def clip(
             if isinstance(module, Experts):
                 experts |= dict.fromkeys(module.parameters())
         every |= dict.fromkeys(block.parameters())
+    if any(p.grad is None and main_grad(p) is not None for p in experts):
+        raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: to clip where those are kept")
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -54,6 +55,10 @@ class Stage:
         """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
         self.dropped: list[Dropped] = []
         """What every call under a capacity had no room for. Whoever sets one reads it."""
+        self.adds_to_main = not reduce_experts
+        """Whether gradients of experts' weights may go to their ``main_grad``, where nobody here looks at ``.grad``."""
+        self.check_tokens: Callable[[int], None] | None = None
+        """Told how many tokens each call under a capacity has."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
@@ -61,7 +66,7 @@ class Stage:
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.generators = generators_of(self.device)
-        self.expert_parameters: dict[nn.Module, list[nn.Parameter]] = {}
+        self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
         self.block_parameters: list[list[nn.Parameter]] = []
         self._find_parameters()
         self.linears = [
@@ -180,7 +185,7 @@ class Stage:
         try:
             for experts in self.expert_parameters:
                 change(experts, "forward", seam(experts, experts.forward))
-                change(experts, "product", self._grouped_product)
+                change(experts, "product", partial(self._grouped_product, experts))
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", _SplitForward(self, linear))
             carriers = (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier))
@@ -194,8 +199,9 @@ class Stage:
                 else:
                     attributes[name] = value
 
-    def _grouped_product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return SplitGroupedMM.apply(rows, weight, counts, self._queue)
+    def _grouped_product(self, experts: Experts, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        kernels = experts.kernels if self.adds_to_main else None
+        return SplitGroupedMM.apply(rows, weight, counts, self._queue, kernels)
 
     def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         """``module``'s forward with its weight gradient left to the queue in force."""

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.kernels.grouped_mm import grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad, product_dtype
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.grouped_mm import (
+    grouped_mm,
+    grouped_mm_input_grad,
+    grouped_mm_weight_grad,
+    offsets,
+    product_dtype,
+)
+from overlap1f1b.kernels.weight_grad import add_weight_grad_
 
 Gradients = dict[nn.Parameter, Tensor]
 
@@ -22,11 +30,11 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self.probing = False
-        self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
+        self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
         self._ready: Gradients = {}
 
-    def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        """Leaves a gradient to be computed later."""
+    def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor | None]) -> None:
+        """Leaves a gradient to be computed later; None is one that has been added elsewhere by then."""
         if not self.probing:
             self._waiting.append((weight, gradient))
 
@@ -38,7 +46,8 @@ class WeightQueue:
         """Computes and empties what waits, together with what was kept, summed per parameter."""
         total, self._ready = self._ready, {}
         for weight, gradient in self._waiting:
-            total[weight] = total[weight] + gradient() if weight in total else gradient()
+            if (found := gradient()) is not None:
+                total[weight] = total[weight] + found if weight in total else found
         self._waiting = []
         return total
 
@@ -75,26 +84,61 @@ def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class SplitGroupedMM(torch.autograd.Function):
-    """``grouped_mm`` whose backward gives the gradient of the rows and queues that of the weight."""
+    """``grouped_mm`` whose backward gives the gradient of the rows and queues that of the weight.
+
+    With ``kernels`` it is added to the weight's main gradient, if there is one, instead of being handed on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: nn.Parameter, counts: Sequence[int], queue: WeightQueue) -> Tensor:
-        ctx.counts, ctx.queue, ctx.weight = counts, queue, weight
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: nn.Parameter,
+        counts: Sequence[int],
+        queue: WeightQueue,
+        kernels: Kernels | None = None,
+    ) -> Tensor:
+        ctx.counts, ctx.queue, ctx.weight, ctx.kernels = counts, queue, weight, kernels
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = rows.to(ctx.dtype)
         ctx.save_for_backward(rows, weight)
         return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        if ctx.needs_input_grad[1]:
-            ctx.queue.put(ctx.weight, lambda: grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype))
-        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), None, None, None
+        parameter, kernels = ctx.weight, ctx.kernels
+        main = None if kernels is None else main_grad(parameter)
+        if ctx.needs_input_grad[1] and main is not None:
+            ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
+        elif ctx.needs_input_grad[1]:
+            ctx.queue.put(parameter, lambda: grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype))
+        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), None, None, None, None
+
+
+def main_grad(parameter: nn.Parameter) -> Tensor | None:
+    """The float32 buffer in which an optimizer keeps a parameter's gradient, by Megatron's name; None without one."""
+    main = getattr(parameter, "main_grad", None)
+    if not isinstance(main, Tensor) or main.dtype != torch.float32 or main.shape != parameter.shape:
+        return None
+    return main if main.is_contiguous() else None
+
+
+def _add_to_main(
+    parameter: nn.Parameter, main: Tensor, grad: Tensor, rows: Tensor, counts: Sequence[int], kernels: Kernels
+) -> Tensor | None:
+    kernels(add_weight_grad_, main, grad.contiguous(), rows, offsets(counts, grad))
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    # Megatron's hooks wait for a gradient, are told by this not to add it, and let go of it: its values are nothing's.
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(parameter)
 
 
 def accumulate(gradients: Gradients) -> None:
     """Adds to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
+    if not gradients:
+        return
     if all(parameter.grad is not None for parameter in gradients):
         torch.autograd.backward(list(gradients), list(gradients.values()))
         return

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.workload import model_config
 from tests.cli.run import Run, refused
 from tests.cli.test_board import scalars
 
@@ -189,6 +191,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
             "unknown program 'zigzag'; allowed: sequential, combined_1f1b, afab, 1f1b, interleaved_1f1b, "
             "zb_h1, zb_h2, zb_v, dualpipe, dualpipev",
         ),
+        ("--kernels cuda", "--kernels cuda; allowed: auto, triton, torch"),
         ("--overlap 0", "overlap='0'; allowed: serial, pairs, or a number of open actions from 1"),
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
@@ -207,6 +210,10 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
 )
 def test_options_that_no_run_can_have(args: str, error: str) -> None:
     assert refused("train", *args.split()) == error
+
+
+def test_the_model_runs_by_the_kernels_of_the_options() -> None:
+    assert model_config(TrainOptions(kernels="torch")).kernels == "torch"
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,13 @@ def _ranks(rank: int, size: int) -> list[str]:
     except CapacityOverflowError as error:
         if "14 rows to each rank" not in str(error):
             problems.append(str(error))
+    engine = Engine(model, PROGRAM, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30, capacity=2.0)
+    try:
+        engine.step(data[0][:, rank:], target=data[1][:, rank:])
+        problems.append("unequal tokens went through")
+    except ValueError as error:
+        if "capacity=2 with [14, 12] tokens on the ranks along 'ep'; allowed: equally many" not in str(error):
+            problems.append(str(error))
     return problems
 
 

@@ -54,7 +54,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
 
     monkeypatch.setattr(choice, "_milliseconds", milliseconds)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choice, "_triton_of", lambda op: _stand_in)
+    monkeypatch.setattr(choice, "triton_of", lambda op: _stand_in)
     return calls
 
 
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_leaves_the_twin(timed: list[Any], monkeypatch: pyte
     def fails(op: Any) -> Any:
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(choice, "_triton_of", fails)
+    monkeypatch.setattr(choice, "triton_of", fails)
     given = claimed(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
     with pytest.warns(UserWarning, match="take_rows runs by torch, since Triton's kernel fails: out of registers"):
         assert not Kernels().uses_triton(take_rows, *given)
