@@ -85,7 +85,8 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def save_pretrained(self, folder: Path | str) -> None:
         """Writes the whole model to a folder that ``from_pretrained`` opens, a file a stage. All ranks must call this.
 
-        No rank holds more than its stages, with all experts of one of them.
+        No rank holds more than its stages, with all experts of one of them. Weights of an earlier save in the folder
+        are replaced.
         """
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
@@ -94,7 +95,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):
-            write_index(folder, self._placement.stages, self.model.config)
+            write_index(folder, self._placement.stages, self.model)
         if self._mesh is not None:
             dist.barrier()
 
