@@ -210,7 +210,11 @@ def split_model(
 
 def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
     """This rank's place along each dimension."""
-    return {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    if mesh is None:
+        return {}
+    if not mesh.mesh_dim_names:
+        raise ValueError("mesh without names of its dimensions; allowed: any of 'pp', 'dp', 'ep'")
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
 def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
