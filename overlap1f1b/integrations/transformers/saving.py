@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from overlap1f1b.integrations.transformers.conversion import reverted
 from overlap1f1b.moe import Experts
 
 INDEX = "model.safetensors.index.json"
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Files of weights, by transformers' names."""
 
 
 def shares(stage: nn.Module) -> dict[str, Experts]:
@@ -45,7 +49,11 @@ def save_stage(folder: Path, number: int, stages: int, stage: nn.Module, model: 
     copies = {id(p) for p in stage.__dict__["tied"].values()} if number else set()
     tied = {name for name, p in stage.named_parameters() if id(p) in copies}  # transformers ties them again
     tensors: dict[str, Tensor] = {}
-    for name, value in stage.state_dict().items():
+    seen: set[int] = set()
+    for name, value in stage.state_dict(keep_vars=True).items():
+        if id(value) in seen:  # tied inside the stage
+            continue
+        seen.add(id(value))
         full = whole(name, value, shared)
         if writes and name not in tied:
             tensors[name] = full.cpu().contiguous()
@@ -60,8 +68,11 @@ def file_of(number: int, stages: int) -> str:
     return f"model-{number + 1:05d}-of-{stages:05d}.safetensors"
 
 
-def write_index(folder: Path, stages: int, config: Any) -> None:
-    """Says which file has which tensor, and writes the configuration."""
+def write_index(folder: Path, stages: int, model: Any) -> None:
+    """Says which file has which tensor, and writes the configurations, as the model's own ``save_pretrained`` does.
+
+    Weights that an earlier save left in the folder go: ``from_pretrained`` would read ``model.safetensors`` first.
+    """
     from safetensors import safe_open
 
     where: dict[str, str] = {}
@@ -72,4 +83,11 @@ def write_index(folder: Path, stages: int, config: Any) -> None:
             where |= dict.fromkeys(opened.keys(), file)
         size += (folder / file).stat().st_size
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
-    config.save_pretrained(folder)
+    for path in folder.glob("model*.safetensors"):
+        if WEIGHTS.fullmatch(path.name) and path.name not in where.values():
+            path.unlink()
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -73,7 +73,7 @@ class Shell:
                 around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
                 if device.type == "meta":  # there masks are made without a look at values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
+                output = self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
         except (TypeError, ValueError) as error:
             if walk.refused:
                 raise
@@ -94,6 +94,7 @@ class Shell:
                     f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient; "
                     "allowed: one chain of hidden states"
                 )
+        self._check_output(output)
         before, after = phases
         for name, module in outside.items():
             label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
@@ -112,6 +113,13 @@ class Shell:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
         self.around = Around(before, after)
         return self.around
+
+    def _check_output(self, output: Any) -> None:
+        if getattr(output, "logits", None) is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returns {type(output).__name__}; "
+                "allowed: a causal LM with its head, which returns logits and, with labels, a loss"
+            )
 
     @property
     def owner_name(self) -> str:
@@ -172,6 +180,9 @@ class Shell:
             return output
 
         if not routed:
+            asked = getattr(self.model.config, "output_router_logits", False)
+            if asked and any(self.routers(number) for number in range(len(self.layers))):
+                raise ValueError("config.output_router_logits was set after split_model; allowed: before it")
             return self.model(**given, use_cache=False)
         with _put(self.owner.__dict__, "forward", forward):
             return self.model(**given, use_cache=False)

@@ -85,7 +85,8 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def save_pretrained(self, folder: Path | str) -> None:
         """Writes the whole model to a folder that ``from_pretrained`` opens, a file a stage. All ranks must call this.
 
-        No rank holds more than its stages, with all experts of one of them.
+        No rank holds more than its stages, with all experts of one of them. Weights of an earlier save in the folder
+        are replaced.
         """
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
@@ -94,7 +95,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):
-            write_index(folder, self._placement.stages, self.model.config)
+            write_index(folder, self._placement.stages, self.model)
         if self._mesh is not None:
             dist.barrier()
 
@@ -209,7 +210,11 @@ def split_model(
 
 def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
     """This rank's place along each dimension."""
-    return {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    if mesh is None:
+        return {}
+    if not mesh.mesh_dim_names:
+        raise ValueError("mesh without names of its dimensions; allowed: any of 'pp', 'dp', 'ep'")
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
 def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:

@@ -51,6 +51,11 @@ def test_a_dense_model() -> None:
     assert message.endswith("found no weights that are stacked by expert: a dense model?")
 
 
+def test_no_head() -> None:
+    message = refusal(tiny.build("mixtral").model)
+    assert message.startswith("MixtralModel returns MoeModelOutputWithPast; allowed: a causal LM with its head")
+
+
 def test_no_recognisable_experts() -> None:
     message = refusal(architectures.build("llama4_text", torch.float32))
     assert message.endswith("found Llama4TextExperts(hidden_states) instead")

@@ -62,3 +62,20 @@ def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[
             assert torch.equal(value, whole), label
     tokens, labels = tiny.batch(4)
     assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05
+
+
+def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
+    """Tied inside the one stage; the configurations are those that transformers writes."""
+    options = {"tie_word_embeddings": True}
+    model = tiny.build("mixtral", **options).to(torch.bfloat16)
+    model.generation_config.update(do_sample=True, temperature=0.5)
+    model.save_pretrained(tmp_path / "own")
+    ours = tmp_path / "ours"
+    for shard in ("1GB", "20KB"):  # one file, and more than are written
+        tiny.build("mixtral", seed=4, **options).save_pretrained(ours, max_shard_size=shard)
+        split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(ours)
+        loaded = AutoModelForCausalLM.from_pretrained(ours)
+        assert all(torch.equal(value, model.state_dict()[label]) for label, value in loaded.state_dict().items())
+        assert [path.name for path in ours.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
+    for file in ("config.json", "generation_config.json"):
+        assert (ours / file).read_text() == (tmp_path / "own" / file).read_text()

@@ -14,9 +14,11 @@ pytest.importorskip("transformers")
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
+from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from tests import models
+from tests.engine.test_recompute import Counted
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -79,6 +81,31 @@ def test_recomputed_layers_are_bit_equal(name: str) -> None:
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         expected = expected or found
         assert models.equal(found, expected) == [], mode
+
+
+def _recomputed(rank: int, size: int) -> list[tuple[list[str], int]]:
+    """Of each mode, gradients that differ from those of none, and the number of exchanges."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
+    tokens, labels = tiny.batch(8, seed=mesh["ep"].get_local_rank())
+    found: list[tuple[list[str], int]] = []
+    expected: dict[str, Tensor] = {}
+    modes: list[Recompute] = ["none", "block"]
+    for mode in modes:
+        exchange = Counted(build_exchange(mesh.get_group("ep")), seed=rank)
+        stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program, mesh)
+        options: dict[str, Any] = {"recompute": mode, "exchange": exchange, "costs": COSTS, "timeout": 30}
+        Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, **options).step(tokens, target=labels)
+        grads = {name: p.grad for name, p in stages.named_parameters() if p.grad is not None}
+        expected = expected or grads
+        found.append((models.equal(grads, expected), exchange.counted))
+    return found
+
+
+def test_recompute_exchanges_nothing_twice(ranks4: Ranks) -> None:
+    for without, recomputed in ranks4.run(_recomputed):
+        assert without == recomputed
+        assert without[1] > 0
 
 
 def _compare(rank: int, size: int, name: str, pp: int, ep: int, double: bool, options: dict[str, Any]) -> list[str]:
@@ -158,6 +185,15 @@ def test_masks_and_positions(name: str, case: str) -> None:
     result = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step((tokens, *more.values()), target=labels)
     torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert problems_of(stages, expected, 1e-5) == []
+
+
+def test_the_routers_loss_asked_for_after_the_split() -> None:
+    tokens, labels = tiny.batch(2)
+    program = build_schedule("sequential", microbatches=1)
+    stages = split_model(tiny.build("qwen3_moe"), program)
+    stages.model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"^config\.output_router_logits was set after split_model; allowed: before"):
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step(tokens, target=labels)
 
 
 def test_mean_over_tokens() -> None:
