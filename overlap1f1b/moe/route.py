@@ -93,6 +93,8 @@ class Route:
             return
         sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout)
         self.send = sent.view(self.ranks, -1).sum(1).tolist()
+        if sum(self.send) != self.order.shape[0]:  # a slot without an expert has no row: nothing would say so
+            raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.counts.numel() - 1}")
         self._counted = received.tolist()
         self.receive = [sum(rows) for rows in self._counted]
         self.host = None

@@ -86,3 +86,11 @@ def test_one_rank_needs_no_host() -> None:
     assert route.expert_rows._host is None
     assert list(route.expert_rows) == [1, 1, 2]
     assert route.expert_rows.ends.tolist() == [1, 2, 4]
+
+
+def test_a_slot_that_the_device_counted_for_no_expert_is_refused() -> None:
+    """On a GPU nothing looks at the indices before the counts are on the host."""
+    route = Route(torch.tensor([[0, 1], [2, 3]]), experts=4, ranks=2)
+    route.counts = torch.tensor([1, 1, 1, 0])
+    with pytest.raises(ValueError, match="indices name an expert that is none; allowed: 0 to 3"):
+        route.arrive(torch.tensor([[1, 1], [0, 0]]))
