@@ -37,8 +37,8 @@ def cut(batch: Batch | None, count: int, name: str) -> Callable[[int], Tensors]:
     whole = tensors(_checked(batch, name))
     if not whole:
         raise ValueError(f"{name}: no tensor; allowed: at least one")
-    parts = [tensor.split(_size_of_part(tensor, count, name)) for tensor in whole]
-    return lambda index: tuple([part[index] for part in parts])
+    sized = [(tensor, _size_of_part(tensor, count, name)) for tensor in whole]
+    return lambda index: tuple([tensor.narrow(0, index * size, size) for tensor, size in sized])
 
 
 def _size_of_part(tensor: Tensor, count: int, name: str) -> int:

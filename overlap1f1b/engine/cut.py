@@ -57,7 +57,7 @@ class BlockRun:
         x = self.microbatch.take_activations()
         if self.microbatch.grad:
             if self.block == 0:  # the user's own tensors; between blocks they are leaves already
-                x = tuple(leaf(t) for t in x)
+                x = tuple([leaf(t) for t in x])
             self.x = list(x)
         self._go(x)
 
@@ -117,12 +117,12 @@ class BlockRun:
         self._check_seams(ended=True)
         self.forward = None
         microbatch, outs = self.microbatch, step
-        handed = tuple(out.detach() for out in outs)
+        handed = tuple([out.detach() for out in outs])
         if microbatch.grad:
             self._keep(outs)
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = handed, True
-            microbatch.differentiable = tuple(out.requires_grad for out in outs)
+            microbatch.differentiable = tuple([out.requires_grad for out in outs])
         else:
             microbatch.activations = tuple(
                 t.requires_grad_(out.requires_grad) for t, out in zip(handed, outs, strict=True)
@@ -280,7 +280,7 @@ class BlockRun:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []
         by_leaf = iter(grads)
-        passed = tuple(dense(next(by_leaf), t) if t.requires_grad else None for t in self.x)
+        passed = tuple([dense(next(by_leaf), t) if t.requires_grad else None for t in self.x])
         self.x = []
         if self.block == 0:
             self.microbatch.input_grads = passed

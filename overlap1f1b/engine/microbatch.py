@@ -56,7 +56,7 @@ class Microbatch:
     ) -> None:
         self.stage, self.index, self.loss_fn, self.grad = stage, index, loss_fn, grad
         self.target, self.loss_scale, self.keep_outputs = tensors(target), loss_scale, keep_outputs
-        self.forwarded = self.ended = False
+        self.forwarded = self.ended = self.finished = False
         self.activations: Tensors | None = None if inputs is None else tensors(inputs)
         """Input of the next block to run: leaves, those with a gradient to come require it."""
         self.outputs: Tensors | None = None
@@ -155,12 +155,17 @@ class Microbatch:
                 accumulate(self.queues.pop(place).compute())
 
     def finish(self) -> None:
-        """Lets go of everything but results: nothing of it is left to play but what it sends."""
-        self.target = ()
-        self.random.forget()
+        """Lets go of everything but results: nothing of it is left to play but what it sends.
+
+        With thousands of them in a step, what they kept would have Python look for garbage in all its objects.
+        """
+        self.finished, self.target, self.loss_fn = True, (), None
+        del self.runs, self.queues, self.flights, self.arriving, self.expected, self.random, self.tied, self.memo
 
     def stop(self) -> None:
         """Unwinds suspended forwards and lets go of everything."""
+        if self.finished:
+            return
         for run in self.runs.values():
             run.stop()
         for state in (self.runs, self.queues, self.flights, self.arriving, self.expected, self.memo):
@@ -226,10 +231,6 @@ class RandomStream:
         for generator, state in zip(self._generators, self._outside, strict=True):
             generator.set_state(state)
         self._outside = []
-
-    def forget(self) -> None:
-        """Lets go of its state: no number will be drawn any more."""
-        self._states = None
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -118,21 +119,23 @@ class Player:
         self.position = 0
         """Of the node that is played, in the list."""
         self.peak_activations = self.peak_held = 0
-        self._spans: list[Span] = []
+        self._computed: list[Node] = []
+        self._clock = array("d")  # when each of those began and ended: of numbers Python collects no garbage
         self.flights: list[Flight[Any]] = []
         """What the last :meth:`play` sent and received."""
         self._sends: deque[Flight[None]] = deque()
         self.begun = 0.0
         """Time of ``time.perf_counter`` from which spans count."""
-        self._live: set[Place] = set()
-        self._held: set[Place] = set()
+        self._live: set[Microbatch] = set()
+        self._held: set[Microbatch] = set()
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[Place, Microbatch]) -> None:
         """Plays the nodes.
 
         On an error every suspended forward is unwound and every exchange in flight is awaited, a second at most.
         """
-        self._spans, self.flights, self._sends, self.begun = [], [], deque(), time.perf_counter()
+        self._computed, self._clock = [], array("d")
+        self.flights, self._sends, self.begun = [], deque(), time.perf_counter()
         self._live, self._held = set(), set()
         self.peak_activations = self.peak_held = 0
         self._times = None if self._watch is None else StepTimes(self._watch)
@@ -189,15 +192,16 @@ class Player:
         self.flights.append(flight)
 
     def _compute(self, node: Node, microbatch: Microbatch) -> None:
-        place = (node.stage, node.microbatch)
         if node.kind is Kind.F:
-            self._live.add(place)
-            self._held.add(place)
+            self._live.add(microbatch)
+            self._held.add(microbatch)
             self.peak_activations = max(self.peak_activations, len(self._live))
             self.peak_held = max(self.peak_held, len(self._held))
-        if node.op not in RECOMPUTES and node.kind in microbatch.flights:
-            self._carveout.awaited()
-        received = None if node.op in RECOMPUTES else microbatch.await_input(node.kind)
+        received = None
+        if node.op not in RECOMPUTES:
+            if node.kind in microbatch.flights:
+                self._carveout.awaited()
+            received = microbatch.await_input(node.kind)
         start, times = time.perf_counter(), self._times
         begun = None if times is None else times.watch.stamp()
         with self._around(node) if self._around is not None else _NO_CONTEXT:
@@ -207,13 +211,15 @@ class Player:
                 _step(node, microbatch)(received)
             if self.pace is not None:
                 time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
-        self._spans.append(Span(node, start - self.begun, time.perf_counter() - self.begun))
+        self._computed.append(node)
+        self._clock.append(start)
+        self._clock.append(time.perf_counter())
         if times is not None:
             times.computed(node, begun)
         if microbatch.ended:
-            self._live.discard(place)
+            self._live.discard(microbatch)
             if not microbatch.queues:
-                self._held.discard(place)
+                self._held.discard(microbatch)
                 microbatch.finish()
 
     def measured(self) -> Callable[[], tuple[Span, ...]]:
@@ -221,12 +227,14 @@ class Player:
 
         On CUDA they are those of the device, for which the first look waits.
         """
-        times, flights, spans, begun = self._times, self.flights, self._spans, self.begun
+        times, flights, begun = self._times, self.flights, self.begun
+        computed, clock = self._computed, self._clock
         if times is not None:
             return lambda: times.spans(flights)
 
         def seen() -> tuple[Span, ...]:
-            landed = [flight for flight in flights if flight.landed]
-            return (*spans, *(Span(f.node, f.departed - begun, f.landed - begun) for f in landed))
+            spans = zip(computed, clock[::2], clock[1::2], strict=True)
+            landed = ((f.node, f.departed, f.landed) for f in flights if f.landed)
+            return tuple(Span(node, start - begun, end - begun) for node, start, end in (*spans, *landed))
 
         return seen

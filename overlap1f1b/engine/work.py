@@ -44,7 +44,7 @@ class Microbatches(dict[Place, Microbatch]):
         number, index = place
         seed = self._seed + index * self._count + number
         given = self._given(number, index)
-        made = self[place] = self._stages[number].microbatch(**given, index=index, seed=seed, grad=self._grad)
+        made = self[place] = Microbatch(self._stages[number], index, **given, seed=seed, grad=self._grad)
         made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
         if made.before is not None:
             made.before.after = made
