@@ -65,8 +65,6 @@ class Microbatch:
         """Which of the outputs have a gradient to come."""
         self.kept: Tensors = ()
         self.output_grads: OptionalTensors | None = None
-        if loss_fn is not None:  # filled where it is needed: a copy to a GPU would wait for it
-            self.output_grads = (torch.full((), loss_scale, device=stage.device),)
         self.input_grads: OptionalTensors = ()
         self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
         self.after: Microbatch | None = None
@@ -117,6 +115,8 @@ class Microbatch:
             raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
         if self.grad and not loss.requires_grad:
             raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
+        if self.grad:  # filled where it is needed: a copy to a GPU would wait for it
+            self.output_grads = (torch.full_like(loss, self.loss_scale),)
         return (loss,)
 
     def take_passed(self, kind: Kind) -> tuple[Tensors, tuple[bool, ...]]:

@@ -83,9 +83,8 @@ def accumulated(
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A leaf of the same values; integers have no gradient and stay what they are."""
-    differs = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach().requires_grad_(tensor.requires_grad) if differs else tensor
+    """A leaf of the same values, where a gradient is to come."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def present(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Gradients:
