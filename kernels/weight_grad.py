@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.grouped_mm import aligned
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     low = main.is_cuda and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
     if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
         ends = offsets.to(torch.int32)
-        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=ends)
+        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)
         none = ends.diff(prepend=ends.new_zeros(1)) == 0
         return main.add_(product.masked_fill_(none[:, None, None], 0.0))  # a product of no rows is uninitialised
     for e, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):

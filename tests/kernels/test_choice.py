@@ -135,7 +135,10 @@ def test_layers_of_a_model_choose_together() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("options", [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}],
+)
 def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)
     results = {}
@@ -156,7 +159,10 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         results[kernels] = (loss, [p.grad for p in model.parameters()])
     torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
-    routed = {"place_slots", "spread_rows", "sum_rows", "spread_grad"}
+    carried = options.get("weights_in") == "activation"
+    routed = {"place_slots", "spread_rows", "sum_rows"} | (
+        {"spread_weighted", "take_rows"} if carried else {"spread_grad"}
+    )
     activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward"}
     assert recording.ran == routed | activated
 
