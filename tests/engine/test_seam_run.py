@@ -59,25 +59,37 @@ def test_one_rank(seams: int) -> None:
     assert not far(inside, outside, 1e-5)
     reference: dict[str, Tensor] = {}
     for case in CASES:
-        for exchange in (None, LoopbackExchange(torch.device("cpu"), check=True)):
-            found = gradients(models.build(seams=seams, weights_in="activation"), data, case, exchange=exchange)
-            reference = reference or found
-            assert not models.equal(found, reference), case
+        exchange = LoopbackExchange(torch.device("cpu")) if case[1] == 3 else None
+        found = gradients(models.build(seams=seams, weights_in="activation"), data, case, exchange=exchange)
+        reference = reference or found
+        assert not models.equal(found, reference), case
     assert not (models.equal(reference, inside) if seams == 1 else far(reference, inside, 1e-5))
 
 
 def _compare(rank: int, size: int) -> list[str]:
+    try:
+        return _compared(rank, size)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compared(rank: int, size: int) -> list[str]:
     """Uneven routing in one layer, and one in which the second rank has no token; the same bits in every case."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), []
     data = [models.batch(MICROBATCHES, seed=r) for r in range(size)]
-    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, None)):
-        whole = models.build().to(dtype)
+    for dtype, limit, cases in (
+        (torch.float64, 1e-12, [*CASES[:4], *CASES[7:9]]),
+        (torch.float32, 1e-5, CASES[:1]),
+        (torch.bfloat16, None, (CASES[0], CASES[3])),
+    ):
+        torch.set_default_dtype(dtype)
+        whole = models.build()
         for batch in data:
             _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
         reference: dict[str, Tensor] = {}
-        for case in CASES:
-            model = models.build(group, weights_in="activation").to(dtype)
+        for case in cases:
+            model = models.build(group, weights_in="activation")
             exchange = Delayed(build_exchange(group), seed=rank)
             found = gradients(model, data[rank], case, mesh=mesh, exchange=exchange)
             reference = reference or found
