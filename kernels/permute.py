@@ -37,9 +37,11 @@ def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, part
 
 
 def carrying(like: Tensor, rows: int, hidden: int) -> Tensor:
-    """Room ``[R, W]`` for rows of H elements that carry a weight each, see :func:`opened`."""
+    """Room ``[R, W]`` for rows of H elements that carry a weight each, see :func:`opened`; zeros behind the rows."""
     size = like.element_size()
-    return like.new_empty(rows, (-(-hidden * size // CARRIED) + 1) * CARRIED // size)
+    room = like.new_empty(rows, (-(-hidden * size // CARRIED) + 1) * CARRIED // size)
+    room[:, hidden:] = 0  # nobody is to send, or find a NaN in, what happened to lie there
+    return room
 
 
 def opened(rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,11 @@ computed at 990 TFLOP/s.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
 from overlap1f1b.kernels.grouped_mm import aligned
 
 
@@ -43,25 +41,3 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
         if end > start:
             main[e].addmm_(grad[start:end].t().to(main.dtype), rows[start:end].to(main.dtype))
     return main
-
-
-class AddWeightGrad(torch.autograd.Function):
-    """Returns ``product [R, C]`` unchanged; its backward adds the weight's gradient to ``main``.
-
-    >>> product = GroupedMM.apply(rows, weight.detach(), counts)  # which gives the rows their gradient
-    >>> product = AddWeightGrad.apply(product, rows.detach(), main, offsets)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, product: Tensor, rows: Tensor, main: Tensor, offsets: Tensor, kernels: Kernels | None = None
-    ) -> Tensor:
-        ctx.save_for_backward(rows, offsets)
-        ctx.main, ctx.kernels = main, kernels
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, offsets = ctx.saved_tensors
-        run(ctx.kernels, add_weight_grad_, ctx.main, grads[0].contiguous(), rows, offsets)
-        return grads[0], None, None, None, None

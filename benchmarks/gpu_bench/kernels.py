@@ -112,12 +112,13 @@ def run(context: Context) -> dict[str, Any]:
             context.say(f"{shape.name} {case.name}: {_text(row)}")
             context.free()
     of = iter(found["rows"])
-    longest = 15.0  # what a compilation may take that has not been tried: the first starts the compiler
+    longest = 15.0  # what the next compilation may take; the first starts the compiler
     for shape in shapes:
         for case in cases(context, shape):
             row = next(of)
             row |= compiled(context, case) if context.left > longest else {"not_compiled": "no time left"}
-            longest = max(min(longest, 8.0), 1.5 * row.get("compiled_after_s", 0.0))
+            if "compiled_after_s" in row:
+                longest = max(8.0, 1.5 * row["compiled_after_s"])
             context.say(f"compiled {shape.name} {case.name}: {row.get('compiled_ms', row.get('not_compiled'))}")
             context.free()
     out = [

@@ -97,12 +97,12 @@ class Experts(nn.Module):
         counts = self.exchange.counts(route.counts)
         route.host = counts.host
         route.arrive(counts.finish())
-        rows = _Gather.apply(tokens, weights, route)
+        rows = Gather.apply(tokens, weights, route)
         received = _Rows.apply(rows, self.exchange, route.send, route.receive)
         result = self.compute_routed(_Group.apply(received, route), route).to(tokens.dtype)
         result = _Ungroup.apply(result, route)
         returned = _Rows.apply(result, self.exchange, route.receive, route.send)
-        return _Aggregate.apply(returned, weights, route)
+        return Aggregate.apply(returned, weights, route)
 
 
 class GroupedExperts(Experts):
@@ -215,7 +215,7 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Tokens as the rows to send; with weights, where rows carry them."""
 
     @staticmethod
@@ -228,7 +228,7 @@ class _Gather(torch.autograd.Function):
         return *ctx.route.gather_backward(grads[0]), None
 
 
-class _Aggregate(torch.autograd.Function):
+class Aggregate(torch.autograd.Function):
     """The sum of what came back."""
 
     @staticmethod

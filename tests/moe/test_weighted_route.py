@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.moe import GroupedExperts, MoE, MoEConfig, RouterConfig
-from overlap1f1b.moe.experts import WeightsIn
+from overlap1f1b.moe.experts import Aggregate, Gather, WeightsIn
+from overlap1f1b.moe.route import Route
+from overlap1f1b.moe.weighted_route import WeightedRoute
 
 E, H, I, K = 7, 6, 5, 3  # noqa: E741  the letters of the legend
 
@@ -51,9 +53,10 @@ def test_equal_weights_in_the_sum(choices: Tensor, dtype: torch.dtype, wide: tor
         assert float((outside - inside).double().norm()) <= limit * float(outside.double().norm())
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    """Through everything but the exchange: permutation, product, activation, sum."""
-    experts = GroupedExperts(E, H, I, weights_in="activation", dtype=torch.float64)
+@pytest.mark.parametrize("weights_in", ["combine", "activation"])
+def test_gradients_are_those_of_finite_differences(weights_in: WeightsIn) -> None:
+    """Through the plain path: permutation, product, activation, sum."""
+    experts = GroupedExperts(E, H, I, weights_in=weights_in, dtype=torch.float64)
     experts.reset_parameters(std=1.0)
     tokens = torch.randn(4, H, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, K, dtype=torch.float64, requires_grad=True)
@@ -64,6 +67,25 @@ def test_gradients_are_those_of_finite_differences() -> None:
         return torch.func.functional_call(experts, given, (tokens, CHOICES[0], weights))
 
     assert torch.autograd.gradcheck(call, (tokens, weights, *parameters))
+
+
+@pytest.mark.parametrize("kind", [Route, WeightedRoute])
+def test_gradients_under_a_capacity(kind: type[Route]) -> None:
+    """Of rows in padded room, some of which are left out."""
+    route = kind(CHOICES[0], 8, 2, capacity=0.75)
+    assert route.dropped is not None
+    assert route.dropped.any()
+    tokens = torch.randn(4, H, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, K, dtype=torch.float64, requires_grad=True)
+
+    def call(tokens: Tensor, weights: Tensor) -> Tensor:
+        rows = Gather.apply(tokens, weights, route)
+        if isinstance(route, WeightedRoute):
+            rows, factors = route.opened(rows)
+            rows = rows * factors.unsqueeze(1)
+        return Aggregate.apply(rows * rows.sin(), weights, route)
+
+    assert torch.autograd.gradcheck(call, (tokens, weights))
 
 
 def test_autocast() -> None:
