@@ -25,8 +25,10 @@ class SeamRun:
             experts = self.experts
             self.route = experts.route(call.indices, exchange.ranks, capacity=capacity)
             self.rows: Tensor | None = self.route.gather(call.tokens.detach(), call.weights.detach())
-            # What rows look like on their way to the experts, and on their way back.
-            self.outward, self.back = (t.new_empty(0, t.shape[1]) for t in (self.rows, call.tokens))
+            # What rows look like on their way back, and on their way to the experts.
+            hidden, width = call.tokens.shape[1], self.rows.shape[1]
+            self.back = call.tokens.new_empty(0, hidden)
+            self.outward = self.back if width == hidden else call.tokens.new_empty(0, width)
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
         self.result_dtype = self.dtype
         self.leaf: Tensor | None = None  # their input
