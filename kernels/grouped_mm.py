@@ -1,4 +1,10 @@
-"""One matrix product per expert over rows that are sorted by expert."""
+"""One matrix product per expert over rows that are sorted by expert.
+
+``2·R·A·C`` operations over ``R·(A + C) + E·A·C`` elements. In bfloat16 gate and up of T8192 H2048 I768 K8 E128 are 412
+GFLOP and 1.3 GB, computed 417 µs at 990 TFLOP/s and 297 µs at 4.3 TB/s: bound by operations. Those of T4096 H7168 I2048
+K8 E256, all experts on one device, are 1.9 TFLOP and 15.8 GB, 1.9 and 3.7 ms: bound by reading the weights, for 128
+rows each. The backward has two such products.
+"""
 
 from __future__ import annotations
 
