@@ -123,8 +123,7 @@ class GroupedExperts(Experts):
 
     Raises:
         ValueError: E is not divisible by the ranks; weights in the activation of a subclass with a ``compute`` of its
-            own. When called: shapes or dtypes other than these, an expert that is
-            none.
+            own. When called: shapes or dtypes other than these, an expert that is none.
     """
 
     def __init__(
