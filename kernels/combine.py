@@ -7,13 +7,9 @@ The backward reads the gradient once and the K rows, and writes K: ``(1 + 2K)·T
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
-from overlap1f1b.kernels.slots import invert
 from overlap1f1b.kernels.take import take_rows
 
 
@@ -21,7 +17,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None =
     """The sum of each token's rows.
 
     Args:
-        rows: ``[R, H]``.
+        rows: ``[R, H]``, perhaps a part of longer rows.
         inverse: ``[T·K]`` int64, the row of each slot; −1 for one whose row counts nothing.
         top_k: K.
         weights: ``[T, K]``, a factor of each row.
@@ -71,59 +67,3 @@ def spread_grad(
         grad_weights[order] = dots
         factor = weights.reshape(-1, 1).index_select(0, order)
     return grad_slots.mul_(factor.to(rows.dtype)), grad_weights.view(weights.shape).to(weights.dtype)
-
-
-def aggregate_rows(
-    rows: Tensor, order: Tensor, weights: Tensor, inverse: Tensor | None = None, kernels: Kernels | None = None
-) -> Tensor:
-    """The weighted sum of what the experts returned.
-
-    Args:
-        rows: ``[T·K, H]``, in ``order``.
-        order: ``[T·K]``.
-        weights: ``[T, K]``.
-        inverse: That of ``order``, where it is known.
-        kernels: What it runs by; its twin by default.
-
-    Returns:
-        ``[T, H]`` in the dtype of ``rows``, summed over k in order, in float32 or wider.
-    """
-    inverse = invert(order) if inverse is None else inverse
-    return run(kernels, sum_rows, rows, inverse, weights.shape[1], weights)
-
-
-def aggregate_rows_backward(
-    grad: Tensor,
-    rows: Tensor,
-    order: Tensor,
-    weights: Tensor,
-    inverse: Tensor | None = None,
-    kernels: Kernels | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients ``[T·K, H]`` of ``rows`` and ``[T, K]`` of ``weights`` from that ``[T, H]`` of their sum."""
-    inverse = invert(order) if inverse is None else inverse
-    return run(kernels, spread_grad, grad, rows, order, inverse, weights)
-
-
-class AggregateRows(torch.autograd.Function):
-    """:func:`aggregate_rows` for plain autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        order: Tensor,
-        weights: Tensor,
-        inverse: Tensor | None = None,
-        kernels: Kernels | None = None,
-    ) -> Tensor:
-        inverse = invert(order) if inverse is None else inverse
-        ctx.save_for_backward(rows, order, weights, inverse)
-        ctx.kernels = kernels
-        return aggregate_rows(rows, order, weights, inverse, kernels)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, order, weights, inverse = ctx.saved_tensors
-        grad_rows, grad_weights = aggregate_rows_backward(grads[0], rows, order, weights, inverse, ctx.kernels)
-        return grad_rows, None, grad_weights, None, None

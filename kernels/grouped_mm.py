@@ -1,4 +1,10 @@
-"""One matrix product per expert over rows that are sorted by expert."""
+"""One matrix product per expert over rows that are sorted by expert.
+
+``2·R·A·C`` operations over ``R·(A + C) + E·A·C`` elements. In bfloat16 gate and up of T8192 H2048 I768 K8 E128 are 412
+GFLOP and 1.3 GB, computed 417 µs at 990 TFLOP/s and 297 µs at 4.3 TB/s: bound by operations. Those of T4096 H7168 I2048
+K8 E256, all experts on one device, are 1.9 TFLOP and 15.8 GB, 1.9 and 3.7 ms: bound by reading the weights, for 128
+rows each. The backward has two such products.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +24,21 @@ class ExpertRows(Sequence[int]):
     Args:
         counts: ``[E]`` int64.
         host: The same, where the host knows them already.
+        padded: Whether there are rows behind those of the experts.
     """
 
-    def __init__(self, counts: Tensor, host: Sequence[int] | None = None) -> None:
-        self.counts, self._host = counts, host
+    def __init__(self, counts: Tensor, host: Sequence[int] | None = None, *, padded: bool = False) -> None:
+        self.counts, self._host, self.padded = counts, host, padded
 
     @cached_property
     def ends(self) -> Tensor:
         """``[E]`` int32, the end of each expert's rows."""
         return self.counts.cumsum(0, dtype=torch.int32)
+
+    @property
+    def total(self) -> Tensor | None:
+        """``[1]`` int32, where padding begins; None where there is none."""
+        return self.ends[-1:] if self.padded else None
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -55,7 +67,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         ``[R, C]``, of which rows that belong to no expert have values without meaning.
     """
     if _native(rows, weight):
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets(counts, rows))
+        return F.grouped_mm(aligned(rows), weight.transpose(1, 2), offs=offsets(counts, rows))
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     for part, source, w in zip(_parts(out, counts), _parts(rows, counts), weight, strict=True):
         torch.mm(source, w.t(), out=part)
@@ -65,7 +77,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Gradient ``[R, A]`` of ``rows`` from that ``[R, C]`` of the product."""
     if _native(grad, weight):
-        return F.grouped_mm(grad.contiguous(), weight, offs=offsets(counts, grad))
+        return F.grouped_mm(aligned(grad), weight, offs=offsets(counts, grad))
     out = grad.new_empty(grad.shape[0], weight.shape[2])
     for part, source, w in zip(_parts(out, counts), _parts(grad, counts), weight, strict=True):
         torch.mm(source, w, out=part)
@@ -75,7 +87,7 @@ def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -
 def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
     if _native(grad, rows):
-        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=offsets(counts, grad))
+        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=offsets(counts, grad))
         return product.masked_fill_((offsets(counts, grad).diff(prepend=_zero(grad)) == 0)[:, None, None], 0.0)
     out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
     for part, g, r in zip(out, _parts(grad, counts), _parts(rows, counts), strict=True):
@@ -108,6 +120,13 @@ def _native(a: Tensor, b: Tensor) -> bool:
     """
     aligned = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
     return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and aligned and a.shape[0] > 0
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Rows that begin at multiples of 16 bytes, a part of longer ones too."""
+    step, size = rows.stride(0), rows.element_size()
+    fits = rows.stride(1) == 1 and step >= rows.shape[1] and step * size % 16 == 0 and rows.data_ptr() % 16 == 0
+    return rows if fits else rows.contiguous()
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:

@@ -9,14 +9,12 @@ with room for a quarter more, ``(K + 1.25·K)·T·H``, 604 MB, computed 140 µs 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels, run
-from overlap1f1b.kernels.combine import spread_grad, sum_rows
-from overlap1f1b.kernels.permute import spread_rows
 from overlap1f1b.kernels.slots import Slots, place_slots
 
 
@@ -83,34 +81,3 @@ def pack_places(
     packed[place.masked_fill(lost, rows)] = order
     placed = torch.cat([place, place.new_full((1,), -1)])  # an inverse of −1 stays
     return packed[:rows], placed[inverse]
-
-
-class PackRows(torch.autograd.Function):
-    """Tokens ``[T, H]`` → packed rows ``[D·C, H]``; its backward is the sum over a token's places."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, packing: Packing, top_k: int, kernels: Kernels | None = None) -> Tensor:
-        ctx.save_for_backward(packing.inverse)
-        ctx.top_k, ctx.kernels = top_k, kernels
-        return run(kernels, spread_rows, tokens, packing.order, packing.inverse, top_k, True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return run(ctx.kernels, sum_rows, grads[0].contiguous(), inverse, ctx.top_k, None, True), None, None, None
-
-
-class UnpackRows(torch.autograd.Function):
-    """Packed rows ``[D·C, H]`` and weights ``[T, K]`` → their weighted sum ``[T, H]``, without what was left out."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, packing: Packing, kernels: Kernels | None = None) -> Tensor:
-        ctx.save_for_backward(rows, packing.order, packing.inverse, weights)
-        ctx.kernels = kernels
-        return run(kernels, sum_rows, rows, packing.inverse, weights.shape[1], weights, True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, order, inverse, weights = ctx.saved_tensors
-        args = (grads[0].contiguous(), rows, order, inverse, weights, True)
-        return *run(ctx.kernels, spread_grad, *args), None, None

@@ -16,7 +16,7 @@ class Slots(NamedTuple):
     """The two maps between slots and rows.
 
     Args:
-        order: ``[rows]`` int64, the slot of each row; −1 for a row of padding.
+        order: ``[rows]`` int64, the slot of each row; −1 for a row that has none.
         inverse: ``[T·K]`` int64, the row of each slot; −1 for a slot that has none.
         counts: ``[E]`` int64, slots of each expert.
     """
@@ -44,14 +44,12 @@ def sort_slots(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)
 
 
-def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
+def place_slots(indices: Tensor, experts: int) -> Slots:
     """The order of :func:`sort_slots` with its inverse, without a look at values on the host.
 
     >>> order, inverse, counts = place_slots(torch.tensor([[2, 0], [0, 1]]), 3)
     >>> order.tolist(), inverse.tolist(), counts.tolist()
     ([1, 2, 3, 0], [3, 0, 1, 2], [2, 1, 1])
-    >>> place_slots(torch.tensor([[2, 0], [0, 1]]), 3, align=2).order.tolist()
-    [1, 2, 3, -1, 0, -1, -1]
 
     Histogram, offsets and inverse, in three launches of Triton: a few MB (B of the docs: 65,536 slots of 128 experts,
     0.5 MB of indices and 1 MB of maps), so launches are what it costs; torch sorts, in about a dozen.
@@ -60,10 +58,6 @@ def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
         indices: ``[T, K]`` int64, expert of each slot. A slot whose index names no expert gets no row and is not
             counted: ``counts.sum() < T·K`` tells.
         experts: E.
-        align: Rows of each expert begin at a multiple of this.
-
-    Returns:
-        Maps of ``T·K + E·(align − 1)`` rows, enough for every way in which experts may be chosen.
     """
     flat = indices.reshape(-1)
     # One more bin for what names no expert: it sorts behind all others.
@@ -73,18 +67,9 @@ def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
     counts = every.scatter_add_(0, key, torch.ones_like(key))[:experts]
     row = torch.arange(len(key), device=key.device)
     lost = row >= counts.sum()
-    if align > 1:  # a row is moved on by the padding of the experts before its own
-        padding = -counts % align
-        row += torch.cat([padding.new_zeros(1), padding.cumsum(0)])[key[order]]
     inverse = torch.empty_like(row)
     inverse[order] = row.masked_fill(lost, -1)
-    if align == 1:
-        return Slots(order.masked_fill_(lost, -1), inverse, counts)
-    rows = len(key) + experts * (align - 1)
-    placed = torch.full((rows + 1,), -1, dtype=torch.int64, device=key.device)  # the last takes what has no row
-    placed[row.masked_fill_(lost, rows)] = order
-    placed[rows] = -1
-    return Slots(placed[:rows], inverse, counts)
+    return Slots(order.masked_fill_(lost, -1), inverse, counts)
 
 
 def invert(order: Tensor) -> Tensor:

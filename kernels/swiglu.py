@@ -80,10 +80,13 @@ class WeightedSwiGLU(torch.autograd.Function):
         return *run(ctx.kernels, swiglu_rows_backward, grads[0].contiguous(), gate_up, weights, count), None, None
 
 
-def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
-    """``silu(gate) · up`` of ``[…, 2·I]``, in autograd: by Triton where ``kernels`` say so, else by torch's own ops."""
+def swiglu(gate_up: Tensor, kernels: Kernels, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """:func:`swiglu_rows` of ``[…, 2·I]``, in autograd: by torch's own ops where no weight and no Triton asks for more.
+
+    These save ``silu(gate)`` and do not compute it again, which on a CPU is faster; they give no zeros for padding.
+    """
     flat = gate_up.flatten(0, -2)
-    if kernels.uses_triton(swiglu_rows, flat):
-        return WeightedSwiGLU.apply(flat, None, None, kernels).unflatten(0, gate_up.shape[:-1])
+    if weights is not None or kernels.uses_triton(swiglu_rows, flat):
+        return WeightedSwiGLU.apply(flat, weights, count, kernels).unflatten(0, gate_up.shape[:-1])
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

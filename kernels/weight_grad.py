@@ -10,13 +10,12 @@ computed at 990 TFLOP/s.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.grouped_mm import aligned
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -35,32 +34,10 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     low = main.is_cuda and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
     if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
         ends = offsets.to(torch.int32)
-        product = F.grouped_mm(grad.contiguous().t(), rows.contiguous(), offs=ends)
+        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)
         none = ends.diff(prepend=ends.new_zeros(1)) == 0
         return main.add_(product.masked_fill_(none[:, None, None], 0.0))  # a product of no rows is uninitialised
     for e, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
         if end > start:
             main[e].addmm_(grad[start:end].t().to(main.dtype), rows[start:end].to(main.dtype))
     return main
-
-
-class AddWeightGrad(torch.autograd.Function):
-    """Returns ``product [R, C]`` unchanged; its backward adds the weight's gradient to ``main``.
-
-    >>> product = GroupedMM.apply(rows, weight.detach(), counts)  # which gives the rows their gradient
-    >>> product = AddWeightGrad.apply(product, rows.detach(), main, offsets)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, product: Tensor, rows: Tensor, main: Tensor, offsets: Tensor, kernels: Kernels | None = None
-    ) -> Tensor:
-        ctx.save_for_backward(rows, offsets)
-        ctx.main, ctx.kernels = main, kernels
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, offsets = ctx.saved_tensors
-        run(ctx.kernels, add_weight_grad_, ctx.main, grads[0].contiguous(), rows, offsets)
-        return grads[0], None, None, None, None

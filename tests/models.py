@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.moe.experts import WeightsIn
 
 V, H, E, K = 31, 20, 8, 2
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -31,12 +33,19 @@ class Block(nn.Module):
     """Norm, linear, experts, and a linear between the experts and the output; ``seams`` calls of experts."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, seams: int = 1, choose: Choose = top_k, dropout: float = 0.0
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        seams: int = 1,
+        choose: Choose = top_k,
+        dropout: float = 0.0,
+        weights_in: WeightsIn = "combine",
     ) -> None:
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(H), nn.Linear(H, H)
         self.gates = nn.ModuleList(nn.Linear(H, E, bias=False) for _ in range(seams))
-        self.experts = nn.ModuleList(GroupedExperts(E, H, 12, group=group) for _ in range(seams))
+        options = {"group": group, "weights_in": weights_in}
+        self.experts = nn.ModuleList(GroupedExperts(E, H, 12, **options) for _ in range(seams))
         self.post = nn.ModuleList(nn.Linear(H, H) for _ in range(seams))
         self.choose, self.dropout = choose, nn.Dropout(dropout)
         for experts in self.experts:  # large enough that their gradients matter
@@ -75,6 +84,7 @@ def build(
     dropout: float = 0.0,
     tied: bool = False,
     block: type[Block] = Block,
+    **options: Any,
 ) -> nn.Sequential:
     """Embedding, blocks, a dense block in between, head: the same weights for every group.
 
@@ -83,7 +93,8 @@ def build(
     torch.manual_seed(11)
     embedding = nn.Embedding(V, H)
     blocks: list[nn.Module] = [
-        block(group, seams=seams, choose=choose[layer % len(choose)], dropout=dropout) for layer in range(layers)
+        block(group, seams=seams, choose=choose[layer % len(choose)], dropout=dropout, **options)
+        for layer in range(layers)
     ]
     blocks.insert(1, nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H), nn.Tanh()))
     return nn.Sequential(embedding, *blocks, Tied(embedding) if tied else nn.Linear(H, V))

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 # A bare machine has torch, triton, einops and greenlet.
@@ -48,6 +51,9 @@ def test_every_section_runs(tmp_path: Path) -> None:
     ), sections
     assert status == 0
     assert set(sections["checks"]["result"]["outcomes"].values()) == {"ok"}
+    rows = sections["kernels"]["result"]["rows"]
+    assert {row["kernel"] for row in rows if "compiled_ms" in row} == {row["kernel"] for row in rows} - {"weight.grad"}
+    assert sections["layer"]["result"]["rows"][0]["inside_error"] < 1e-5
     (table,) = sections["steps"]["result"]["tables"]
     assert [row["name"] for row in table["rows"]] == [
         "sequential · serial", "combined_1f1b · pairs", "combined_1f1b+1 · 2", "combined_1f1b+1 · 3",
@@ -58,6 +64,16 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
     for title in ("## kernels", "| tiny |", "**2 layers, real routing", "| plain |"):
         assert title in text
+
+
+def test_what_there_is_no_time_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    context, kernels = import_module("gpu_bench.context"), import_module("gpu_bench.kernels")
+    monkeypatch.setattr(context.Context, "free", lambda self: None)  # which collects garbage, for a GPU's memory
+    found = kernels.run(context.Context(torch.device("cpu"), tiny=True, deadline=time.monotonic() + 14))
+    assert not found["problems"]
+    assert {row["not_compiled"] for row in found["rows"]} == {"no time left"}
+    assert "torch.compile of permute at tiny (no time left)" in found["skipped"]
 
 
 @pytest.mark.slow

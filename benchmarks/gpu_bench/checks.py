@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_bench.context import Context, relative_error, tensors
-from gpu_bench.kernels import Shape, cases
+from gpu_bench.context import Context, relative_error
+from gpu_bench.kernels import Case, Shape, cases
 from gpu_bench.model import Workload, build, loss_fn
 from gpu_bench.steps import deterministic, gradients
 from overlap1f1b import Engine, NodeCosts, build_schedule
@@ -44,8 +44,7 @@ def run(context: Context) -> dict[str, Any]:
 
     for shape in SMALL:
         for case in cases(context, shape):
-            op, args = case.op, case.args
-            check(f"{case.name}, {shape.name}", lambda op=op, args=args: kernel(context, op, args))
+            check(f"{case.name}, {shape.name}", lambda case=case: kernel(context, case))
     check("loopback", lambda: loopback(context))
     wanted: list[Tensor] = []
     check("gradients of sequential against plain autograd", lambda: against_autograd(context, wanted))
@@ -58,12 +57,13 @@ def run(context: Context) -> dict[str, Any]:
     return {"outcomes": outcomes, "problems": problems}
 
 
-def kernel(context: Context, op: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+def kernel(context: Context, case: Case) -> str | None:
     """Triton's kernel against its twin; on a CPU the twin against itself with other memory."""
+    op, args = case.op, case.args
     other = triton_of(op) if context.cuda else op
     mains = [(args[0].clone(), *args[1:]) for _ in range(2)] if op is add_weight_grad_ else [args, args]
     with torch.no_grad():
-        wanted, found = tensors(op(*mains[0])), tensors(other(*mains[1]))
+        wanted, found = case.read(op(*mains[0])), case.read(other(*mains[1]))
     exact = all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True) if not w.is_floating_point())
     error = relative_error(found, wanted)
     limit = 1e-2 if context.dtype == torch.bfloat16 else 1e-5

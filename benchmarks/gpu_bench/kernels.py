@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpu_bench.context import Context, relative_error, tensors
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.packing import pack_places
-from overlap1f1b.kernels.permute import spread_rows
+from overlap1f1b.kernels.permute import opened, spread_rows, spread_weighted
 from overlap1f1b.kernels.routing import Rule, route_tokens
 from overlap1f1b.kernels.slots import place_slots
 from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
@@ -49,6 +51,10 @@ class Case:
     bytes: int
     args: tuple[Any, ...]
     label: str = ""
+    read: Callable[[Any], list[Tensor]] = tensors
+    """What of its result has values."""
+    not_compiled: str = ""
+    """Why torch.compile has no use for its twin, if so."""
 
     @property
     def name(self) -> str:
@@ -71,6 +77,12 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
     yield Case(pack_places, 4 * R * 8, (order, inverse, slots.counts, 1, R))
     yield Case(route_tokens, 2 * s.T * s.E * 4 + s.T * s.K * 12, (logits, bias, rule))
     yield Case(spread_rows, (1 + s.K) * s.T * s.H * width, (tokens, order, inverse, s.K), "permute")
+    carried = (1 + s.K) * s.T * s.H * width + R * 16
+
+    def read(rows: Tensor) -> list[Tensor]:
+        return list(opened(rows, s.H, weights.dtype))
+
+    yield Case(spread_weighted, carried, (tokens, weights, order, inverse), "permute·p", read)
     yield Case(sum_rows, (1 + s.K) * s.T * s.H * width, (rows, inverse, s.K, weights), "combine")
     yield Case(spread_grad, (1 + 2 * s.K) * s.T * s.H * width, (tokens, rows, order, inverse, weights), "combine.grad")
     yield Case(take_rows, 2 * R * s.H * width, (rows, order), "regroup")
@@ -81,11 +93,13 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
     yield Case(swiglu_rows_backward, 5 * R * s.I * width, (grad, gate_up, p), "swiglu·p.grad")
     del gate_up
     main = torch.zeros(s.E, s.I, s.H, dtype=torch.float32, device=context.device)
-    yield Case(add_weight_grad_, 8 * main.numel(), (main, grad, rows, slots.counts.cumsum(0)), "weight.grad")
+    args = (main, grad, rows, slots.counts.cumsum(0))
+    loops = "" if context.cuda and s.H % 8 == s.I % 8 == 0 else "loops over experts on the host"
+    yield Case(add_weight_grad_, 8 * main.numel(), args, "weight.grad", not_compiled=loops)
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All shapes, then torch.compile at the first while there is time; what fails is said in its row."""
+    """All shapes, then torch.compile of the twins while there is time; what fails or is left out is said in its row."""
     copy = context.results.get("ceilings", {}).get("copy_gb_s")
     found: dict[str, Any] = {"copy_gb_s": copy, "rows": [], "problems": []}
     shapes = TINY if context.tiny else SHAPES
@@ -97,24 +111,43 @@ def run(context: Context) -> dict[str, Any]:
                 found["problems"].append(f"{case.name} at {shape.name}: {row['problem']}")
             context.say(f"{shape.name} {case.name}: {_text(row)}")
             context.free()
-    first = {row["kernel"]: row for row in found["rows"] if row["shape"] == vars(shapes[0])}
-    for case in cases(context, shapes[0]) if context.cuda else ():
-        if case.op is add_weight_grad_ or context.left < 25:  # the one looks at values; a compilation takes long
-            first[case.name]["not_compiled"] = "no time left" if context.left < 25 else "looks at values"
-            continue
-        compile_(context, case, first[case.name])
+    of = iter(found["rows"])
+    longest = 15.0  # what the next compilation may take; the first starts the compiler
+    for shape in shapes:
+        for case in cases(context, shape):
+            row = next(of)
+            row |= compiled(context, case) if context.left > longest else {"not_compiled": "no time left"}
+            if "compiled_after_s" in row:
+                longest = max(8.0, 1.5 * row["compiled_after_s"])
+            context.say(f"compiled {shape.name} {case.name}: {row.get('compiled_ms', row.get('not_compiled'))}")
+            context.free()
+    out = [
+        f"{row['kernel']} at {row['shape']['name']} ({why})"
+        for row in found["rows"]
+        if (why := row.get("not_compiled"))
+    ]
+    found["skipped"] = [f"torch.compile of {name}" for name in out]
     return found
 
 
-def compile_(context: Context, case: Case, row: dict[str, Any]) -> None:
-    """The twin under torch.compile."""
+def compiled(context: Context, case: Case) -> dict[str, Any]:
+    """The time of the twin under torch.compile, and the seconds until it ran; on a CPU traced only."""
+    if case.not_compiled:
+        return {"not_compiled": case.not_compiled}
+    torch.compiler.reset()  # each shape by itself, none by code for any shape
+    backend = "inductor" if context.cuda else "eager"
+    started = time.monotonic()
     try:
         with torch.no_grad():
-            compiled = torch.compile(case.op, dynamic=False)
-            row["compiled_ms"] = context.milliseconds(lambda: compiled(*case.args), seconds=0.2)
+            twin = torch.compile(case.op, dynamic=False, backend=backend)
+            twin(*case.args)
+            context.synchronize()
+            after = time.monotonic() - started
+            milliseconds = context.milliseconds(lambda: twin(*case.args), seconds=0.2)
     except Exception as error:
-        row["not_compiled"] = f"{type(error).__name__}: {str(error)[:200]}"
-    context.say(f"compiled {case.name}: {row.get('compiled_ms', row.get('not_compiled'))}")
+        after = time.monotonic() - started
+        return {"not_compiled": f"{type(error).__name__}: {str(error)[:200]}", "compiled_after_s": after}
+    return {"compiled_ms": milliseconds, "compiled_after_s": after}
 
 
 def measured(context: Context, shape: Shape, case: Case, copy: float | None) -> dict[str, Any]:
@@ -122,12 +155,12 @@ def measured(context: Context, shape: Shape, case: Case, copy: float | None) -> 
     row: dict[str, Any] = {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes}
     with torch.no_grad():
         try:
-            wanted = [t.clone() for t in tensors(case.op(*case.args))] if case.op is not add_weight_grad_ else None
+            wanted = [t.clone() for t in case.read(case.op(*case.args))] if case.op is not add_weight_grad_ else None
             row["eager_ms"] = context.milliseconds(lambda: case.op(*case.args), seconds=0.2)
             if context.cuda:
                 triton = triton_of(case.op)
                 if wanted is not None:
-                    row["error"] = relative_error(tensors(triton(*case.args)), wanted)
+                    row["error"] = relative_error(case.read(triton(*case.args)), wanted)
                     if not row["error"] < (1e-2 if context.dtype == torch.bfloat16 else 1e-5):
                         row["problem"] = f"differs from its twin by {row['error']:.1e}"
                 del wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from gpu_bench.kernels import Shape
 from gpu_bench.model import drawn_on_the_device
 from overlap1f1b.kernels.grouped_mm import ExpertRows, grouped_mm, grouped_mm_input_grad, grouped_mm_weight_grad
 from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.moe.experts import WeightsIn
 
 LAYERS = (Shape("fine-grained", 8192, 2048, 768, 8, 128), Shape("coarse", 8192, 4096, 8192, 2, 8))
 TINY = (Shape("tiny", 32, 16, 8, 2, 4),)
@@ -26,8 +27,9 @@ def run(context: Context) -> dict[str, Any]:
         row = found["rows"]
         row.append(measured(context, shape))
         context.say(", ".join(f"{k} {v:.3g}" for k, v in row[-1].items() if isinstance(v, float)))
-        if not row[-1]["error"] < 5e-2:
-            found["problems"].append(f"{shape.name}: differs from the loop by {row[-1]['error']:.1e}")
+        for name, other in (("error", "the loop"), ("inside_error", "weights in the sum")):
+            if not row[-1][name] < 5e-2:
+                found["problems"].append(f"{shape.name}: differs from {other} by {row[-1][name]:.1e}")
         context.free()
     return found
 
@@ -35,7 +37,11 @@ def run(context: Context) -> dict[str, Any]:
 def measured(context: Context, s: Shape) -> dict[str, Any]:
     """One layer."""
     with drawn_on_the_device():
-        layer = MoE(s.H, s.I, RouterConfig(s.E, s.K), dtype=context.dtype, device=context.device)
+        layer, inside = (
+            MoE(s.H, s.I, RouterConfig(s.E, s.K), weights_in=where, dtype=context.dtype, device=context.device)
+            for where in get_args(WeightsIn)
+        )
+    inside.load_state_dict(layer.state_dict())
     x, g = context.randn(s.T, s.H, seed=1), context.randn(s.T, s.H, seed=2)
     experts, flops = layer.experts, 18.0 * s.T * s.K * s.H * s.I
     with torch.no_grad():
@@ -52,7 +58,7 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
             return call(leaf)
 
         def step() -> None:
-            for parameter in (*layer.parameters(), *apart, leaf):
+            for parameter in (*layer.parameters(), *inside.parameters(), *apart, leaf):
                 parameter.grad = None
             call(leaf).backward(g)
 
@@ -71,6 +77,11 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
     row["forward_ms"] = context.milliseconds(forward)
     row["both_ms"] = context.milliseconds(step)
     row["both_tflop_s"] = flops / row["both_ms"] / 1e9
+    row["held_bytes"] = held(context, forward)
+    forward, step = both(inside)
+    row["inside_ms"], row["inside_held_bytes"] = context.milliseconds(step), held(context, forward)
+    with torch.no_grad():
+        row["inside_error"] = relative_error([inside(x)], [layer(x)])
     row["gemm_ms"] = gemms(context, s, indices, experts.gate_up.detach(), experts.down.detach())
     row["gemm_tflop_s"] = flops / row["gemm_ms"] / 1e9
     row["share_of_gemm"] = row["gemm_ms"] / row["both_ms"]
@@ -80,6 +91,19 @@ def measured(context: Context, s: Shape) -> dict[str, Any]:
     row["loop_ms"] = context.milliseconds(step, rounds=5)
     row["over_loop"] = row["loop_ms"] / row["both_ms"]
     return row
+
+
+def held(context: Context, forward: Callable[[], Tensor]) -> int | None:
+    """Bytes that a forward leaves for its backward, with what it returns; None on a CPU."""
+    if not context.cuda:
+        return None
+    context.synchronize()
+    before = torch.cuda.memory_allocated(context.device)
+    y = forward()
+    context.synchronize()
+    bytes_held = torch.cuda.memory_allocated(context.device) - before
+    del y
+    return bytes_held
 
 
 def gemms(context: Context, s: Shape, indices: Tensor, gate_up: Tensor, down: Tensor) -> float:

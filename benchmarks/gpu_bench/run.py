@@ -23,7 +23,7 @@ from gpu_bench.tables import markdown
 SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
     "checks": (checks.run, 60),
     "ceilings": (ceilings.run, 20),
-    "kernels": (kernels.run, 120),
+    "kernels": (kernels.run, 160),
     "layer": (layer.run, 60),
     "steps": (steps.run, 170),
     "overhead": (overhead.run, 30),
@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="sizes for a test of the script itself")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all sections")
+    parser.add_argument("--budget", type=float, default=520.0, help="seconds for all sections")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the results")
     options = parser.parse_args()
     options.sections = options.sections.split(",")

@@ -72,10 +72,13 @@ def _layer(result: dict[str, Any]) -> list[str]:
             f"{row['share_of_gemm']:.0%}",
             f"{row['loop_ms']:.3f}",
             f"{row['over_loop']:.2f}×",
+            f"{row['inside_ms']:.3f}",
+            *(number(b and b / 2**30, ".2f") for b in (row["held_bytes"], row["inside_held_bytes"])),
         ]
         for row in result["rows"]
     ]
     head = ["layer", "forward + backward ms", "TFLOP/s", "products alone ms", "of their bound", "loop ms", "over loop"]
+    head += ["weights inside ms", "held GiB", "weights inside, held GiB"]
     return [table(head, rows)]
 
 

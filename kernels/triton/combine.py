@@ -6,18 +6,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import SUMMED, TILE, launch, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, TILE, beside, launch, tile
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:
-    rows = rows.contiguous()
+    rows = beside(rows)
     T, H = inverse.shape[0] // top_k, rows.shape[1]
     out = rows.new_empty(T, H)
     BT, BH = tile(H)
     grid = (triton.cdiv(T, BT), triton.cdiv(H, BH))
     factors = out if weights is None else weights.contiguous()
     sizes = {"K": top_k, "WEIGHTED": weights is not None, "BT": BT, "BH": BH}
-    launch(_sum, grid, rows, rows, inverse, factors, out, T, H, **sizes)
+    launch(_sum, grid, rows, rows, inverse, factors, out, T, H, rows.stride(0), **sizes)
     return out
 
 
@@ -42,6 +42,7 @@ def _sum(
     out,
     T,
     H: tl.constexpr,
+    STRIDE: tl.constexpr,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BT: tl.constexpr,
@@ -56,7 +57,7 @@ def _sum(
         there = (row >= 0)[:, None] & across
         # A row is read once: the cache is better used for what comes next.
         value = tl.load(
-            rows + row[:, None] * H + column[None, :], mask=there, other=0.0, eviction_policy="evict_first"
+            rows + row[:, None] * STRIDE + column[None, :], mask=there, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights + token * K + k, mask=here, other=0.0).to(tl.float32)[:, None]

@@ -33,6 +33,11 @@ def tile(width: int, elements: int = TILE, most: int = TILE) -> tuple[int, int]:
     return max((INTERPRETED_TILE if interpreted() else elements) // columns, 1), columns
 
 
+def beside(rows: Tensor) -> Tensor:
+    """Rows whose elements lie side by side, though there may be others between two rows."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **options: Any) -> None:
     """Runs a kernel on the device of ``like``; nothing where the grid is empty."""
     if 0 in grid:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overlap1f1b.kernels.permute import carrying, opened
 from overlap1f1b.kernels.triton.launch import launch, tile
 from overlap1f1b.kernels.triton.take import take_rows, taken
 
@@ -13,28 +14,33 @@ from overlap1f1b.kernels.triton.take import take_rows, taken
 def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
     if partial:  # every row has to be written, padding too: row by row
         return taken(tokens, order, top_k)
-    return _spread_all(tokens, None, inverse, top_k)[0]
+    rows = tokens.new_empty(tokens.shape[0] * top_k, tokens.shape[1])
+    _spread_all(tokens, None, inverse, top_k, rows, rows)
+    return rows
 
 
-def spread_weighted(
-    tokens: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, partial: bool = False
-) -> tuple[Tensor, Tensor]:
+def spread_weighted(tokens: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, partial: bool = False) -> Tensor:
+    H, K = tokens.shape[1], weights.shape[1]
+    carried = carrying(tokens, len(order), H)
+    rows, factors = opened(carried, H, weights.dtype)
     if partial:
-        return taken(tokens, order, weights.shape[1]), take_rows(weights.reshape(-1, 1), order).squeeze(1)
-    return _spread_all(tokens, weights.contiguous(), inverse, weights.shape[1])
+        taken(tokens, order, K, rows)
+        factors.copy_(take_rows(weights.reshape(-1, 1), order).squeeze(1))
+    else:
+        _spread_all(tokens, weights.contiguous(), inverse, K, rows, factors)
+    return carried
 
 
-def _spread_all(tokens: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _spread_all(
+    tokens: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int, rows: Tensor, factors: Tensor
+) -> None:
     tokens = tokens.contiguous()
     T, H = tokens.shape
-    rows = tokens.new_empty(T * top_k, H)
-    row_weights = rows if weights is None else weights.new_empty(T * top_k)
     BT, BH = tile(H)
     grid = (triton.cdiv(T, BT), max(triton.cdiv(H, BH), 1))
     sizes = {"K": top_k, "WEIGHTED": weights is not None, "BT": BT, "BH": BH}
-    args = (tokens, row_weights if weights is None else weights, inverse, rows, row_weights, T, H)
-    launch(_spread, grid, tokens, *args, **sizes)
-    return rows, row_weights
+    args = (tokens, tokens if weights is None else weights, inverse, rows, factors)
+    launch(_spread, grid, tokens, *args, T, H, rows.stride(0), factors.stride(0), **sizes)
 
 
 @triton.jit
@@ -43,9 +49,11 @@ def _spread(
     weights,
     inverse,
     rows,
-    row_weights,
+    factors,
     T,
     H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BT: tl.constexpr,
@@ -62,6 +70,7 @@ def _spread(
     for k in tl.static_range(K):
         row = tl.load(inverse + token * K + k, mask=here, other=-1)
         there = row >= 0  # of a slot that names no expert nothing is written
-        tl.store(rows + row[:, None] * H + column[None, :], value, mask=inside & there[:, None])
+        tl.store(rows + row[:, None] * STRIDE + column[None, :], value, mask=inside & there[:, None])
         if WEIGHTED and tl.program_id(1) == 0:
-            tl.store(row_weights + row, tl.load(weights + token * K + k, mask=there, other=0.0), mask=there)
+            weight = tl.load(weights + token * K + k, mask=there, other=0.0)
+            tl.store(factors + row * FACTOR_STRIDE, weight, mask=there)

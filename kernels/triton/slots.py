@@ -15,7 +15,7 @@ from overlap1f1b.kernels.triton.launch import interpreted, launch
 CELLS = 16_384  # of a program: slots times experts, or slots times slots
 
 
-def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
+def place_slots(indices: Tensor, experts: int) -> Slots:
     flat = indices.reshape(-1)
     slots, wide = len(flat), triton.next_power_of_2(experts)
     # One program counts BLOCK slots: a row of the histogram. They are ranked among each other, BLOCK² comparisons.
@@ -24,14 +24,12 @@ def place_slots(indices: Tensor, experts: int, align: int = 1) -> Slots:
     new: dict[str, Any] = {"dtype": torch.int64, "device": indices.device}
     before = torch.empty(blocks, experts, dtype=torch.int32, device=indices.device)
     counts, starts = torch.empty(experts, **new), torch.empty(experts, **new)
-    rows = slots + experts * (align - 1)
-    order = torch.empty(rows, **new) if align == 1 else torch.full((rows,), -1, **new)
-    inverse = torch.empty(slots, **new)
+    order, inverse = torch.empty(slots, **new), torch.empty(slots, **new)
     launch(_count, (blocks,), flat, flat, before, slots, experts, BLOCK=BLOCK, WIDE=wide, num_warps=8)
     sizes = {"ROWS": max(CELLS // 2 // wide, 1), "WIDE": wide}
-    launch(_offsets, (1,), flat, before, counts, starts, blocks, experts, align, **sizes, num_warps=8)
+    launch(_offsets, (1,), flat, before, counts, starts, blocks, experts, **sizes, num_warps=8)
     args = (flat, before, counts, starts, order, inverse, slots, experts)
-    launch(_place, (blocks,), flat, *args, PADDED=align > 1, BLOCK=BLOCK, num_warps=8)
+    launch(_place, (blocks,), flat, *args, BLOCK=BLOCK, num_warps=8)
     return Slots(order, inverse, counts)
 
 
@@ -47,7 +45,7 @@ def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def _offsets(before, counts, starts, blocks, experts, align, ROWS: tl.constexpr, WIDE: tl.constexpr):
+def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """The histogram becomes, in place, what lies before each block; then the experts' counts and first rows."""
     every = tl.arange(0, WIDE)
     total = tl.zeros([WIDE], dtype=tl.int32)
@@ -58,13 +56,12 @@ def _offsets(before, counts, starts, blocks, experts, align, ROWS: tl.constexpr,
         here = tl.load(place, mask=inside, other=0)
         tl.store(place, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
         total += tl.sum(here, 0)
-    padded = (total + align - 1) // align * align
     tl.store(counts + every, total.to(tl.int64), mask=every < experts)
-    tl.store(starts + every, (tl.cumsum(padded, 0) - padded).to(tl.int64), mask=every < experts)
+    tl.store(starts + every, (tl.cumsum(total, 0) - total).to(tl.int64), mask=every < experts)
 
 
 @triton.jit
-def _place(indices, before, counts, starts, order, inverse, slots, experts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _place(indices, before, counts, starts, order, inverse, slots, experts, BLOCK: tl.constexpr):
     """The row of each slot: its expert's first, those of blocks before, those of this block before it."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
@@ -79,6 +76,6 @@ def _place(indices, before, counts, starts, order, inverse, slots, experts, PADD
     row = tl.where(valid, start + ahead + rank, -1)
     tl.store(inverse + slot, row, mask=here)
     tl.store(order + row, slot.to(tl.int64), mask=valid)
-    if not PADDED:  # where slots name no expert, the last rows have no slot
-        rows = tl.load(starts + experts - 1) + tl.load(counts + experts - 1)
-        tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=here & (slot >= rows))
+    # Where slots name no expert, the last rows have no slot.
+    rows = tl.load(starts + experts - 1) + tl.load(counts + experts - 1)
+    tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=here & (slot >= rows))

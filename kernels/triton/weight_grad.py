@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import interpreted, launch
+from overlap1f1b.kernels.triton.launch import beside, interpreted, launch
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     assert main.is_contiguous()
-    grad, rows = grad.contiguous(), rows.contiguous()
+    grad, rows = beside(grad), beside(rows)
     E, C, A = main.shape
     low = grad.element_size() == 2
     # A tile of 128 × 256 has 85 operations a byte loaded; float32, which tensor cores would round, takes a quarter.
@@ -21,7 +21,8 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     sizes = {"BC": BC, "BA": BA, "BR": BR, "BAND": 8, "WIDEN": interpreted()}
     options = {"num_warps": 8 if BC * BA >= 16_384 else 4, "num_stages": 3}
     grid = (triton.cdiv(C, BC) * triton.cdiv(A, BA), E)
-    launch(_add_weight_grad, grid, main, main, grad, rows, offsets, C, A, **sizes, **options)
+    strides = grad.stride(0), rows.stride(0)
+    launch(_add_weight_grad, grid, main, main, grad, rows, offsets, C, A, *strides, **sizes, **options)
     return main
 
 
@@ -33,6 +34,8 @@ def _add_weight_grad(
     offsets,
     C: tl.constexpr,
     A: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     BC: tl.constexpr,
     BA: tl.constexpr,
     BR: tl.constexpr,
@@ -58,8 +61,8 @@ def _add_weight_grad(
         for first in range(0, end - start, BR):
             row = start + first + tl.arange(0, BR)
             here = (row < end)[:, None]
-            g = tl.load(grad + row[:, None] * C + c[None, :], mask=here & (c < C)[None, :], other=0.0)
-            x = tl.load(rows + row[:, None] * A + a[None, :], mask=here & (a < A)[None, :], other=0.0)
+            g = tl.load(grad + row[:, None] * GRAD_STRIDE + c[None, :], mask=here & (c < C)[None, :], other=0.0)
+            x = tl.load(rows + row[:, None] * ROW_STRIDE + a[None, :], mask=here & (a < A)[None, :], other=0.0)
             if WIDEN:  # the interpreter's product of bfloat16 is wrong
                 g, x = g.to(tl.float32), x.to(tl.float32)
             total = tl.dot(tl.trans(g), x, total, input_precision="ieee")

@@ -84,6 +84,9 @@ class RunOptions:
     """What to do where the capacity is too little: give up, or play the step again with exact sizes."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """What permutations, sums, activations and the router run by; auto times both on a GPU and keeps the faster."""
+    weights_in: Literal["combine", "activation"] = "combine"
+    """Where routing weights are applied: in the sum of what the experts return, or, as in Megatron-Core, in their
+    activation, to which each row carries its weight."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     hf_config: str | None = None
@@ -218,6 +221,8 @@ def check_run(options: RunOptions) -> None:
         )
     if options.capacity is not None and not 0 < options.capacity < float("inf"):
         raise ValueError(f"--capacity {options.capacity}; allowed: more than 0")
+    if options.hf_config is not None and options.weights_in != "combine":
+        raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
     parse_overlap(options.overlap)
     stages, blocks = options.program().placement.stages, options.model.layers + 2
     if options.hf_config is None and stages > blocks:

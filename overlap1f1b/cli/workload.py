@@ -32,6 +32,7 @@ def model_config(options: RunOptions) -> MoEConfig:
         dropout=model.dropout,
         score=model.router,
         aux_coefficient=0.0 if sigmoid else 0.01,
+        weights_in=options.weights_in,
         kernels=options.kernels,
     )
 

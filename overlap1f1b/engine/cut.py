@@ -84,7 +84,7 @@ class BlockRun:
 
     def aggregate_f(self, received: Tensor) -> None:
         seam = self.seams[-1]
-        if self.microbatch.grad:
+        if self.microbatch.grad and seam.route.keeps_returned:
             seam.returned = received
         self._go(seam.aggregate(received))
 
@@ -179,20 +179,20 @@ class BlockRun:
             outward = (op is Op.DISPATCH) == (kind is Kind.F)  # towards the experts
             send, receive = (route.send, route.receive) if outward else (route.receive, route.send)
             transfer = exchange.rows(rows, send, receive, node.tag, expected)
-            self._announce(node, rows)
+            self._announce(node)
             return transfer
 
         return post
 
     counts_f = dispatch_f = combine_f = combine_b = dispatch_b = _post
 
-    def _announce(self, node: Node, like: Tensor) -> None:
+    def _announce(self, node: Node) -> None:
         """Announces the receive of the exchange that follows in the chain; a dispatch's sizes are not known yet."""
         seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
-        exchange, route = seam.exchange, seam.route
+        exchange, route, like = seam.exchange, seam.route, seam.back
         if (node.op is Op.DISPATCH) == (kind is Kind.F):  # dispatch.f or combine.b: the rows come back
             back = node._replace(op=Op.COMBINE if kind is Kind.F else Op.DISPATCH)
-            expected[kind] = exchange.expect_rows(like, route.send, back.tag)
+            expected[kind] = exchange.expect_rows(like if kind is Kind.F else seam.outward, route.send, back.tag)
             return
         neighbour = self.stage.seam_beside(node.block, node.seam, 1 if kind is Kind.F else -1)
         if neighbour is not None and not self.stage.alike:
@@ -222,7 +222,6 @@ class BlockRun:
         else:
             self._begin_backward()
         assert seam.y is not None
-        assert seam.returned is not None
         grad = None
         if seam.y.requires_grad and self.roots:
             self.queue.probing = True
@@ -236,7 +235,7 @@ class BlockRun:
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
         if seam.result is None or seam.leaf is None:  # no gradient passes these experts, but their rows still travel
-            seam.rows = torch.zeros_like(received)
+            seam.rows = seam.outward.new_zeros(len(received), seam.outward.shape[1])
         else:
             parameters = self.stage.expert_parameters[seam.experts]
             grad = seam.route.group(received).to(seam.result_dtype)
@@ -260,8 +259,8 @@ class BlockRun:
                 self.roots.append(out.edge)
                 self.root_grads.append(out.checked(grad, self.stage.names[self.block]))
 
-    def _add_root(self, root: Tensor, grad: Tensor) -> None:
-        if root.requires_grad:
+    def _add_root(self, root: Tensor, grad: Tensor | None) -> None:
+        if root.requires_grad and grad is not None:
             self.roots.append(root)
             self.root_grads.append(grad)
 
@@ -269,7 +268,8 @@ class BlockRun:
         """The last seam's rows are back: its tokens have their gradient."""
         seam = self.seams.pop()
         assert seam.tokens is not None
-        self._add_root(seam.tokens, seam.route.gather_backward(received))
+        for root, grad in zip((seam.tokens, seam.weights), seam.route.gather_backward(received), strict=True):
+            self._add_root(root, grad)
 
     def _finish_backward(self) -> None:
         leaves = [t for t in self.x if t.requires_grad]

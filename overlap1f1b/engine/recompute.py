@@ -4,7 +4,8 @@ What exchanges have brought is kept: the block's input, the rows that the expert
 All that lies between follows from these without another exchange:
 
 - the experts' part from the rows that they received;
-- all else from the block's input and, where it calls experts, the weighted sum of the rows that came back.
+- all else from the block's input and, where it calls experts, the weighted sum of the rows that came back (where the
+  experts have weighted them, the sum itself is kept instead).
 
 The first forward runs with gradients enabled, so that it takes the same kernels and tells what has a gradient to come,
 but whatever it saves is forgotten at once. The second runs in one piece, nothing suspends it. Where the first has drawn
@@ -71,7 +72,8 @@ class RecomputedRun(BlockRun):
             super()._keep(outs)
             return
         for seam in self.seams:
-            seam.tokens, seam.weights, seam.y = None, seam.weights.detach(), None
+            seam.tokens, seam.weights = None, seam.weights.detach()
+            seam.y = None if seam.route.keeps_returned else seam.y  # a leaf, whose graph is gone
 
     def experts_f(self, received: Tensor) -> None:
         super().experts_f(received)
@@ -98,8 +100,9 @@ class RecomputedRun(BlockRun):
             if not isinstance(step, SeamCall) or step.experts is not seam.experts:
                 break
             seam.tokens, seam.weights = step.tokens, step.weights
-            assert seam.returned is not None
-            step = super()._advance(seam.aggregate(seam.returned), random)
+            y = seam.y if seam.returned is None else seam.aggregate(seam.returned)
+            assert y is not None
+            step = super()._advance(y, random)
         else:
             if not isinstance(step, SeamCall):
                 self.forward = None

@@ -10,7 +10,6 @@ from overlap1f1b.engine.forward import SeamCall
 from overlap1f1b.engine.weights import WeightQueue
 from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.moe.experts import Experts
-from overlap1f1b.moe.route import Route
 
 
 class SeamRun:
@@ -24,12 +23,16 @@ class SeamRun:
         self.queue = WeightQueue()
         with torch.no_grad():
             experts = self.experts
-            self.route = Route(call.indices, experts.experts, exchange.ranks, experts.kernels, capacity=capacity)
-            self.rows: Tensor | None = self.route.gather(call.tokens.detach())
+            self.route = experts.route(call.indices, exchange.ranks, capacity=capacity)
+            self.rows: Tensor | None = self.route.gather(call.tokens.detach(), call.weights.detach())
+            # What rows look like on their way back, and on their way to the experts.
+            hidden, width = call.tokens.shape[1], self.rows.shape[1]
+            self.back = call.tokens.new_empty(0, hidden)
+            self.outward = self.back if width == hidden else call.tokens.new_empty(0, width)
         self.result: GradientEdge | None = None  # the experts' output, whose values have been sent away
         self.result_dtype = self.dtype
         self.leaf: Tensor | None = None  # their input
-        self.returned: Tensor | None = None  # what came back, kept for the gradient of the weights
+        self.returned: Tensor | None = None  # what came back, if its sum needs it for its backward
         self.y: Tensor | None = None
 
     def aggregate(self, returned: Tensor) -> Tensor:

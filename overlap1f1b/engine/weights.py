@@ -127,7 +127,7 @@ def main_grad(parameter: nn.Parameter) -> Tensor | None:
 def _add_to_main(
     parameter: nn.Parameter, main: Tensor, grad: Tensor, rows: Tensor, counts: Sequence[int], kernels: Kernels
 ) -> Tensor | None:
-    kernels(add_weight_grad_, main, grad.contiguous(), rows, offsets(counts, grad))
+    kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     # Megatron's hooks wait for a gradient, are told by this not to add it, and let go of it: its values are nothing's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.combine import AggregateRows
-from overlap1f1b.kernels.grouped_mm import GroupedMM
-from overlap1f1b.kernels.permute import GatherRows
+from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.exchange import Exchange, build_exchange
 from overlap1f1b.moe.route import Route
+from overlap1f1b.moe.weighted_route import WeightedRoute
 
+WeightsIn = Literal["combine", "activation"]
+"""Where a row's routing weight is applied: in the sum of what came back, or before that in the experts' activation."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -36,7 +37,10 @@ class Experts(nn.Module):
         exchange: Between them.
         product: The grouped matrix product that :meth:`compute` uses, if it does; the engine puts in its own.
         kernels: What permutations, sums and activations run by; the engine's too.
+        route_kind: What their rows go by.
     """
+
+    route_kind: type[Route] = Route
 
     experts: int
     local_experts: int
@@ -74,6 +78,10 @@ class Experts(nn.Module):
         """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
         raise NotImplementedError
 
+    def route(self, indices: Tensor, ranks: int, *, capacity: float | None = None) -> Route:
+        """The way of the rows of one call, see :class:`~overlap1f1b.moe.route.Route`."""
+        return self.route_kind(indices, self.experts, ranks, self.kernels, capacity=capacity)
+
     def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
         """:meth:`compute` on rows that a route has grouped."""
         counts = route.expert_rows
@@ -85,16 +93,16 @@ class Experts(nn.Module):
         return F.pad(result, (0, 0, 0, rest)) if rest else result
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        route = Route(indices, self.experts, self.exchange.ranks, self.kernels)
+        route = self.route(indices, self.exchange.ranks)
         counts = self.exchange.counts(route.counts)
         route.host = counts.host
         route.arrive(counts.finish())
-        rows = GatherRows.apply(tokens, route.order, route.top_k, route.inverse, self.kernels)
+        rows = Gather.apply(tokens, weights, route)
         received = _Rows.apply(rows, self.exchange, route.send, route.receive)
         result = self.compute_routed(_Group.apply(received, route), route).to(tokens.dtype)
         result = _Ungroup.apply(result, route)
         returned = _Rows.apply(result, self.exchange, route.receive, route.send)
-        return AggregateRows.apply(returned, route.order, weights, route.inverse, self.kernels)
+        return Aggregate.apply(returned, weights, route)
 
 
 class GroupedExperts(Experts):
@@ -107,12 +115,15 @@ class GroupedExperts(Experts):
         experts: E, over all ranks.
         hidden: H.
         intermediate: I.
+        weights_in: Where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up · p``
+            as in Megatron-Core, a row carries its weight to its expert; the sum of what comes back is plain, and its
+            backward needs none of that.
         group: Ranks that share the experts.
         kernels: What it runs by.
 
     Raises:
-        ValueError: E is not divisible by the ranks. When called: shapes or dtypes other than these, an expert that is
-            none.
+        ValueError: E is not divisible by the ranks; weights in the activation of a subclass with a ``compute`` of its
+            own. When called: shapes or dtypes other than these, an expert that is none.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class GroupedExperts(Experts):
         hidden: int,
         intermediate: int,
         *,
+        weights_in: WeightsIn = "combine",
         group: dist.ProcessGroup | None = None,
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
@@ -128,6 +140,13 @@ class GroupedExperts(Experts):
     ) -> None:
         super().__init__()
         self.share(experts, group, kernels)
+        self.weights_in = check_weights_in(weights_in)
+        if weights_in == "activation":
+            if not self.reads_counts_late:
+                raise ValueError(
+                    f"weights_in='activation' of {type(self).__name__}, which computes itself; allowed: 'combine'"
+                )
+            self.route_kind = WeightedRoute
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gate_up = nn.Parameter(torch.empty(self.local_experts, 2 * intermediate, hidden, **factory))
         self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
@@ -151,9 +170,16 @@ class GroupedExperts(Experts):
     def reads_counts_late(self) -> bool:
         return type(self).compute is GroupedExperts.compute
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute(self, rows: Tensor, counts: Sequence[int], weights: Tensor | None = None) -> Tensor:
         gate_up = self.product(rows, self.gate_up, counts)
-        return self.product(swiglu(gate_up, self.kernels), self.down, counts)
+        end = counts.total if isinstance(counts, ExpertRows) else None
+        return self.product(swiglu(gate_up, self.kernels, weights, end), self.down, counts)
+
+    def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
+        if not isinstance(route, WeightedRoute):
+            return super().compute_routed(rows, route)
+        rows, weights = route.opened(rows)
+        return self.compute(rows, route.expert_rows, weights)
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         # Not in forward, for which the engine puts in its own. Shapes and dtypes are known on the host; values are not:
@@ -173,8 +199,46 @@ class GroupedExperts(Experts):
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"
 
 
+def check_weights_in(value: WeightsIn) -> WeightsIn:
+    """The same.
+
+    Raises:
+        ValueError: Another.
+    """
+    if value not in get_args(WeightsIn):
+        raise ValueError(f"weights_in={value!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
+    return value
+
+
 def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+class Gather(torch.autograd.Function):
+    """Tokens as the rows to send; with weights, where rows carry them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.gather(tokens, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.route.gather_backward(grads[0]), None
+
+
+class Aggregate(torch.autograd.Function):
+    """The sum of what came back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(rows if route.keeps_returned else None, weights)
+        return route.aggregate(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None
 
 
 class _Rows(torch.autograd.Function):

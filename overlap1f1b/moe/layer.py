@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.router import Router, RouterConfig
 
 
@@ -55,11 +55,12 @@ class MoE(nn.Module):
         intermediate: I, of each expert.
         router: How tokens choose experts, and how many there are.
         shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
+        weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         group: Ranks that share the experts.
         kernels: What router, experts and activations run by, so that all layers of a model choose alike.
 
     Raises:
-        ValueError: The experts cannot be divided evenly over the ranks.
+        ValueError: The experts cannot be divided evenly over the ranks; ``weights_in`` is neither.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class MoE(nn.Module):
         router: RouterConfig,
         *,
         shared_intermediate: int = 0,
+        weights_in: WeightsIn = "combine",
         group: dist.ProcessGroup | None = None,
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
@@ -77,7 +79,8 @@ class MoE(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"kernels": kernels or Kernels(), "dtype": dtype, "device": device}
         self.router = Router(hidden, router, **factory)
-        self.experts = GroupedExperts(router.experts, hidden, intermediate, group=group, **factory)
+        options = {"weights_in": weights_in, "group": group, **factory}
+        self.experts = GroupedExperts(router.experts, hidden, intermediate, **options)
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Route:
         capacity: Room for rows, as a multiple of what each rank would be sent if all were sent alike; None for exact.
 
     Attributes:
+        keeps_returned: Whether the backward of :meth:`aggregate` needs the rows that came back.
         counts: ``[E]`` int64, rows that are sent to each expert.
         dropped: ``[E]`` int64, rows that found no room; None where all do.
         host: The counts on their way to the host, if an exchange has sent them there.
@@ -46,6 +47,8 @@ class Route:
     Raises:
         ValueError: ``indices`` name an expert that is none. On CUDA that is an assertion of the device.
     """
+
+    keeps_returned = True
 
     def __init__(
         self,
@@ -104,9 +107,8 @@ class Route:
         """Received rows of each local expert."""
         assert self._arrived is not None
         counted = self._counted
-        return ExpertRows(
-            self._arrived.sum(0), None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
-        )
+        host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
+        return ExpertRows(self._arrived.sum(0), host, padded=self.padded)
 
     @cached_property
     def _regroup(self) -> Tensor | None:
@@ -141,13 +143,13 @@ class Route:
         places[index.masked_fill(index < 0, rows)] = torch.arange(rows, device=index.device)
         return places[:rows]
 
-    def gather(self, tokens: Tensor) -> Tensor:
+    def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """``[T, H] → [rows, H]``, the rows to send."""
         return run(self.kernels, spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
 
-    def gather_backward(self, grad_rows: Tensor) -> Tensor:
-        """``[rows, H] → [T, H]``."""
-        return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded)
+    def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[rows, H] → [T, H]``, and the gradient of the weights where rows carry them."""
+        return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
 
     def group(self, rows: Tensor) -> Tensor:
         """Received rows ``[R, H]`` grouped by expert."""
@@ -165,8 +167,9 @@ class Route:
         """Returned rows ``[rows, H]`` and ``weights [T, K]`` → ``[T, H]``."""
         return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
 
-    def aggregate_backward(self, grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the returned rows and of the weights."""
+    def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the returned rows and, unless these have carried them, of the weights."""
+        assert rows is not None
         return run(self.kernels, spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
 
 

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Choice, Kernels
-from overlap1f1b.moe.experts import GroupedExperts
+from overlap1f1b.moe.experts import GroupedExperts, WeightsIn, check_weights_in
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig, Score
 
@@ -44,6 +44,7 @@ class MoEConfig:
         dropout: Probability of dropping an element of what a layer adds to the residual.
         score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
+        weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; the layers choose together.
 
     Raises:
@@ -72,10 +73,11 @@ class MoEConfig:
     top_groups: int = 1
     aux_coefficient: float = 0.01
     z_coefficient: float = 0.0
+    weights_in: WeightsIn = "combine"
     kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
-        _ = self.router, Kernels(self.kernels)  # which check their parts
+        _ = self.router, Kernels(self.kernels), check_weights_in(self.weights_in)  # which check their parts
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
@@ -238,8 +240,9 @@ class MoETransformer(nn.Sequential):
         def mlp(layer: int) -> MoE | SwiGLU:
             if layer < config.dense_layers:
                 return SwiGLU(config.hidden, config.dense_intermediate, **mlp_options)
-            options = {"shared_intermediate": config.shared_intermediate, "group": group, **mlp_options}
-            return MoE(config.hidden, config.intermediate, config.router, **options)
+            options = {"weights_in": config.weights_in, "group": group, **mlp_options}
+            sizes = config.hidden, config.intermediate, config.router
+            return MoE(*sizes, shared_intermediate=config.shared_intermediate, **options)
 
         children: OrderedDict[str, nn.Module] = OrderedDict()
         children["embedding"] = nn.Embedding(config.vocabulary, config.hidden, **factory)

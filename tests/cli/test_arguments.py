@@ -43,6 +43,7 @@ WHOLE, NUMBER = "allowed: a whole number", "allowed: a number"
         ("train --lr high", f"--lr high; {NUMBER}"),
         ("train --layers many", f"--layers many; {WHOLE}"),
         ("train --router top", "--router top; allowed: softmax, sigmoid"),
+        ("train --weights-in input", "--weights-in input; allowed: combine, activation"),
         ("train --no-compare 3", "'3' after --no-compare; allowed: options, which begin with --"),
         (
             "train --text a b --stepz 3",

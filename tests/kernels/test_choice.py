@@ -135,10 +135,13 @@ def test_layers_of_a_model_choose_together() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("options", [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}],
+)
 def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)
-    results = {}
+    results, carried = {}, options.get("weights_in") == "activation"
     for kernels in ("torch", "triton"):
         config = MoEConfig(**{**vars(CONFIG), **options, "kernels": kernels})
         model = MoETransformer(config, device=DEVICE)
@@ -148,7 +151,7 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
         use_kernels(model, recording := Recording(kernels))
-        engine = Engine(model, program, loss_fn=loss_fn)
+        engine = Engine(model, program, loss_fn=loss_fn, capacity=1.0 if carried else None)
         for _ in range(3):  # two that measure, one that overlaps
             model.zero_grad()
             loss = engine.step(inputs, target=labels).loss
@@ -156,7 +159,9 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         results[kernels] = (loss, [p.grad for p in model.parameters()])
     torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
-    routed = {"place_slots", "spread_rows", "sum_rows", "spread_grad"}
+    routed = {"place_slots", "spread_rows", "sum_rows"} | (
+        {"spread_weighted", "take_rows", "pack_places"} if carried else {"spread_grad"}
+    )
     activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward"}
     assert recording.ran == routed | activated
 

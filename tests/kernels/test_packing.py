@@ -7,7 +7,7 @@ import torch
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
-from overlap1f1b.kernels.packing import PackRows, UnpackRows, pack_places, pack_slots
+from overlap1f1b.kernels.packing import pack_places, pack_slots
 from overlap1f1b.kernels.permute import spread_rows
 from overlap1f1b.kernels.slots import place_slots
 from tests.kernels.against import DTYPES, check, choose, draw
@@ -28,17 +28,6 @@ def test_against_a_loop(T: int, K: int, E: int, D: int, capacity: int) -> None:
     assert packing.order.tolist() == order
     assert packing.inverse.tolist() == [order.index(s) if s in order else -1 for s in range(T * K)]
     assert (packing.counts.tolist(), packing.dropped.tolist()) == (counts, dropped)
-
-
-def test_gradients_with_rows_left_out() -> None:
-    indices = torch.tensor([[0, 2], [0, 1], [0, 3], [2, 0]])
-    packing = pack_slots(indices, 4, 2, 3, None)
-    assert packing.dropped.tolist() == [1, 1, 0, 0]
-    tokens = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: PackRows.apply(t, packing, 2), tokens)
-    assert torch.autograd.gradcheck(lambda r, w: UnpackRows.apply(r, w, packing), (rows, weights))
 
 
 @pytest.mark.parametrize(("options", "message"), [((3, 2, 1), "destinations=2; allowed: 1, 3"), ((2, 2, -1), "=-1")])

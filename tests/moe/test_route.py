@@ -8,6 +8,7 @@ from torch import Tensor
 
 from overlap1f1b.moe.exchange import EqualSplits
 from overlap1f1b.moe.route import Route
+from overlap1f1b.moe.weighted_route import WeightedRoute
 
 H = 3
 
@@ -18,14 +19,17 @@ def exchanged(routes: list[Route], rows: list[Tensor], *, back: bool) -> list[Te
     return [torch.cat([part[rank] for part in parts]) for rank in range(len(routes))]
 
 
-def played(indices: list[Tensor], experts: int, capacity: float | None) -> tuple[list[Route], list[Tensor]]:
+def played(
+    indices: list[Tensor], experts: int, capacity: float | None, kind: type[Route] = Route
+) -> tuple[list[Route], list[Tensor]]:
     """The rows that every expert receives, and the routes."""
     ranks = len(indices)
-    routes = [Route(index, experts, ranks, capacity=capacity) for index in indices]
+    routes = [kind(index, experts, ranks, capacity=capacity) for index in indices]
     for rank, route in enumerate(routes):
         route.arrive(torch.stack([other.counts.view(ranks, -1)[rank] for other in routes]))
     tokens = [torch.arange(len(index) * H).view(-1, H) + 1000.0 * (1 + rank) for rank, index in enumerate(indices)]
-    sent = [route.gather(t) for route, t in zip(routes, tokens, strict=True)]
+    weights = [torch.rand(index.shape) for index in indices]
+    sent = [route.gather(*given) for route, *given in zip(routes, tokens, weights, strict=True)]
     received = exchanged(routes, sent, back=False)
     grouped = [route.group(rows) for route, rows in zip(routes, received, strict=True)]
     returned = exchanged(
@@ -33,25 +37,33 @@ def played(indices: list[Tensor], experts: int, capacity: float | None) -> tuple
     )  # fmt: skip
     for rank, route in enumerate(routes):
         # Every expert returns what it was given: K times the token, where nothing was lost.
-        total = route.gather_backward(returned[rank])
+        total, of_slots = route.gather_backward(returned[rank])
         if route.dropped is None or not route.dropped.any():
             assert torch.equal(total, tokens[rank] * route.top_k)
+            assert of_slots is None if kind is Route else torch.equal(of_slots, weights[rank])
     return routes, [rows[: sum(route.expert_rows)] for route, rows in zip(routes, grouped, strict=True)]
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 4), (2, 2), (2, 6), (3, 9)])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_equal_splits_bring_the_same_rows_to_the_same_experts(ranks: int, experts: int, skewed: bool) -> None:
+@pytest.mark.parametrize("kind", [Route, WeightedRoute])
+def test_equal_splits_bring_the_same_rows_to_the_same_experts(
+    ranks: int, experts: int, skewed: bool, kind: type[Route]
+) -> None:
     generator = torch.Generator().manual_seed(ranks * experts)
     indices = [
         torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(7)]) % (2 if skewed else experts)
         for _ in range(ranks)
     ]
-    exact, wanted = played(indices, experts, None)
-    padded, found = played(indices, experts, float(ranks))  # room for every row
+    torch.manual_seed(0)
+    exact, wanted = played(indices, experts, None, kind)
+    torch.manual_seed(0)
+    padded, found = played(indices, experts, float(ranks), kind)  # room for every row
     for a, b, rows, other in zip(exact, padded, wanted, found, strict=True):
         assert list(a.expert_rows) == list(b.expert_rows)
-        assert torch.equal(rows, other)
+        assert torch.equal(rows[:, :H], other[:, :H])
+        if kind is WeightedRoute:  # a weight lies at the end of its row
+            assert torch.equal(rows[:, -4], other[:, -4])
         assert isinstance(b.send, EqualSplits)
         assert b.dropped is not None
         assert not b.dropped.any()
@@ -72,9 +84,9 @@ def test_no_tokens() -> None:
     for capacity in (None, 1.25):
         route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, capacity=capacity)
         route.arrive(torch.zeros(2, 2, dtype=torch.int64))
-        rows = route.group(route.gather(torch.empty(0, H)))
+        rows = route.group(route.gather(torch.empty(0, H), torch.empty(0, 2)))
         assert rows.shape == (0, H)
-        assert route.gather_backward(route.ungroup(rows)).shape == (0, H)
+        assert route.gather_backward(route.ungroup(rows))[0].shape == (0, H)
 
 
 def test_one_rank_needs_no_host() -> None:

@@ -40,6 +40,9 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "--hf-config", "x", *options]) == 2
         return capsys.readouterr().err
 
+    assert refusal("--weights-in", "activation").endswith(
+        "error: --weights-in activation with --hf-config; allowed: combine\n"
+    )
     assert refusal("--pp", "2").endswith("error: --hf-config with --pp 2 --dp 1; allowed: 1 of each\n")
     line = "error: --peers with --hf-config, --compute timed and --ep 2; allowed: real, and 2 or more\n"
     assert refusal("--peers", "--compute", "timed").endswith(line)

@@ -101,7 +101,9 @@ def whole(*shape: int) -> torch.Tensor:
     [
         (take.take_rows, (half(T, H), whole(T))),
         (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K)),
+        (permute.spread_weighted, (half(T, H), half(T, K), whole(T * K), whole(T * K))),
         (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T, K))),
+        (combine.sum_rows, (half(T * K, H + 8)[:, :H], whole(T * K), K)),
         (combine.spread_grad, (half(T, H), half(T * K, H), whole(T * K), whole(T * K), half(T, K))),
         (swiglu.swiglu_rows, (half(T, 2 * INTERMEDIATE), half(T))),
         (swiglu.swiglu_rows_backward, (half(T, INTERMEDIATE), half(T, 2 * INTERMEDIATE), half(T))),
