@@ -16,7 +16,8 @@ import pytest
 
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.workload import model_config
-from tests.cli.run import Run, refused
+from tests.cli.inside import Verb
+from tests.cli.run import COMMAND, Run, refused
 from tests.cli.test_board import scalars
 
 STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
@@ -31,10 +32,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoints and the results of a run that nothing disturbed."""
+    """The checkpoints and the results of a run that nothing disturbed, started as a user starts it."""
     folder = tmp_path_factory.mktemp("unbroken")
     outputs = ("--checkpoint", folder / "run", "--json", folder / "json", "--tensorboard", folder / "board")
-    out = Run("train", "--text", text, *STEPS, *outputs).succeeds()
+    out = Run("train", "--text", text, *STEPS, *outputs, command=COMMAND).succeeds()
     assert re.search(r"\d tokens/s  hidden \d+%  exposed \d+ ms\n", out)
     return folder / "run", json.loads((folder / "json").read_text())
 
@@ -169,6 +170,8 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     run.until(lambda: list(folder.glob("step-*")))
     ranks = run.ranks()
     ranks[1].suspend()
+    assert not psutil.wait_procs(ranks[:1], 30)[1]
+    ranks[1].kill()  # tests/cli/test_launch.py waits until it is killed
     status, _, err = run.wait(40)
     lost, ended = err.splitlines()
     assert status == 1
@@ -208,8 +211,8 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_that_no_run_can_have(args: str, error: str) -> None:
-    assert refused("train", *args.split()) == error
+def test_options_that_no_run_can_have(capsys: pytest.CaptureFixture[str], args: str, error: str) -> None:
+    assert Verb("train").refused(capsys, *args.split()) == error
 
 
 def test_the_model_runs_by_the_kernels_of_the_options() -> None:
