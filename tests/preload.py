@@ -1,6 +1,6 @@
 """What the fork server of the tests imports, once for all processes that it forks: `tests.ranks`, `tests.cli.fork`."""
 
-# ruff: noqa: E402, F401
+# ruff: noqa: F401
 from __future__ import annotations
 
 import gc
