@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
@@ -11,12 +10,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: ranks and tests share the processors
 
 from tests.ranks import Ranks
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections, which several tests ask for, leave it out from here on."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

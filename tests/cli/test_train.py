@@ -32,10 +32,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoints and the results of a run that nothing disturbed, started as a user starts it."""
+    """The checkpoints and the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
     outputs = ("--checkpoint", folder / "run", "--json", folder / "json", "--tensorboard", folder / "board")
-    out = Run("train", "--text", text, *STEPS, *outputs, command=COMMAND).succeeds()
+    out = Run("train", "--text", text, *STEPS, *outputs).succeeds()
     assert re.search(r"\d tokens/s  hidden \d+%  exposed \d+ ms\n", out)
     return folder / "run", json.loads((folder / "json").read_text())
 
@@ -152,7 +152,9 @@ def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
-    run = Run("train", "--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    """So is everything before it, in processes that start as a user starts them."""
+    saved = ("--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    run = Run("train", "--text", text, "--steps", 100_000, *saved, command=COMMAND)
     run.until(lambda: list(tmp_path.glob("run/step-*")))
     ranks = run.ranks()
     run.process.send_signal(signal.SIGINT)
