@@ -97,15 +97,7 @@ class Ranks:
         self._workers, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        # The fork server imports torch and transformers once (5 s); a worker is then a fork (20 ms).
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            [
-                "torch.distributed.tensor",
-                "torch.distributed.checkpoint",
-                "transformers.models.mixtral.modeling_mixtral",  # passed over where it is not installed
-            ]
-        )
+        context = fork_server()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.size):
             pipe, theirs = context.Pipe()
@@ -156,6 +148,13 @@ class Ranks:
             path = self._folder / f"stack{rank}"
             texts[rank] = f"not done after {timeout:g} s\n{path.read_text() if path.exists() else '(never started)'}"
         return texts
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Whose processes begin as forks (20 ms) of one that has imported torch and transformers once (5 s)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    return context
 
 
 def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, grace: float = GRACE_S) -> list[Any]:

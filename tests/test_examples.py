@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.fork import Fork
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -28,6 +31,29 @@ def output(*command: str | Path) -> str:
     return done.stdout
 
 
+def forked(script: Path, *args: str | Path, ranks: int = 1) -> str:
+    """The same without the start of a Python, on ranks with what torchrun puts into their environment."""
+    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
+    for name in ("RANK", "WORLD_SIZE"):
+        environ.pop(name, None)
+    several: dict[str, str] = {}
+    if ranks > 1:
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        several = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    words = list(map(str, args))
+    processes = [Fork(words, environ | several | mine, script) for mine in own]
+    try:
+        written = [process.communicate(120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, written, strict=True):
+        assert process.returncode == 0, err
+    return "".join(out for out, _ in written)
+
+
 def losses(text: str) -> dict[int, float]:
     """Of the steps, which must be all that is printed beside held-out losses."""
     found = re.findall(r"^step (\d+) loss (\d+\.\d+) grad_norm \S+ tps \d+, \d+% of the exchange hidden$", text, re.M)
@@ -39,7 +65,7 @@ def losses(text: str) -> dict[int, float]:
 @pytest.mark.slow
 def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
     script, saved = EXAMPLES / "train_own.py", tmp_path / "saved"
-    alone = losses(output(script, "--save", saved))
+    alone = losses(forked(script, "--save", saved))
     assert list(alone) == list(range(20))
     assert alone[19] < alone[0] / 4
     shutil.rmtree(saved / "step-00000020")  # as if it had been stopped then
@@ -59,11 +85,11 @@ def config(folder: Path) -> Path:
 @pytest.mark.slow
 def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> None:
     model = config(tmp_path / "model")
-    args = (EXAMPLES / "train_hf.py", model, ROOT / "README.md", "--steps", "6", "--every", "4")
-    save = ("--pp", "2", "--save", tmp_path / "saved")
+    args = (model, ROOT / "README.md", "--steps", "6", "--every", "4", "--pp", "2", "--save", tmp_path / "saved")
     steps = re.compile(r"^step (\d+) loss (\S+) grad_norm \S+ tps \d+ memory \S+ GiB( held_out \S+)?$", re.MULTILINE)
     first, again = (
-        {int(step): float(loss) for step, loss, _ in steps.findall(output(*TORCHRUN, *args, *save))} for _ in range(2)
+        {int(step): float(loss) for step, loss, _ in steps.findall(forked(EXAMPLES / "train_hf.py", *args, ranks=2))}
+        for _ in range(2)
     )
     assert list(first) == [0, 1, 2, 3, 4, 5]
     assert again == {step: first[step] for step in (4, 5)}

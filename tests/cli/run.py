@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.cli.fork import ROOT, Fork
+
 COMMAND = (sys.executable, "-m", "overlap1f1b")
 SIZES = ("--layers", "2", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32")
 
@@ -20,16 +20,23 @@ SIZES = ("--layers", "2", "--hidden", "32", "--heads", "2", "--intermediate", "3
 class Run:
     """`overlap1f1b train` or `bench` with tiny sizes.
 
+    verb: or verbs, `profile train`.
     args: after the verb and the sizes.
-    command: what starts the program.
+    command: what starts the program; by default its process, and those of its ranks, are forks (`tests.cli.fork`).
     environ: beside this process's environment.
     """
 
-    def __init__(self, verb: str, *args: object, command: tuple[str, ...] = COMMAND, **environ: str) -> None:
-        self.process = subprocess.Popen(
-            [*command, verb, *SIZES, *map(str, args)],
+    def __init__(self, verb: str, *args: object, command: tuple[str, ...] | None = None, **environ: str) -> None:
+        whole = [*verb.split(), *SIZES, *map(str, args)]
+        environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo") | environ
+        self.process = Fork(whole, environ) if command is None else self._started([*command, *whole], environ)
+
+    @staticmethod
+    def _started(command: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
             cwd=ROOT,
-            env=dict(os.environ, GLOO_SOCKET_IFNAME="lo") | environ,
+            env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,7 +67,7 @@ class Run:
             time.sleep(0.005)
 
 
-def refused(verb: str, *args: object, command: tuple[str, ...] = COMMAND, **environ: str) -> str:
+def refused(verb: str, *args: object, command: tuple[str, ...] | None = None, **environ: str) -> str:
     """The one line of error of a run that ends with status 2."""
     status, out, err = Run(verb, *args, command=command, **environ).wait()
     assert status == 2

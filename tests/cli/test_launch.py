@@ -230,10 +230,11 @@ os._exit(1)
     assert (status, err) == (7, "overlap1f1b: error: rank 1 ended with status 7; the other ranks were stopped\n")
 
 
-def test_ranks_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
-    script = f"{STUBBORN}ready(); until_ready(2)\nif rank == 1: sys.exit(1)\n{SLEEP}"
+def test_ranks_that_ignore_sigterm_or_are_suspended_are_killed(tmp_path: Path) -> None:
+    stop = "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)"
+    script = f"{STUBBORN}ready(); until_ready(3)\nif rank == 1: sys.exit(1)\n{stop}\n{SLEEP}"
     began = time.monotonic()
-    parent = Parent(tmp_path, script, 2, grace_s=0.2)
+    parent = Parent(tmp_path, script, 3, grace_s=0.2)
     status, _, _ = parent.wait()
     assert status == 1
     assert 5 < time.monotonic() - began < 12  # SIGKILL comes 5 s after SIGTERM

@@ -16,7 +16,8 @@ import pytest
 
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.workload import model_config
-from tests.cli.run import Run, refused
+from tests.cli.inside import Verb
+from tests.cli.run import COMMAND, Run, refused
 from tests.cli.test_board import scalars
 
 STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
@@ -151,7 +152,9 @@ def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
-    run = Run("train", "--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    """So is everything before it, in processes that start as a user starts them."""
+    saved = ("--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    run = Run("train", "--text", text, "--steps", 100_000, *saved, command=COMMAND)
     run.until(lambda: list(tmp_path.glob("run/step-*")))
     ranks = run.ranks()
     run.process.send_signal(signal.SIGINT)
@@ -169,6 +172,8 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     run.until(lambda: list(folder.glob("step-*")))
     ranks = run.ranks()
     ranks[1].suspend()
+    assert not psutil.wait_procs(ranks[:1], 30)[1]
+    ranks[1].kill()  # tests/cli/test_launch.py waits until it is killed
     status, _, err = run.wait(40)
     lost, ended = err.splitlines()
     assert status == 1
@@ -208,8 +213,8 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_that_no_run_can_have(args: str, error: str) -> None:
-    assert refused("train", *args.split()) == error
+def test_options_that_no_run_can_have(capsys: pytest.CaptureFixture[str], args: str, error: str) -> None:
+    assert Verb("train").refused(capsys, *args.split()) == error
 
 
 def test_the_model_runs_by_the_kernels_of_the_options() -> None:

@@ -32,12 +32,12 @@ def _held() -> tuple[int, int, int, int]:
     return len(tensors), size, threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def _steps(rank: int, size: int, name: str, pp: int) -> list[tuple[int, int, int, int]]:
+def _steps(rank: int, size: int, name: str, pp: int, microbatches: int, layers: int) -> list[tuple[int, int, int, int]]:
     mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
-    program = build_schedule(name, ranks=pp, microbatches=4)
-    blocks = list(models.build(mesh.get_group("ep"), layers=2))
+    program = build_schedule(name, ranks=pp, microbatches=microbatches)
+    blocks = list(models.build(mesh.get_group("ep"), layers=layers))
     engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
-    inputs, target = models.batch(4)
+    inputs, target = models.batch(microbatches)
     found = []
     for step in range(STEPS):
         engine.step(inputs, target=target)
@@ -49,9 +49,9 @@ def _steps(rank: int, size: int, name: str, pp: int) -> list[tuple[int, int, int
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
-@pytest.mark.parametrize(("name", "pp"), [("dualpipev", 2), ("combined_1f1b", 1)])
-def test_memory_is_flat_over_many_steps(ranks2: Ranks, name: str, pp: int) -> None:
-    for early, late in ranks2.run(_steps, name, pp, timeout=120):
+@pytest.mark.parametrize(("name", "pp", "microbatches", "layers"), [("dualpipev", 2, 4, 1), ("combined_1f1b", 1, 2, 2)])
+def test_memory_is_flat_over_many_steps(ranks2: Ranks, name: str, pp: int, microbatches: int, layers: int) -> None:
+    for early, late in ranks2.run(_steps, name, pp, microbatches, layers, timeout=120):
         assert late[:3] == early[:3]
         assert late[3] <= early[3]
 

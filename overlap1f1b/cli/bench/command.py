@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from overlap1f1b.cli.bench.doubts import doubts
 from overlap1f1b.cli.bench.measure import Bench
-from overlap1f1b.cli.bench.pipelines import PipelineBench
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.workload import environment
 
+if TYPE_CHECKING:
+    from overlap1f1b.cli.bench.pipelines import PipelineBench
+
 
 def kind_of(options: BenchOptions) -> type[Bench | PipelineBench]:
     """What measures with these options."""
-    if options.hf_config is None:
-        return PipelineBench if options.pp > 1 else Bench
-    from overlap1f1b.cli.bench.hf import HfBench
+    if options.hf_config is not None:
+        from overlap1f1b.cli.bench.hf import HfBench
 
-    return HfBench
+        return HfBench
+    if options.pp > 1:
+        from overlap1f1b.cli.bench.pipelines import PipelineBench  # torch's own schedules take most of a second
+
+        return PipelineBench
+    return Bench
 
 
 def bench(options: BenchOptions, rank: Rank) -> None:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from overlap1f1b.cli.bench.command import show
 from overlap1f1b.cli.bench.doubts import doubts
-from tests.cli.run import Run, refused
+from tests.cli.inside import Verb
+from tests.cli.run import COMMAND, Run, refused
 
 SMALL = ("--microbatches", 2, "--batch", 2, "--rounds", 1)
 KEYS = {
@@ -49,7 +50,9 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     text: Path, ranks: int, compute: str, recompute: str
 ) -> None:
     options = ("--ranks", ranks, "--compute", compute, "--recompute", recompute)
-    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-", WORLD_SIZE="4").wait()
+    command = COMMAND if compute == "timed" else None  # once as a user starts it
+    run = Run("bench", "--text", text, *SMALL, *options, "--json", "-", command=command, WORLD_SIZE="4")
+    status, out, err = run.wait()
     assert status == 0, err
     assert "profiler" not in err
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -112,8 +115,8 @@ def test_a_doubt_is_an_error_of_measurement() -> None:
         ),
     ],
 )
-def test_options_that_no_run_can_have(args: str, error: str) -> None:
-    assert refused("bench", *args.split()) == error
+def test_options_that_no_run_can_have(capsys: pytest.CaptureFixture[str], args: str, error: str) -> None:
+    assert Verb("bench").refused(capsys, *args.split()) == error
 
 
 def test_a_wire_under_torchrun() -> None:

@@ -18,6 +18,7 @@ from overlap1f1b.cli.launch import run_ranks
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.profiling import figures_of, read
+from tests.cli.inside import Verb
 from tests.cli.profile.rows import ROWS
 from tests.cli.run import COMMAND, ROOT, Run, refused
 
@@ -83,7 +84,7 @@ def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Pa
 def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "two words" / "out"
     sizes = ("--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
-    run = Run("train", *sizes, "--text", text, "--out", out, "--json", "-", command=PROFILE)
+    run = Run("profile train", *sizes, "--text", text, "--out", out, "--json", "-")
     status, shown, err = run.wait()
     assert status == 0, err
     names = [f"rank{rank}{kind}" for rank in (0, 1) for kind in (".json", ".trace.json.gz")]
@@ -118,12 +119,12 @@ def test_without_what_to_profile() -> None:
         (f"--out {__file__}/in", f"--out {__file__}/in: {__file__} is a file; allowed: a folder, which may be new"),
     ],
 )
-def test_options_that_no_profile_can_have(args: str, error: str) -> None:
-    assert refused("train", *args.split(), command=PROFILE) == error
+def test_options_that_no_profile_can_have(capsys: pytest.CaptureFixture[str], args: str, error: str) -> None:
+    assert Verb("profile").refused(capsys, "train", *args.split()) == error
 
 
 def test_nsys_is_missing(tmp_path: Path) -> None:
-    assert refused("train", "--nsys", command=PROFILE, PATH=str(tmp_path)) == (
+    assert refused("profile train", "--nsys", PATH=str(tmp_path)) == (
         "--nsys: nsys is not on PATH; allowed: NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
     )
 

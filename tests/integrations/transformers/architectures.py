@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.integrations.transformers.tiny import V
@@ -93,11 +94,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def names() -> list[str]:
     """Model types whose modelling code defines experts."""
-    found = []
+    found, models = [], Path(transformers.models.__path__[0])
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if name in CONFIG_MAPPING:
-            module = transformers.models.__dict__.get("__path__", transformers.models.__path__)[0]
-            folder = Path(module) / CONFIG_MAPPING[name].__module__.split(".")[-2]
+            folder = models / model_type_to_module_name(name)
             if any(EXPERTS.search(file.read_text()) for file in folder.glob("modeling_*.py")):
                 found.append(name)
     return found
