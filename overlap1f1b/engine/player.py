@@ -15,6 +15,7 @@ import torch
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.carveout import Carveout
 from overlap1f1b.engine.failures import Failures
+from overlap1f1b.engine.filler import Filler
 from overlap1f1b.engine.lanes import Flight, Lane
 from overlap1f1b.engine.microbatch import Microbatch
 from overlap1f1b.engine.recompute import run_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Pace = Callable[[Node], float]
 Around = Callable[[Node], AbstractContextManager[object]]
+Issue = Callable[[Node, Mapping[Any, Any]], None]
 Place = tuple[int, int]
 """Stage and microbatch."""
 
@@ -69,7 +71,10 @@ def _plain_backwards(around: Around | None) -> Around | None:
 
 
 class Player:
-    """A machine that walks a list of nodes. It decides nothing.
+    """A machine that walks a list of nodes. It decides nothing but what to do while it has to wait.
+
+    Where the thread itself waits for what travels, on a CPU, it takes the next weight gradients early: see
+    :class:`Filler`. Not while nodes are measured, nor where ``around`` counts on their order.
 
     Args:
         timeout: Limit of every wait for another rank.
@@ -116,6 +121,7 @@ class Player:
         self.around: Around | None = None
         self._around: Around | None = None
         self.recorder: Recorder | None = None
+        self._filler: Filler | None = None
         self.position = 0
         """Of the node that is played, in the list."""
         self.peak_activations = self.peak_held = 0
@@ -139,13 +145,16 @@ class Player:
         self._live, self._held = set(), set()
         self.peak_activations = self.peak_held = 0
         self._times = None if self._watch is None else StepTimes(self._watch)
-        issue: Callable[[Node, Mapping[Any, Any]], None] = self._issue
+        issue: Issue = self._issue
         self._around = _plain_backwards(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
+        plain = self._watch is None and self.around is None and self.before_launch is None
+        self._filler = filler = self._filling(nodes, microbatches, issue) if plain else None
         try:
             for self.position, node in enumerate(nodes):
-                issue(node, microbatches)
+                if filler is None or filler.reached(self.position):
+                    issue(node, microbatches)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -155,6 +164,18 @@ class Player:
                 flight.drain(seconds=1.0)
             self._carveout.clear()
             raise
+
+    def _filling(self, nodes: Sequence[Node], microbatches: Mapping[Place, Microbatch], issue: Issue) -> Filler:
+        def ready(node: Node) -> bool:
+            microbatch = microbatches.get((node.stage, node.microbatch))
+            return microbatch is not None and (node.op, node.block, node.seam) in microbatch.queues
+
+        def play(position: int) -> None:
+            waiting, self.position = self.position, position
+            issue(nodes[position], microbatches)
+            self.position = waiting
+
+        return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[Place, Microbatch]) -> None:
         lane = node.lane
@@ -201,6 +222,10 @@ class Player:
         if node.op not in RECOMPUTES:
             if node.kind in microbatch.flights:
                 self._carveout.awaited()
+            if self._filler is not None:
+                coming = microbatch.arriving.get(node.kind) or microbatch.flights.get(node.kind)
+                if coming is not None:
+                    self._filler.fill(coming)
             received = microbatch.await_input(node.kind)
         start, times = time.perf_counter(), self._times
         begun = None if times is None else times.watch.stamp()

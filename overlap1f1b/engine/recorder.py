@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +23,7 @@ from overlap1f1b.schedule import Action, Kind, Program
 
 if TYPE_CHECKING:
     from overlap1f1b.engine.engine import Engine
-    from overlap1f1b.engine.player import Around
-
-Issue = Callable[[Node, Mapping[Any, Any]], None]
+    from overlap1f1b.engine.player import Around, Issue
 
 
 class RecordedSpan(NamedTuple):

@@ -160,7 +160,7 @@ def _compared(
         share = program.placement.share
         if result.peak_activations * share != timeline.peak_activations(at[0]):
             problems.append(f"{where}: {result.peak_activations} alive, simulated {timeline.peak_activations(at[0])}")
-        if result.peak_held != engine.plan.held(at[0]):
+        if result.peak_held > engine.plan.held(at[0]):  # fewer, where weight gradients were taken early
             problems.append(f"{where}: {result.peak_held} held, planned {engine.plan.held(at[0])}")
         if overlap == "pairs":
             again = engine.evaluate(inputs, target=target)
