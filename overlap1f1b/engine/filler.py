@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlap1f1b.engine.lanes import Flight
-from overlap1f1b.plan import Node
+from overlap1f1b.plan import Lane, Node
 from overlap1f1b.schedule import Kind
 
 
@@ -26,7 +26,7 @@ class Filler:
 
     def __init__(self, nodes: Sequence[Node], ready: Callable[[Node], bool], play: Callable[[int], None]) -> None:
         self._nodes, self._ready, self._play = nodes, ready, play
-        self._coming = deque(position for position, node in enumerate(nodes) if node.kind is Kind.W)
+        self._coming = deque(at for at, node in enumerate(nodes) if node.kind is Kind.W and node.lane is Lane.COMPUTE)
         self._taken: set[int] = set()
 
     def reached(self, position: int) -> bool:
