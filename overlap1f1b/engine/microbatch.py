@@ -115,7 +115,8 @@ class Microbatch:
             raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
         if self.grad and not loss.requires_grad:
             raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
-        if self.grad:  # filled where it is needed: a copy to a GPU would wait for it
+        if self.grad and not self.forwarded:  # else it is computed again, and another gradient may have been given
+            # Filled where it is needed: a copy to a GPU would wait for it.
             self.output_grads = (torch.full_like(loss, self.loss_scale),)
         return (loss,)
 
@@ -149,7 +150,9 @@ class Microbatch:
         return taken
 
     def accumulate_weights(self) -> None:
-        """Computes the weight gradients that its backward has left and adds them to ``.grad``."""
+        """Computes the weight gradients that its backward has left, if any, and adds them to ``.grad``."""
+        if self.finished:  # nothing was left
+            return
         with torch.no_grad():
             for place in list(self.queues):
                 accumulate(self.queues.pop(place).compute())
