@@ -192,7 +192,7 @@ class MicrobatchBlock(nn.Module):
     """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
 
     In ``microbatch.memo`` the blocks of a stage keep what all of them need, such as masks and rotary embeddings; a key
-    is the block's own to choose. It lasts as long as the microbatch. ``microbatch.target`` is that of the loss.
+    is the block's own to choose. It lasts until the microbatch has ended. ``microbatch.target`` is that of the loss.
     Without an engine there is no microbatch.
     """
 
