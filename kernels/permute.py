@@ -45,7 +45,7 @@ def carrying(like: Tensor, rows: int, hidden: int) -> Tensor:
 
 
 def opened(rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``[R, W]`` that carry weights → the rows ``[R, H]`` and their weights ``[R]``, both views.
+    """``[R, W]`` that carry weights of a dtype → the rows ``[R, H]`` and their weights ``[R]``, both views.
 
     >>> rows = carrying(torch.empty(0), 3, 5)  # [3, 12]
     >>> [tuple(part.shape) for part in opened(rows, 5, torch.float32)]

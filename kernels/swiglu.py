@@ -25,7 +25,8 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
     Args:
         gate_up: ``[R, 2·I]``, gate and up side by side.
         weights: ``[R]``, perhaps of a wider dtype than the rest.
-        count: ``[1]`` int64 on the device: rows from this one on are padding and give zeros, whatever they hold.
+        count: ``[1]`` int32 or int64 on the device: rows from this one on are padding and give zeros, whatever they
+            hold.
 
     Returns:
         ``[R, I]``.

@@ -115,7 +115,8 @@ class Microbatch:
             raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
         if self.grad and not loss.requires_grad:
             raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
-        if self.grad:  # filled where it is needed: a copy to a GPU would wait for it
+        if self.grad and not self.forwarded:  # else it is computed again, and another gradient may have been given
+            # Filled where it is needed: a copy to a GPU would wait for it.
             self.output_grads = (torch.full_like(loss, self.loss_scale),)
         return (loss,)
 
@@ -149,7 +150,9 @@ class Microbatch:
         return taken
 
     def accumulate_weights(self) -> None:
-        """Computes the weight gradients that its backward has left and adds them to ``.grad``."""
+        """Computes the weight gradients that its backward has left, if any, and adds them to ``.grad``."""
+        if self.finished:  # nothing was left
+            return
         with torch.no_grad():
             for place in list(self.queues):
                 accumulate(self.queues.pop(place).compute())
@@ -189,7 +192,7 @@ class MicrobatchBlock(nn.Module):
     """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
 
     In ``microbatch.memo`` the blocks of a stage keep what all of them need, such as masks and rotary embeddings; a key
-    is the block's own to choose. It lasts as long as the microbatch. ``microbatch.target`` is that of the loss.
+    is the block's own to choose. It lasts until the microbatch has ended. ``microbatch.target`` is that of the loss.
     Without an engine there is no microbatch.
     """
 

@@ -73,7 +73,13 @@ class RecomputedRun(BlockRun):
             return
         for seam in self.seams:
             seam.tokens, seam.weights = None, seam.weights.detach()
-            seam.y = None if seam.route.keeps_returned else seam.y  # a leaf, whose graph is gone
+            if seam.route.keeps_returned:
+                seam.y = None  # summed again
+            elif seam.y is not None and seam.y._version != seam.version:
+                raise ValueError(
+                    f"{self.stage.names[self.block]} changes what its experts return in place, with "
+                    f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
+                )
 
     def experts_f(self, received: Tensor) -> None:
         super().experts_f(received)

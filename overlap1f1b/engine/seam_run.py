@@ -34,8 +34,10 @@ class SeamRun:
         self.leaf: Tensor | None = None  # their input
         self.returned: Tensor | None = None  # what came back, if its sum needs it for its backward
         self.y: Tensor | None = None
+        self.version = 0  # of y's values
 
     def aggregate(self, returned: Tensor) -> Tensor:
         """The result of the call, from the rows that came back; a leaf."""
         self.y = self.route.aggregate(returned, self.weights.detach()).requires_grad_(self.state.grad)
+        self.version = self.y._version
         return self.y

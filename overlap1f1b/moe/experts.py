@@ -83,7 +83,7 @@ class Experts(nn.Module):
         return self.route_kind(indices, self.experts, ranks, self.kernels, capacity=capacity)
 
     def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
-        """:meth:`compute` on rows that a route has grouped."""
+        """:meth:`compute` on rows that a route has grouped: ``[R, H] → [R, H]``, or ``[R, W]`` that carry weights."""
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts)
@@ -171,6 +171,7 @@ class GroupedExperts(Experts):
         return type(self).compute is GroupedExperts.compute
 
     def compute(self, rows: Tensor, counts: Sequence[int], weights: Tensor | None = None) -> Tensor:
+        """The local experts on ``rows [R, H]``, by ``weights [R]`` in the activation if there are any."""
         gate_up = self.product(rows, self.gate_up, counts)
         end = counts.total if isinstance(counts, ExpertRows) else None
         return self.product(swiglu(gate_up, self.kernels, weights, end), self.down, counts)

@@ -148,7 +148,7 @@ class Route:
         return run(self.kernels, spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
 
     def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[rows, H] → [T, H]``, and the gradient of the weights where rows carry them."""
+        """``[rows, H] → [T, H]``, and the gradient ``[T, K]`` of the weights where rows carry them, else None."""
         return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
 
     def group(self, rows: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Route:
         return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
 
     def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the returned rows and, unless these have carried them, of the weights."""
+        """Gradients ``[rows, H]`` of what came back and, unless rows have carried them, ``[T, K]`` of the weights."""
         assert rows is not None
         return run(self.kernels, spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.moe.exchange import build_exchange
-from overlap1f1b.plan import Overlap
+from overlap1f1b.plan import Overlap, Recompute
 from tests import models
 from tests.ranks import Ranks
 
@@ -91,6 +91,37 @@ def test_two_stages_and_weights_apart(overlap: Overlap, split: bool) -> None:
     step(None, a1, grad)
     assert [float(x) for x in found] == [float(x) for x in losses]
     assert not models.equal(models.gradients(model), expected)
+
+
+def test_nothing_may_be_left_for_later() -> None:
+    for split in (False, True):
+        norm = torch.nn.LayerNorm(4)
+        microbatch = Stage([norm]).microbatch(torch.randn(2, 4), loss_fn=torch.sum)
+        combined_forward_backward_step(microbatch, None)
+        combined_forward_backward_step(None, microbatch, split=split)
+        microbatch.accumulate_weights()
+        assert norm.bias.grad is not None
+        assert norm.bias.grad.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention"])
+def test_a_gradient_that_is_given_goes_before_that_of_the_loss(recompute: Recompute) -> None:
+    linear = torch.nn.Linear(4, 4)
+    microbatch = Stage([linear], recompute=recompute).microbatch(torch.randn(2, 4), loss_fn=torch.sum)
+    combined_forward_backward_step(microbatch, None)
+    combined_forward_backward_step(None, microbatch, output_grad=torch.tensor(5.0))
+    assert linear.bias.grad is not None
+    assert linear.bias.grad.tolist() == [10.0] * 4
+
+
+def test_the_scale_of_a_loss_has_its_precision() -> None:
+    """Also where the default dtype has less."""
+    linear = torch.nn.Linear(1, 1, dtype=torch.float64)
+    microbatch = Stage([linear]).microbatch(torch.ones(1, 1).double(), loss_fn=torch.sum, loss_scale=1 / 3)
+    combined_forward_backward_step(microbatch, None)
+    combined_forward_backward_step(None, microbatch)
+    assert linear.bias.grad is not None
+    assert linear.bias.grad.item() == 1 / 3
 
 
 def test_without_a_seed_dropout_draws_from_the_thread() -> None:

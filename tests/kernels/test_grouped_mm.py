@@ -8,6 +8,7 @@ import torch
 from overlap1f1b.kernels.grouped_mm import (
     ExpertRows,
     GroupedMM,
+    aligned,
     grouped_mm,
     grouped_mm_input_grad,
     grouped_mm_weight_grad,
@@ -46,3 +47,16 @@ def test_rows_that_belong_to_no_expert_are_left_out() -> None:
     assert torch.equal(found, grouped_mm_weight_grad(grad[:5], rows[:5], known))
     assert counts.ends.tolist() == [2, 2, 5]
     assert counts.ends.dtype == torch.int32
+
+
+def test_rows_are_copied_only_where_they_do_not_begin_at_16_bytes() -> None:
+    memory = torch.randn(65)
+    whole = memory[:64].view(4, 16)
+    for rows in (whole, whole[:, :8], whole[:, 8:], whole[1:]):
+        assert aligned(rows) is rows
+    for rows in (memory[1:].view(4, 16), whole[:, 1:9], whole.t(), whole[:1].expand(4, 16)):
+        copied = aligned(rows)
+        assert torch.equal(copied, rows)
+        assert copied.data_ptr() % 16 == 0
+        assert copied.is_contiguous()
+        assert copied.data_ptr() != rows.data_ptr()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe import GroupedExperts, MoE, MoEConfig, RouterConfig
+from overlap1f1b.moe import GroupedExperts, MoEConfig
 from overlap1f1b.moe.experts import Aggregate, Gather, WeightsIn
 from overlap1f1b.moe.route import Route
 from overlap1f1b.moe.weighted_route import WeightedRoute
@@ -89,12 +89,22 @@ def test_gradients_under_a_capacity(kind: type[Route]) -> None:
 
 
 def test_autocast() -> None:
-    """The products are computed in bfloat16, and gradients come in the parameters' dtype."""
-    moe = MoE(H, I, RouterConfig(E, K), weights_in="activation")
-    with torch.autocast("cpu", torch.bfloat16):
-        y = moe(torch.randn(9, H))
-    y.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.any() for p in moe.parameters())
+    """The products are computed in bfloat16, as with weights in the sum; gradients come in the parameters' dtype."""
+    torch.manual_seed(0)
+    x, weights, choices = torch.randn(9, H), torch.rand(9, K), torch.rand(9, E).topk(K).indices
+    found = []
+    for where, low in (("combine", True), ("activation", True), ("activation", False)):
+        torch.manual_seed(0)
+        experts = GroupedExperts(E, H, I, weights_in=where)  # type: ignore[arg-type]
+        experts.reset_parameters(std=1.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = experts(x, choices, weights)
+        assert y.dtype == torch.float32
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), experts.parameters())))
+    for outside, inside, exact in zip(*found, strict=True):
+        assert inside.dtype == torch.float32
+        assert 1e-4 < float((inside - exact).norm() / exact.norm()) < 3e-2
+        assert float((inside - outside).norm() / outside.norm()) < 3e-2
 
 
 def test_refused() -> None:
