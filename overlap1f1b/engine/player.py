@@ -160,6 +160,7 @@ class Player:
         except BaseException:
             for microbatch in microbatches.values():
                 microbatch.stop()
+            self._live, self._held = set(), set()
             for flight in self.flights:
                 flight.drain(seconds=1.0)
             self._carveout.clear()
@@ -236,11 +237,12 @@ class Player:
                 _step(node, microbatch)(received)
             if self.pace is not None:
                 time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
-        self._computed.append(node)
-        self._clock.append(start)
-        self._clock.append(time.perf_counter())
         if times is not None:
             times.computed(node, begun)
+        else:
+            self._computed.append(node)
+            self._clock.append(start)
+            self._clock.append(time.perf_counter())
         if microbatch.ended:
             self._live.discard(microbatch)
             if not microbatch.queues:
