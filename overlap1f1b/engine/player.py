@@ -165,6 +165,8 @@ class Player:
                 flight.drain(seconds=1.0)
             self._carveout.clear()
             raise
+        finally:
+            self._filler = None  # which knows the microbatches
 
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[Place, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
