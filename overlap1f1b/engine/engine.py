@@ -169,6 +169,7 @@ class Engine:
             reductions=self.reductions,
             pace=pace,
             watch=watch,
+            fills=not program.splits(rank),
         )
         counts_block = not self.exchange.background and capacity is None
         self._plans = Plans(

@@ -74,7 +74,7 @@ class Player:
     """A machine that walks a list of nodes. It decides nothing but what to do while it has to wait.
 
     Where the thread itself waits for what travels, on a CPU, it takes the next weight gradients early: see
-    :class:`Filler`. Not while nodes are measured, nor where ``around`` counts on their order.
+    :class:`Filler`. Not while nodes are measured, nor where ``around`` or the program itself sets their order.
 
     Args:
         timeout: Limit of every wait for another rank.
@@ -84,6 +84,7 @@ class Player:
         reductions: Carry out the ``reduce`` nodes.
         pace: Seconds that a compute node must last at least; a stand-in for a slower processor.
         watch: Clock of a device that computes while the thread goes on.
+        fills: Whether weight gradients may be taken early.
 
     ``before_launch`` is called before every exchange; while nodes are measured it lets the ranks meet, so that the time
     of a transfer does not contain one rank's wait for another. ``around`` gives the context of every compute node. A
@@ -100,6 +101,7 @@ class Player:
         reductions: Sequence[Reduction] = (),
         pace: Pace | None = None,
         watch: Watch | None = None,
+        fills: bool = True,
     ) -> None:
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             return Lane(name, timeout, failures, background=background, stamp=watch and watch.stamp)
@@ -115,7 +117,7 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
-        self._watch, self._carveout = watch, Carveout(exchange.sms)
+        self._watch, self._carveout, self._fills = watch, Carveout(exchange.sms), fills and watch is None
         self._times: StepTimes | None = None
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
@@ -149,8 +151,8 @@ class Player:
         self._around = _plain_backwards(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
-        plain = self._watch is None and self.around is None and self.before_launch is None
-        self._filler = filler = self._filling(nodes, microbatches, issue) if plain else None
+        fills = self._fills and self.around is None and self.before_launch is None
+        self._filler = filler = self._filling(nodes, microbatches, issue) if fills else None
         try:
             for self.position, node in enumerate(nodes):
                 if filler is None or filler.reached(self.position):

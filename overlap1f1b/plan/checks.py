@@ -38,7 +38,7 @@ def _name(plan: Plan, rank: int) -> str:
 
 def _check_memory(plan: Plan, rank: int) -> None:
     """Activations live to the end of a B, but to the weight gradient where the program splits the backward."""
-    splits = any(action.kind is Kind.W for action in plan.program.actions(rank))
+    splits = plan.program.splits(rank)
     alive, limit = plan.held(rank) if splits else plan.live(rank), plan.program.peak_activations[rank]
     if alive > limit and not plan.program.forward_only:
         raise ValueError(f"{_name(plan, rank)}: {alive} microbatches alive, the program declares {limit}")

@@ -42,6 +42,10 @@ class Program:
         """The microbatches that pass a pipe: of two pipes the first takes the lower half."""
         return self.placement.microbatches(pipe, self.microbatches)
 
+    def splits(self, rank: int) -> bool:
+        """Whether a rank has weight gradients as actions of their own."""
+        return any(action.kind is Kind.W for action in self.actions(rank))
+
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of a rank in the order in which they open."""
         for step in self.ranks[rank]:
