@@ -171,10 +171,8 @@ class Engine:
             watch=watch,
             fills=not program.splits(rank),
         )
-        counts_block = not self.exchange.background and capacity is None
-        self._plans = Plans(
-            program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
-        )
+        block = not self.exchange.background and capacity is None
+        self._plans = Plans(program, self.shapes, self.overlap, counts_block=block, mesh=self.mesh, costs=costs, plan=plan)
         self._warm = self._failed = False
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:

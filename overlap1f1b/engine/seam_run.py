@@ -39,5 +39,5 @@ class SeamRun:
     def aggregate(self, returned: Tensor) -> Tensor:
         """The result of the call, from the rows that came back; a leaf."""
         self.y = self.route.aggregate(returned, self.weights.detach()).requires_grad_(self.state.grad)
-        self.version = self.y._version
+        self.version = 0 if self.y.is_inference() else self.y._version
         return self.y
