@@ -109,10 +109,9 @@ class Engine:
         self.overlap = planning.parse_overlap(overlap)
         limit = timedelta(seconds=timeout)
         self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
-        self.model, placement = model, program.placement
+        self.model, placement, ep = model, program.placement, self.mesh.group("ep")
         self.mesh.check(program)
         self.rank = rank = self.mesh.rank("pp")
-        ep = self.mesh.group("ep")
         self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
         replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
         own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
@@ -171,8 +170,10 @@ class Engine:
             watch=watch,
             fills=not program.splits(rank),
         )
-        block = not self.exchange.background and capacity is None
-        self._plans = Plans(program, self.shapes, self.overlap, counts_block=block, mesh=self.mesh, costs=costs, plan=plan)
+        counts_block = not self.exchange.background and capacity is None
+        self._plans = Plans(
+            program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
+        )
         self._warm = self._failed = False
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
