@@ -8,8 +8,9 @@ All that lies between follows from these without another exchange:
   experts have weighted them, the sum itself is kept instead).
 
 The first forward runs with gradients enabled, so that it takes the same kernels and tells what has a gradient to come,
-but whatever it saves is forgotten at once. The second runs in one piece, nothing suspends it. Where the first has drawn
-random numbers, the second draws them once more.
+but whatever it saves is forgotten at once. The second runs in one piece, nothing suspends it. It finds what the first
+found: the random numbers, the state of the thread (autocast and the like), and the scale of auxiliary losses, which in
+a loop of combined steps belong to the call that runs the forward and not to the one that runs the backward.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from overlap1f1b.engine.forward import SeamCall
 from overlap1f1b.engine.microbatch import Microbatch, RandomStream, Tensors
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.state import ThreadState
+from overlap1f1b.moe.auxiliary import loss_scales_of
 from overlap1f1b.plan import Op
 
 
@@ -53,12 +55,17 @@ class RecomputedRun(BlockRun):
         self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
         self.streams: list[RandomStream] = []  # as they stood where the forward began, and behind each call of experts
         self.expert_streams: list[RandomStream] = []  # as they stood where the experts began
+        self.state: ThreadState | None = None  # where the forward began
+        self.loss_scales: list[float] = []  # of the block's auxiliary losses
 
     # ---------------------------------------------------------------------------------------------- dropping
 
     def _advance(self, value: Tensor | Tensors, random: RandomStream) -> SeamCall | Tensors:
         if not self.drops_own:
             return super()._advance(value, random)
+        if self.state is None:
+            self.state = ThreadState.capture(self.stage.device)
+            self.loss_scales = [carrier.loss_scale for carrier in self.stage.carriers[self.block]]
         self.streams.append(random.again())
         with saved_tensors_hooks(*_FORGETTING):
             step = super()._advance(value, random)
@@ -100,6 +107,18 @@ class RecomputedRun(BlockRun):
             seam.result = get_gradient_edge(super()._experts(seam, seam.state, random))
 
     def recompute_attention_b(self, received: None) -> None:
+        stage, state = self.stage, self.state
+        assert state is not None
+        with (
+            state.applied(stage.names[self.block], device=stage.device, grad=True),
+            loss_scales_of(stage.carriers[self.block], self.loss_scales),
+        ):
+            self._advance_again()
+
+    recompute_dense_b = recompute_attention_b
+
+    def _advance_again(self) -> None:
+        """The whole forward once more, up to what it returned."""
         streams, self.streams = iter(self.streams), []
         step = super()._advance(tuple(self.x), next(streams))
         for seam, random in zip(self.seams, streams, strict=True):
@@ -118,5 +137,3 @@ class RecomputedRun(BlockRun):
             f"{self.stage.names[self.block]} calls other experts when it is recomputed; allowed: a forward that does "
             "the same twice"
         )
-
-    recompute_dense_b = recompute_attention_b

@@ -72,6 +72,8 @@ class Stage:
         self.linears = [
             [m for m in block.modules() if _splits(m) and m.weight not in self.tied] for block in self.blocks
         ]
+        self.carriers = [[m for m in block.modules() if isinstance(m, AuxiliaryCarrier)] for block in self.blocks]
+        """What attaches auxiliary losses in each block."""
         self.shape: StageShape = tuple(
             BlockShape(
                 seams=sum(isinstance(m, Experts) for m in block.modules()),
@@ -188,8 +190,7 @@ class Stage:
                 change(experts, "product", partial(self._grouped_product, experts))
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", _SplitForward(self, linear))
-            carriers = (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier))
-            for carrier in carriers if loss_scale is not None else ():
+            for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
             yield
         finally:

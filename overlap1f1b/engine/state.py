@@ -86,9 +86,12 @@ class ThreadState:
         outside = ThreadState.capture(device)
         inside = replace(self, grad=self.grad and grad)
         inside.restore(outside, name)
+        torch.autocast_increment_nesting()
         try:
             yield
         finally:
+            if torch.autocast_decrement_nesting() == 0:  # else casts of weights would outlive the weights' next change
+                torch.clear_autocast_cache()
             outside.restore(inside, name)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
+from overlap1f1b.moe import Router, RouterConfig, set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import Overlap, Recompute
 from tests import models
@@ -174,3 +175,50 @@ def test_bad_input_is_named() -> None:
     combined_forward_backward_step(silent, None)
     with pytest.raises(ValueError, match="neither output_grad nor loss_fn"):
         combined_forward_backward_step(None, silent)
+
+
+class Balanced(models.Block):
+    """Norm, a router with auxiliary losses, experts."""
+
+    def __init__(self, group: Any = None, **options: Any) -> None:
+        super().__init__(group, seams=1)
+        self.gates = torch.nn.ModuleList()
+        self.router = Router(
+            models.H, RouterConfig(experts=models.E, top_k=models.K, aux_coefficient=0.5, z_coefficient=0.2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).reshape(-1, models.H)
+        return x + self.post[0](self.experts[0](tokens, *self.router(tokens))).view_as(x)
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "attention", "block"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_auxiliary_losses_have_their_scale_where_routers_are_recomputed(overlap: Overlap, recompute: Recompute) -> None:
+    """The last backward is a call without a forward, whose scale it could take."""
+    plain, model = models.build(block=Balanced), models.build(block=Balanced)
+    set_auxiliary_scale(plain, 1 / 3)
+    losses, expected = models.plain_gradients(plain, *models.batch(3), 3)
+    assert run(Stage(model, recompute=recompute), model, 3, overlap) == [float(x) for x in losses]
+    assert not models.equal(models.gradients(model), expected)
+    assert [m.loss_scale for m in model.modules() if isinstance(m, Router)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "attention", "block"])
+def test_autocast_is_around_a_recomputed_forward_as_around_the_first(recompute: Recompute) -> None:
+    """The backward is called outside of it, and the weights change before the next forward."""
+
+    def gradients(recompute: Recompute) -> dict[str, Tensor]:
+        model, data = models.build(), models.batch(1)
+        stage = Stage(model, recompute=recompute)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            microbatch = stage.microbatch(*data, loss_fn=models.loss_fn)
+            with torch.autocast("cpu", torch.bfloat16):
+                combined_forward_backward_step(microbatch, None)
+            combined_forward_backward_step(None, microbatch)
+            optimizer.step()
+        return models.gradients(model)
+
+    assert not models.equal(gradients(recompute), gradients("none"))
