@@ -74,7 +74,7 @@ class Capacity:
         """
         if self.factor is None:
             return play()
-        parameters = list(parameters)
+        parameters = list(dict.fromkeys(parameters))  # one that a stage shares comes once for each place
         before = [parameter.grad for parameter in parameters]
         random = torch.get_rng_state()
         for parameter in parameters:

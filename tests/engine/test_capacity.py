@@ -144,3 +144,16 @@ def _ranks(rank: int, size: int) -> list[str]:
 
 def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_ranks, timeout=120) == [[], []]
+
+
+def test_gradients_of_a_parameter_in_two_places_add_up_once() -> None:
+    """An embedding whose weight the head shares, over two steps under a capacity."""
+    data, found = models.batch(4), []
+    for capacity in (None, 1.0):
+        model = models.build(tied=True)
+        engine = Engine(model, PROGRAM, loss_fn=models.loss_fn, costs=COSTS, capacity=capacity)
+        for _ in range(2):
+            engine.step(data[0], target=data[1])
+        found.append(models.gradients(model))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)

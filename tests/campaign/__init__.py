@@ -1,0 +1,1 @@
+"""Random trainings against a plain loop: `python -m tests.campaign --help`."""

@@ -1,0 +1,319 @@
+"""Configurations that nobody named: what a case trains, on which ranks, and how, drawn from its seed alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any, Literal, get_args
+
+from overlap1f1b.engine.capacity import Overflow
+from overlap1f1b.moe.experts import WeightsIn
+from overlap1f1b.plan import Overlap, Recompute
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+
+Kind = Literal["engine", "combined", "dualpipe", "pipelining"]
+"""The engine, combined_forward_backward_step by hand, the drop-ins for DualPipe and torch.distributed.pipelining."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SHARE = {"engine": 12, "combined": 3, "dualpipe": 3, "pipelining": 2}
+MOST_RANKS = 4
+OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4, 5)
+TORCH_SCHEDULES = {  # by name: whether stages lie in a V, and fewest microbatches a pipeline rank
+    "ScheduleDualPipeV": (True, 2),
+    "ScheduleZBVZeroBubble": (True, 1),
+    "ScheduleInterleaved1F1B": (False, 1),
+    "ScheduleInterleavedZeroBubble": (False, 1),
+    "ScheduleLoopedBFS": (False, 1),
+}
+
+
+class Drawn:
+    """Prints what differs from the defaults, so that a configuration is a line."""
+
+    def __repr__(self) -> str:
+        shown = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown if value)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Model(Drawn):
+    """An embedding, ``layers`` and a head.
+
+    Args:
+        layers: ``"dense"``, ``"norm"``, or how many calls of experts.
+        routing: By the best scores, always to the first experts, or by a Router with auxiliary losses.
+        beside: Tensors that travel beside the hidden states: none, one, or another of integers.
+        tied: Whether the head has the embedding's weight.
+        frozen: Part of the parameters, the embedding's apart, that are not trained.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    layers: tuple[str | int, ...]
+    routing: Literal["best", "first", "balanced"]
+    norm: bool
+    weights_in: WeightsIn
+    dropout: float = 0.0
+    beside: int = 0
+    tied: bool = False
+    frozen: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Data(Drawn):
+    """What a step is given on each rank that holds data.
+
+    Args:
+        varying: Whether sequences differ in length between microbatches, and these between steps.
+        listed: Whether a batch is a list of microbatches.
+        uneven: Whether they differ in length between ranks.
+        ignored: Part of the targets that count for nothing; of some microbatches then all.
+    """
+
+    microbatches: int
+    rows: int
+    sequence: int
+    varying: Literal["", "microbatches", "steps"] = ""
+    listed: bool = False
+    uneven: bool = False
+    ignored: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(Drawn):
+    """Ranks and what they play.
+
+    Args:
+        schedule: Of the library; of torch by its class; none by hand.
+        sharded: Whether blocks are under FSDP2.
+        planned: Whether the plan is made outside and set.
+        measured: Whether costs are measured instead of given.
+        split: Of steps by hand, whether weight gradients are left for later.
+    """
+
+    schedule: str
+    pp: int
+    dp: int
+    ep: int
+    overlap: Overlap
+    chunks: int = 0
+    extra_warmup: int = 0
+    recompute: Recompute = "none"
+    capacity: float = 0.0
+    overflow: Overflow = "raise"
+    sharded: bool = False
+    planned: bool = False
+    measured: bool = False
+    split: bool = False
+
+    def program(self, microbatches: int) -> Program:
+        """What the engine plays."""
+        return build_schedule(
+            self.schedule,
+            ranks=self.pp,
+            microbatches=microbatches,
+            chunks=self.chunks or None,
+            extra_warmup=self.extra_warmup or None,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Drawn):
+    """A training.
+
+    Args:
+        layouts: One, or a second that goes on from the first one's checkpoint.
+        updates: For each step whether the optimizer follows; else gradients add up.
+        max_norm: To which gradients are clipped before it; 0 for none.
+        paused: Whether threads pause at random wherever two of them meet.
+    """
+
+    seed: int
+    kind: Kind
+    ranks: int
+    double: bool
+    model: Model
+    data: Data
+    layouts: tuple[Layout, ...]
+    updates: tuple[bool, ...]
+    autocast: bool = False
+    evaluated: bool = False
+    loss_scale: float = 1.0
+    max_norm: float = 0.0
+    paused: bool = False
+
+    def layout(self, step: int) -> Layout:
+        """That of a step: the second from the second step on."""
+        return self.layouts[min(step, len(self.layouts) - 1)]
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a plain loop can do the same: it draws other random numbers."""
+        return not self.model.dropout
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    random = Random(seed)
+    kind = random.choices(KINDS, [SHARE[kind] for kind in KINDS])[0]
+    return {"engine": _engine, "combined": _combined, "dualpipe": _dualpipe, "pipelining": _pipelining}[kind](
+        seed, random
+    )
+
+
+def _engine(seed: int, random: Random) -> Case:
+    ranks = random.choice((1, 2, 2, 4, 4))
+    microbatches = random.randint(1, 9)
+    layout, program = _layout(random, ranks, microbatches)
+    sequel, stages = (), program.placement.stages
+    autocast = random.random() < 0.1
+    dropout = random.choice((0.0, 0.0, 0.0, 0.3))
+    tied = not layout.sharded and random.random() < 0.2
+    if not (layout.sharded or dropout or tied) and random.random() < 0.25:
+        other, program = _layout(random, ranks, microbatches, sharded=False)
+        sequel, stages = (other,), max(stages, program.placement.stages)
+    updates = tuple(random.random() < 0.7 for _ in range(random.randint(2, 3)))
+    if sequel:  # a checkpoint holds no gradients
+        updates = (True, *updates)
+    counted = random.random() < 0.3
+    varying = random.choice(("", "", "microbatches", "steps"))
+    uneven = not layout.capacity and not (sequel and sequel[0].capacity) and random.random() < 0.2
+    return Case(
+        seed,
+        "engine",
+        ranks,
+        double=not autocast and random.random() < 0.8,
+        model=_model(random, ranks, fewest=stages - 2, dropout=dropout, tied=tied, beside=random.choice((0, 0, 1, 2))),
+        data=Data(
+            microbatches,
+            rows=random.randint(1, 3),
+            sequence=random.choice((1, 3, 5, 8)),
+            varying=varying,
+            listed=bool(varying) or uneven or random.random() < 0.3,
+            uneven=uneven,
+            ignored=0.4 * counted,
+        ),
+        layouts=(layout, *sequel),
+        updates=updates,
+        autocast=autocast,
+        evaluated=not dropout and random.random() < 0.3,
+        loss_scale=random.choice((1.0, 1.0, 8.0)),
+        max_norm=0.0 if layout.sharded else random.choice((0.0, 0.05, 100.0)),
+        paused=random.random() < 0.3,
+    )
+
+
+def _layout(random: Random, ranks: int, microbatches: int, *, sharded: bool | None = None) -> tuple[Layout, Program]:
+    """Ranks in a grid, and a schedule that allows it."""
+    pp = random.choice([size for size in (1, 2, 4) if ranks % size == 0])
+    ep = random.choice([size for size in (1, 2, 4) if (ranks // pp) % size == 0])
+    room = random.choice((0.0, 0.0, 0.0, 1.0, 1.3))
+    overflow: Overflow = random.choice(("raise", "rerun"))
+    if sharded is None:
+        sharded = ranks > pp and random.random() < 0.25
+    while True:
+        layout = Layout(
+            random.choice(SCHEDULES),
+            pp,
+            ranks // pp // ep,
+            ep,
+            overlap=random.choice(OVERLAPS),
+            chunks=random.choice((0, 0, 2, 3)),
+            extra_warmup=random.choice((0, 0, 1, 3)),
+            recompute=random.choice(get_args(Recompute)),
+            capacity=room * ep if overflow == "raise" else room,  # of the first, room for all
+            overflow=overflow,
+            sharded=sharded,
+            planned=random.random() < 0.2,
+            measured=random.random() < 0.1,
+        )
+        try:
+            return layout, layout.program(microbatches)
+        except ValueError:  # a schedule that asks for other numbers
+            continue
+
+
+def _model(random: Random, ranks: int, *, fewest: int = 1, **given: Any) -> Model:
+    """Of that many layers at least, whose experts can be divided over any part of the ranks."""
+    experts = ranks * random.randint(1, 3)
+    layers = [random.choice(("dense", "norm", 1, 1, 1, 2)) for _ in range(max(1, fewest) + random.randint(0, 2))]
+    return Model(
+        hidden=random.choice((3, 4, 7, 12, 20)),
+        intermediate=random.choice((1, 4, 9)),
+        experts=experts,
+        top_k=random.randint(1, min(3, experts)),
+        layers=tuple(layers),
+        routing=random.choice(("best", "best", "first", "balanced")),
+        norm=random.random() < 0.6,
+        weights_in=random.choice(get_args(WeightsIn)),
+        frozen=random.choice((0.0, 0.0, 0.0, 0.3)),
+        **given,
+    )
+
+
+def _combined(seed: int, random: Random) -> Case:
+    ranks = random.randint(1, MOST_RANKS)
+    dropout = random.choice((0.0, 0.0, 0.3))
+    stages = random.choice((1, 1, 2))
+    layout = Layout(
+        "",
+        1,
+        1,
+        ranks,
+        overlap=random.choice(OVERLAPS),
+        chunks=stages,
+        recompute=random.choice(get_args(Recompute)),
+        split=random.random() < 0.3,
+    )
+    return Case(
+        seed,
+        "combined",
+        ranks,
+        double=random.random() < 0.8,
+        model=_model(random, ranks, fewest=stages, dropout=dropout),
+        data=Data(random.randint(1, 4), rows=random.randint(1, 3), sequence=random.choice((1, 3, 5, 8))),
+        layouts=(layout,),
+        updates=(False,) * random.randint(1, 2),
+        paused=random.random() < 0.5,
+    )
+
+
+def _dualpipe(seed: int, random: Random) -> Case:
+    ranks = random.choice((1, 2, 2, 4))
+    name = random.choice(("dualpipe", "dualpipev")) if ranks > 1 else "dualpipev"
+    pp = ranks if ranks < 4 else random.choice((2, 4))
+    layout = Layout(name, pp, 1, ranks // pp, overlap=random.choice(OVERLAPS), measured=random.random() < 0.3)
+    microbatches = 2 * pp + 2 * random.randint(0, 2) + (random.randint(0, 1) if name == "dualpipev" else 0)
+    stages = layout.program(microbatches).placement.stages
+    return Case(
+        seed,
+        "dualpipe",
+        ranks,
+        double=random.random() < 0.8,
+        model=_model(random, ranks, fewest=stages),
+        data=Data(microbatches, rows=random.randint(1, 3), sequence=random.choice((1, 3, 5))),
+        layouts=(layout,),
+        updates=(False,) * random.randint(1, 3),
+        paused=random.random() < 0.3,
+    )
+
+
+def _pipelining(seed: int, random: Random) -> Case:
+    ranks = random.choice((1, 2, 4))
+    pp = ranks if ranks < 4 else 2
+    name = random.choice(list(TORCH_SCHEDULES))
+    _, fewest = TORCH_SCHEDULES[name]
+    layout = Layout(name, pp, 1, ranks // pp, overlap=random.choice(OVERLAPS), chunks=2)
+    model = _model(random, ranks, fewest=2 * pp)
+    return Case(
+        seed,
+        "pipelining",
+        ranks,
+        double=random.random() < 0.8,
+        model=replace(model, layers=(1,) * len(model.layers)),  # every rank has to hold experts
+        data=Data(2 * fewest * pp * random.randint(1, 2), rows=random.randint(1, 3), sequence=random.choice((1, 3, 5))),
+        layouts=(layout,),
+        updates=(False,) * random.randint(1, 2),
+        paused=random.random() < 0.3,
+    )

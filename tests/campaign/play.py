@@ -1,0 +1,24 @@
+"""A case on the ranks that it asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.campaign import combined, dualpipe, engine, pipelining
+from tests.campaign.draw import Case
+
+_PLAYS = {
+    "engine": engine.play,
+    "combined": combined.play,
+    "dualpipe": dualpipe.play,
+    "pipelining": pipelining.play,
+}
+
+
+def play(rank: int, size: int, case: Case) -> list[str]:
+    """What is wrong with a case on this rank."""
+    torch.set_default_dtype(torch.float64 if case.double else torch.float32)
+    try:
+        return _PLAYS[case.kind](rank, size, case)
+    finally:
+        torch.set_default_dtype(torch.float32)

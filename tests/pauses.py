@@ -1,0 +1,67 @@
+"""Threads that pause at random wherever two of them meet, so that an order that nobody keeps is broken."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from overlap1f1b.engine import Microbatch
+from overlap1f1b.engine.cut import BlockRun
+from overlap1f1b.engine.lanes import Flight
+from overlap1f1b.moe.exchange import PeerExchange, Transfer
+
+PLACES: tuple[tuple[type, str], ...] = (
+    (Microbatch, "await_input"),  # the thread that computes, before each node
+    (BlockRun, "attention_f"),
+    (BlockRun, "attention_b"),
+    (Flight, "wait"),
+    (Flight, "depart"),  # the thread that starts transfers
+    (PeerExchange, "rows"),
+    (PeerExchange, "counts"),
+    (PeerExchange, "expect_rows"),
+    (PeerExchange, "expect_counts"),
+    (Flight, "land"),  # the thread that awaits them
+    (Transfer, "receive"),
+    (Transfer, "release"),
+)
+
+
+@contextmanager
+def pauses(seed: int, *, often: float = 0.2, longest: float = 0.003) -> Iterator[None]:
+    """While it lasts, calls in :data:`PLACES` may pause before and after, and threads take turns all the time.
+
+    Args:
+        seed: What pauses are drawn from.
+        often: Part of them that take place.
+        longest: In seconds.
+    """
+    source = random.Random(seed)
+
+    def pause() -> None:
+        if source.random() < often:
+            time.sleep(source.random() * longest)
+
+    def paused(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            pause()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                pause()
+
+        return call
+
+    interval = sys.getswitchinterval()
+    with ExitStack() as patched:
+        for owner, name in PLACES:
+            patched.enter_context(patch.object(owner, name, paused(getattr(owner, name))))
+        sys.setswitchinterval(1e-5)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval)
