@@ -26,7 +26,8 @@ from tests.campaign.play import play
 from tests.ranks import RankError, run
 
 SEEDS = 1_000_000  # between two campaigns' first cases
-LIMIT_S = 120.0
+LIMIT_S = 180.0
+LINES = 50
 
 Play = Callable[[int, int, Case], list[str]]
 
@@ -40,9 +41,11 @@ def main(arguments: Sequence[str] | None = None, play: Play = play) -> int:
     with Progress(console=screen) as bar, ThreadPoolExecutor(options.jobs) as pool:
         task = bar.add_task("cases", total=len(cases))
         running = {pool.submit(problem_of, case, play): case for case in cases}
-        for done in as_completed(running):
+        for number, done in enumerate(as_completed(running), 1):
             case, problem = running[done], done.result()
             bar.advance(task)
+            if number % LINES == 0 and not screen.is_terminal:  # where no bar is seen
+                screen.print(f"{number}/{len(cases)} cases, {len(failed)} failed")
             if problem:
                 failed.append(case.seed)
                 bar.console.print(f"--only {case.seed}: {problem} | {case}", markup=False)

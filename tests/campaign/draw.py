@@ -163,28 +163,30 @@ def draw(seed: int) -> Case:
 
 
 def _engine(seed: int, random: Random) -> Case:
-    ranks = random.choice((1, 2, 2, 4, 4))
-    microbatches = random.randint(1, 9)
-    layout, program = _layout(random, ranks, microbatches)
-    sequel, stages = (), program.placement.stages
+    ranks = random.choice((1, 2, 2, 3, 4, 4))
+    layout, microbatches = _layout(random, ranks)
     autocast = random.random() < 0.1
     dropout = random.choice((0.0, 0.0, 0.0, 0.3))
     tied = not layout.sharded and random.random() < 0.2
-    if not (layout.sharded or dropout or tied) and random.random() < 0.25:
-        other, program = _layout(random, ranks, microbatches, sharded=False)
-        sequel, stages = (other,), max(stages, program.placement.stages)
+    layouts = (layout,)
+    if not (layout.sharded or dropout or tied) and random.random() < 0.3:
+        layouts = (layout, _layout(random, ranks, microbatches, sharded=False)[0])
     updates = tuple(random.random() < 0.7 for _ in range(random.randint(2, 3)))
-    if sequel:  # a checkpoint holds no gradients
-        updates = (True, *updates)
-    counted = random.random() < 0.3
     varying = random.choice(("", "", "microbatches", "steps"))
-    uneven = not layout.capacity and not (sequel and sequel[0].capacity) and random.random() < 0.2
+    uneven = not any(layout.capacity for layout in layouts) and random.random() < 0.2
     return Case(
         seed,
         "engine",
         ranks,
         double=not autocast and random.random() < 0.8,
-        model=_model(random, ranks, fewest=stages - 2, dropout=dropout, tied=tied, beside=random.choice((0, 0, 1, 2))),
+        model=_model(
+            random,
+            ranks,
+            fewest=max(layout.program(microbatches).placement.stages for layout in layouts) - 2,
+            dropout=dropout,
+            tied=tied,
+            beside=random.choice((0, 0, 1, 2)),
+        ),
         data=Data(
             microbatches,
             rows=random.randint(1, 3),
@@ -192,10 +194,10 @@ def _engine(seed: int, random: Random) -> Case:
             varying=varying,
             listed=bool(varying) or uneven or random.random() < 0.3,
             uneven=uneven,
-            ignored=0.4 * counted,
+            ignored=random.choice((0.0, 0.0, 0.4)),
         ),
-        layouts=(layout, *sequel),
-        updates=updates,
+        layouts=layouts,
+        updates=updates if len(layouts) == 1 else (True, *updates),  # a checkpoint holds no gradients
         autocast=autocast,
         evaluated=not dropout and random.random() < 0.3,
         loss_scale=random.choice((1.0, 1.0, 8.0)),
@@ -204,34 +206,45 @@ def _engine(seed: int, random: Random) -> Case:
     )
 
 
-def _layout(random: Random, ranks: int, microbatches: int, *, sharded: bool | None = None) -> tuple[Layout, Program]:
-    """Ranks in a grid, and a schedule that allows it."""
-    pp = random.choice([size for size in (1, 2, 4) if ranks % size == 0])
-    ep = random.choice([size for size in (1, 2, 4) if (ranks // pp) % size == 0])
+def _layout(
+    random: Random, ranks: int, microbatches: int | None = None, *, sharded: bool | None = None
+) -> tuple[Layout, int]:
+    """Ranks in a grid with a schedule, and how many microbatches it is given, where that is not said."""
+    while True:
+        schedule, pp = random.choice(SCHEDULES), _divisor(random, ranks)
+        for _ in range(50):
+            count = microbatches or random.randint(1, 9)
+            layout = _options(random, Layout(schedule, pp, 1, 1, overlap=random.choice(OVERLAPS)), ranks, sharded)
+            try:
+                layout.program(count)
+            except ValueError:  # it asks for other numbers
+                continue
+            return layout, count
+
+
+def _options(random: Random, layout: Layout, ranks: int, sharded: bool | None) -> Layout:
+    """The same schedule with all else that can be chosen."""
+    others = ranks // layout.pp
+    ep = _divisor(random, others)
     room = random.choice((0.0, 0.0, 0.0, 1.0, 1.3))
     overflow: Overflow = random.choice(("raise", "rerun"))
-    if sharded is None:
-        sharded = ranks > pp and random.random() < 0.25
-    while True:
-        layout = Layout(
-            random.choice(SCHEDULES),
-            pp,
-            ranks // pp // ep,
-            ep,
-            overlap=random.choice(OVERLAPS),
-            chunks=random.choice((0, 0, 2, 3)),
-            extra_warmup=random.choice((0, 0, 1, 3)),
-            recompute=random.choice(get_args(Recompute)),
-            capacity=room * ep if overflow == "raise" else room,  # of the first, room for all
-            overflow=overflow,
-            sharded=sharded,
-            planned=random.random() < 0.2,
-            measured=random.random() < 0.1,
-        )
-        try:
-            return layout, layout.program(microbatches)
-        except ValueError:  # a schedule that asks for other numbers
-            continue
+    return replace(
+        layout,
+        dp=others // ep,
+        ep=ep,
+        chunks=random.choice((0, 0, 2, 3)),
+        extra_warmup=random.choice((0, 0, 1, 3)),
+        recompute=random.choice(get_args(Recompute)),
+        capacity=room * ep if overflow == "raise" else room,  # of the first, room for all
+        overflow=overflow,
+        sharded=others > 1 and random.random() < 0.3 if sharded is None else sharded,
+        planned=random.random() < 0.2,
+        measured=random.random() < 0.1,
+    )
+
+
+def _divisor(random: Random, ranks: int) -> int:
+    return random.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
 
 
 def _model(random: Random, ranks: int, *, fewest: int = 1, **given: Any) -> Model:

@@ -28,7 +28,7 @@ from tests.engine import test_sharding
 from tests.engine.test_tied import Stage
 from tests.pauses import pauses
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +16,26 @@ from overlap1f1b.moe import Router, RouterConfig, set_auxiliary_scale
 from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import Overlap, Recompute
 from tests import models
+from tests.pauses import pauses
 from tests.ranks import Ranks
 
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2]
+RECOMPUTES: list[Recompute] = ["none", "experts", "attention", "block"]
+
+
+class Balanced(models.Block):
+    """Norm, router with auxiliary losses, experts, as often as there are seams."""
+
+    def __init__(self, group: Any = None, **options: Any) -> None:
+        super().__init__(group, **options)
+        config = RouterConfig(experts=models.E, top_k=models.K, aux_coefficient=0.5, z_coefficient=0.2)
+        self.gates = torch.nn.ModuleList(Router(models.H, config) for _ in self.experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router, experts, post in zip(self.gates, self.experts, self.post, strict=True):
+            tokens = self.norm(x).reshape(-1, models.H)
+            x = x + post(experts(tokens, *router(tokens))).view_as(x)
+        return x
 
 
 def run(stage: Stage, model: torch.nn.Module, microbatches: int, overlap: Overlap, seed: int = 5) -> list[float]:
@@ -152,6 +171,25 @@ def test_two_ranks_are_bit_equal(ranks2: Ranks) -> None:
     assert ranks2.run(_two) == [[], []]
 
 
+def _paused(rank: int, size: int) -> list[str]:
+    """Loops whose threads pause wherever two of them meet, against the same without pauses and recomputation."""
+    group, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep"), []
+    reference: dict[str, Tensor] = {}
+    for number, (recompute, overlap) in enumerate([("none", "serial"), *itertools.product(RECOMPUTES, ("pairs", 2))]):
+        model = models.build(group, seams=2, block=Balanced)
+        stage = Stage(model, build_exchange(group), recompute=recompute)
+        with pauses(100 * number + rank) if number else nullcontext():
+            run(stage, model, 3, overlap, seed=rank)
+        found = models.gradients(model)
+        reference = reference or found
+        problems += [f"{recompute} {overlap}: {name}" for name in models.equal(found, reference)]
+    return problems
+
+
+def test_pauses_wherever_threads_meet_change_nothing(ranks2: Ranks) -> None:
+    assert ranks2.run(_paused, timeout=120) == [[], []]
+
+
 def test_bad_input_is_named() -> None:
     stage = Stage(models.build())
     x, y = models.batch(1)
@@ -177,22 +215,7 @@ def test_bad_input_is_named() -> None:
         combined_forward_backward_step(None, silent)
 
 
-class Balanced(models.Block):
-    """Norm, a router with auxiliary losses, experts."""
-
-    def __init__(self, group: Any = None, **options: Any) -> None:
-        super().__init__(group, seams=1)
-        self.gates = torch.nn.ModuleList()
-        self.router = Router(
-            models.H, RouterConfig(experts=models.E, top_k=models.K, aux_coefficient=0.5, z_coefficient=0.2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.norm(x).reshape(-1, models.H)
-        return x + self.post[0](self.experts[0](tokens, *self.router(tokens))).view_as(x)
-
-
-@pytest.mark.parametrize("recompute", ["none", "experts", "attention", "block"])
+@pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_auxiliary_losses_have_their_scale_where_routers_are_recomputed(overlap: Overlap, recompute: Recompute) -> None:
     """The last backward is a call without a forward, whose scale it could take."""
@@ -204,7 +227,7 @@ def test_auxiliary_losses_have_their_scale_where_routers_are_recomputed(overlap:
     assert [m.loss_scale for m in model.modules() if isinstance(m, Router)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("recompute", ["none", "experts", "attention", "block"])
+@pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_autocast_is_around_a_recomputed_forward_as_around_the_first(recompute: Recompute) -> None:
     """The backward is called outside of it, and the weights change before the next forward."""
 

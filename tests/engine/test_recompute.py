@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.test_engine import COSTS, Delayed, step
 from tests.engine.test_forward import CONTEXTS, Wrapped
+from tests.pauses import pauses
 from tests.ranks import Ranks
 
 MODES: list[Recompute] = ["experts", "attention", "block"]
@@ -229,7 +231,8 @@ def _compare(rank: int, size: int, pipeline: int, cases: list[Case]) -> list[str
             exchange = Counted(build_exchange(group), seed=rank)
             torch.manual_seed(7)
             options: dict[str, Any] = {"mesh": mesh, "exchange": exchange, "timeout": 20, "costs": SENT}
-            _, result = step(model, program, overlap, data, recompute=mode, **options)
+            with pauses(rank) if mode != "none" else nullcontext():
+                _, result = step(model, program, overlap, data, recompute=mode, **options)
             found = models.gradients(model), [float(x) for x in result.losses], exchange.counted
             expected = expected or found
             where = f"{name} {overlap} {seams} {mode}"
