@@ -105,7 +105,7 @@ class Training:
         )
         if layout.planned:
             self.engine.plan = compile(self.program, self.engine.shapes, costs_of(Random(-case.seed)), layout.overlap)
-        self.optimizer = plain.optimizer_of(list(self.engine.parameters()))
+        self.optimizer = plain.optimizer_of(case, self.engine.parameters())
         held = set(self.engine.parameters())
         self.held = [(name, parameter) for name, parameter in plain.named(self.blocks) if parameter in held]
         self.shard = mesh.get_local_rank("dp") * layout.ep + mesh.get_local_rank("ep")

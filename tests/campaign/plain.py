@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,9 +52,9 @@ def autocast(case: Case) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext()
 
 
-def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """One whose state matters, and which does not blow up rounding as Adam does."""
-    return torch.optim.SGD(dict.fromkeys(parameters), lr=0.1, momentum=0.9)
+    return torch.optim.SGD(dict.fromkeys(parameters), lr=0.1 / case.loss_scale, momentum=0.9)
 
 
 def named(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -66,7 +66,7 @@ def train(case: Case) -> list[Expected]:
     """The steps of a case, over the data of all shards."""
     blocks = build(case)
     model = nn.Sequential(*blocks)
-    optimizer = optimizer_of(list(model.parameters()))
+    optimizer = optimizer_of(case, model.parameters())
     expected = []
     for step, update in enumerate(case.updates):
         shards = case.layout(step).dp * case.layout(step).ep
