@@ -44,7 +44,8 @@ class Layer(nn.Module):
             indices, weights = router(tokens)
             if self.first:  # all other experts, and most ranks, receive nothing
                 indices = torch.arange(self.top_k).expand_as(indices).contiguous()
-            x = x + self.dropout(post(experts(tokens, indices, weights))).view_as(x)
+            y = post(experts(tokens, indices, weights)).tanh()  # or several layers without a norm would diverge
+            x = x + self.dropout(y).view_as(x)
         return with_beside(x, beside)
 
 

@@ -31,15 +31,20 @@ def play(rank: int, size: int, case: Case) -> list[str]:
         again = walk(case, serial, data[rank], group)
         problems += [f"{name} is not that of serial steps" for name in unequal(found, again)]
         if case.deterministic:
-            scale = 1 / case.data.microbatches
-            expected = plain.on_first_rank(
-                lambda data=data, scale=scale: plain.walk(case, data, entry=False, scale=scale)
-            )
-            wanted = dict(expected[rank].values)
-            wanted |= {f"loss {index}": loss for index, loss in enumerate(expected[rank].losses)}
-            wanted |= {f"input {i}": grad for i, grad in enumerate(expected[rank].input_grads) if grad is not None}
+            wanted = plain.on_first_rank(lambda data=data: expected(case, data))[rank]
             problems += apart(found, wanted, rank, limit_of(case))
     return problems
+
+
+def expected(case: Case, data: list[list[tuple[Tensor, Tensor]]]) -> list[Values]:
+    """What each rank must find."""
+    every = plain.walk(case, data, entry=False, scale=1 / case.data.microbatches)
+    return [
+        part.values
+        | {f"loss {index}": loss for index, loss in enumerate(part.losses)}
+        | {f"input {index}": grad for index, grad in enumerate(part.input_grads) if grad is not None}
+        for part in every
+    ]
 
 
 def walk(case: Case, layout: Layout, data: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> Values:
@@ -72,11 +77,9 @@ class Steps:
         entered: list[Microbatch] = []
         value, grad = x.clone().requires_grad_(), None
         for stage in self.stages:
-            last = stage is self.stages[-1]
-            options = {"target": y, "loss_fn": loss_fn, "loss_scale": 1 / self.case.data.microbatches} if last else {}
-            if not last:  # whose auxiliary losses have their scale, too
-                options = {"loss_scale": 1 / self.case.data.microbatches}
-            entered.append(stage.microbatch(value, index=index, seed=index, **options))
+            last, scale = stage is self.stages[-1], 1 / self.case.data.microbatches  # of auxiliary losses on any stage
+            ends = {"target": y, "loss_fn": loss_fn} if last else {}
+            entered.append(stage.microbatch(value, index=index, seed=index, loss_scale=scale, **ends))
             value, grad = self._step(entered[-1], grad)
             value = value.requires_grad_() if not last else value
         self.found[f"loss {index}"] = value
