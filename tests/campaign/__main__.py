@@ -21,7 +21,7 @@ from itertools import count, islice
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.campaign.draw import KINDS, MOST_RANKS, Case, draw
+from tests.campaign.draw import KINDS, RANKS, Case, draw
 from tests.campaign.play import play
 from tests.ranks import RankError, run
 
@@ -34,7 +34,7 @@ Play = Callable[[int, int, Case], list[str]]
 
 def main(arguments: Sequence[str] | None = None, play: Play = play) -> int:
     """Runs a campaign; 1 where a case has failed. ``play`` is what each rank runs."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     screen = Console(highlight=False, soft_wrap=True)
     cases = [draw(options.only)] if options.only is not None else list(islice(_cases(options), options.cases))
     kinds, failed, start = Counter(case.kind for case in cases), [], time.monotonic()
@@ -74,28 +74,34 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             yield case
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=100, help="how many (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
     parser.add_argument("--only", type=int, metavar="SEED", help="one case, by its own seed")
-    parser.add_argument("--kinds", type=_listed, default=list(KINDS), help=f"of {','.join(KINDS)} (all)")
-    parser.add_argument("--ranks", type=_numbers, default=list(range(1, MOST_RANKS + 1)), help="such as 1,2 (all)")
+    parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"of {','.join(KINDS)} (all)")
+    parser.add_argument("--ranks", type=_ranks, default=RANKS["engine"], help="such as 1,2 (all of 1 to 4)")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time (2)")
-    return parser
+    options = parser.parse_args(arguments)
+    if not any(set(RANKS[kind]) & set(options.ranks) for kind in options.kinds):
+        parser.error(f"no case of {','.join(options.kinds)} on {options.ranks} ranks; allowed: {RANKS}")
+    return options
 
 
-def _listed(text: str) -> list[str]:
+def _kinds(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"kind {unknown[0]!r}; allowed: {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(KINDS)}")
     return names
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers such as 1,2") from None
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ Kind = Literal["engine", "combined", "dualpipe", "pipelining"]
 """The engine, combined_forward_backward_step by hand, the drop-ins for DualPipe and torch.distributed.pipelining."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SHARE = {"engine": 12, "combined": 3, "dualpipe": 3, "pipelining": 2}
-MOST_RANKS = 4
+RANKS: dict[Kind, tuple[int, ...]] = {
+    "engine": (1, 2, 3, 4), "combined": (1, 2, 3, 4), "dualpipe": (1, 2, 4), "pipelining": (1, 2, 4)
+}  # fmt: skip
+"""Numbers of ranks that are drawn."""
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4, 5)
 TORCH_SCHEDULES = {  # by name: whether stages lie in a V, and fewest microbatches a pipeline rank
     "ScheduleDualPipeV": (True, 2),
@@ -266,7 +269,7 @@ def _model(random: Random, ranks: int, *, fewest: int = 1, **given: Any) -> Mode
 
 
 def _combined(seed: int, random: Random) -> Case:
-    ranks = random.randint(1, MOST_RANKS)
+    ranks = random.choice(RANKS["combined"])
     dropout = random.choice((0.0, 0.0, 0.3))
     stages = random.choice((1, 1, 2))
     layout = Layout(
@@ -313,7 +316,7 @@ def _dualpipe(seed: int, random: Random) -> Case:
 
 
 def _pipelining(seed: int, random: Random) -> Case:
-    ranks = random.choice((1, 2, 4))
+    ranks = random.choice(RANKS["pipelining"])
     pp = ranks if ranks < 4 else 2
     name = random.choice(list(TORCH_SCHEDULES))
     _, fewest = TORCH_SCHEDULES[name]

@@ -8,7 +8,7 @@ import pytest
 
 from overlap1f1b.engine import Engine, StepResult
 from tests.campaign.__main__ import main
-from tests.campaign.draw import KINDS, Case, draw
+from tests.campaign.draw import KINDS, RANKS, Case, draw
 from tests.campaign.play import play
 
 
@@ -17,8 +17,24 @@ def test_a_seed_is_one_case() -> None:
     assert drawn == [draw(seed) for seed in range(200)]
     assert len(set(map(repr, drawn))) == 200
     assert {case.kind for case in drawn} == set(KINDS)
+    assert all(case.ranks in RANKS[case.kind] for case in drawn)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kinds", "engines"], "'engines'; allowed: engine, combined, dualpipe, pipelining"),
+        (["--ranks", "two"], "'two'; allowed: numbers such as 1,2"),
+        (["--kinds", "dualpipe", "--ranks", "3"], "no case of dualpipe on [3] ranks"),
+    ],
+)
+def test_what_is_never_drawn_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_handful_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", "5", "--seed", "6", "--ranks", "1,2"]) == 0
     assert ": 0 failed" in capsys.readouterr().out
