@@ -50,7 +50,7 @@ def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list
 
 
 def limit_of(case: Case) -> float:
-    """Relative difference that the order of sums explains."""
+    """Relative difference that the order of sums explains, after some steps of an optimizer too."""
     if case.autocast:
         return 0.3
-    return 1e-9 if case.double else 1e-4
+    return 1e-9 if case.double else 1e-3
