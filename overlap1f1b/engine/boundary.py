@@ -125,7 +125,7 @@ class Boundary:
                 assert payload is not None
                 assert header is not None
                 name = f"from pipeline rank {source} to {to}"
-                lane = Lane(name, timeout, failures, background=background, stamp=stamp)
+                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
                 links, peer = (self._out, to) if rank == source else (self._in, source)
                 links[peer] = _Link(payload, header, lane, mesh.number(peer))
         self._known: dict[_Key, Specs] = {}

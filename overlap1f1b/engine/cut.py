@@ -107,6 +107,7 @@ class BlockRun:
         if isinstance(step, SeamCall):
             if self.stage.capacity is not None and self.stage.check_tokens is not None:
                 self.stage.check_tokens(len(step.indices))
+            self._note(step)
             self.seams.append(SeamRun(step, self.stage.exchange, self.stage.capacity))
             route = self.seams[-1].route
             if route.dropped is not None:
@@ -129,6 +130,12 @@ class BlockRun:
             )
         if not microbatch.grad:
             self._leave(ends=self.is_last)
+
+    def _note(self, call: SeamCall) -> None:
+        place = self.block, len(self.seams)
+        if place not in self.stage.calls:
+            k, hidden = call.indices.shape[-1], call.tokens.shape[-1]
+            self.stage.calls[place] = f"{k} experts a token, hidden {hidden}, {str(call.tokens.dtype)[6:]}"
 
     def _keep(self, outs: Tensors) -> None:
         """Holds the graph of what the block returned."""

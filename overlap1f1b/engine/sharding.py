@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+
+from overlap1f1b.moe.groups import abort
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
@@ -65,6 +69,23 @@ class Sharding:
         for group in self.groups:
             if group.mp_policy.param_dtype is not None and version < _PASSIVE_CASTS:
                 raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+
+    @property
+    def process_groups(self) -> set[dist.ProcessGroup]:
+        """What FSDP2's collectives run on: groups of the user's."""
+        meshes = [group.mesh_info for group in self.groups]
+        found = (getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("shard", "replicate"))
+        return {group for group in found if group is not None}
+
+    def limit(self, timeout: timedelta) -> None:
+        """Sets the limit of FSDP2's waits, which torch takes from the process group."""
+        for group in self.process_groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def abort(self) -> None:
+        """Ends FSDP2's collectives on gloo: ranks that wait in one for a rank that failed would wait for ever."""
+        for group in self.process_groups:
+            abort(group)
 
     def gather(self) -> None:
         """Starts to gather all parameters, in order; a module's forward waits for its own. Holds the hooks still."""

@@ -57,6 +57,8 @@ class Stage:
         """What every call under a capacity had no room for. Whoever sets one reads it."""
         self.adds_to_main = not reduce_experts
         """Whether gradients of experts' weights may go to their ``main_grad``, where nobody here looks at ``.grad``."""
+        self.calls: dict[tuple[int, int], str] = {}
+        """What experts were called with, by block and call; the same on all ranks."""
         self.check_tokens: Callable[[int], None] | None = None
         """Told how many tokens each call under a capacity has."""
         self.blocks = blocks_of(blocks)
@@ -121,10 +123,13 @@ class Stage:
         """Parameters whose gradients are complete with this block's backward, the experts' apart."""
         return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
 
+    def experts_of(self, block: int) -> list[Experts]:
+        """The block's experts, in the order of its modules."""
+        return [module for module in self.blocks[block].modules() if isinstance(module, Experts)]
+
     def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Parameters of the block's experts."""
-        held = [m for m in self.blocks[block].modules() if isinstance(m, Experts)]
-        return [parameter for experts in held for parameter in self.expert_parameters[experts]]
+        return [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
 
     def microbatch(
         self,
