@@ -156,7 +156,6 @@ class Engine:
                 reduce_experts=experts is not None,
                 recompute=recompute,
             )
-            self._aborts.append(self.sharding.abort)
             self.sharding.limit(limit)
             if self.sharding.groups and not reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")

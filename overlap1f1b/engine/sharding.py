@@ -83,7 +83,7 @@ class Sharding:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def abort(self) -> None:
-        """Ends FSDP2's collectives on gloo: ranks that wait in one for a rank that failed would wait for ever."""
+        """Ends FSDP2's collectives on gloo, where the process ends: its groups are the user's."""
         for group in self.process_groups:
             abort(group)
 
