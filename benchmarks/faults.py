@@ -331,8 +331,8 @@ def _untold(fault: Fault, text: str) -> list[str]:
     pp, ep = divmod(fault.culprit, EP)
     told = {"the rank": rf"pp {pp}, ep {ep}"}
     if fault.act == "differ":
-        told["the value"] = "allowed: the same"
-    elif fault.act == "raise":
+        told["the value"] = "Expected input batch_size" if fault.phase == "target_length" else "allowed: the same"
+    elif fault.act == "raise" and fault.phase != "construct":  # before there is an engine that could tell it
         told["the cause"] = "StruckError: the rank broke"
     if fault.phase.partition(" ")[0] in ("forward", "backward", "reduce", "evaluate") and fault.act != "differ":
         told["the node"] = r"failed at |at .* m\d"

@@ -118,7 +118,7 @@ class Engine:
         self._aborts: list[Callable[[], None]] = [self.mesh.abort]
         self._steps = 0
         self._warm = self._failed = False
-        self._check_parameters = check_parameters and reduce
+        self._check_parameters = check_parameters and reduce and bool(self.mesh.labels)
         with self._telling(lambda: "in the construction of its Engine"):
             self.mesh.agree(
                 options(

@@ -126,6 +126,7 @@ def _check_killed(folder: Path, phase: str, culprit: int, messages: dict[int, st
         assert float(seconds) - struck(folder) < 2 * LIMIT, message
         assert text.startswith("LostRankError"), message
         assert " m" in text, message  # the node, with its microbatch
+        assert f"from rank pp {culprit // 2}, ep {culprit % 2}: killed" in text, message
         assert "lane" in text or "did not meet" in text or "rank pp" in text, message
         assert f"pp {rank // 2}" in text, message
 

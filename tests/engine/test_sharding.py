@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,6 +253,24 @@ def _failing(rank: int, size: int) -> list[str]:
 
 def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
     assert ranks2.run(_failing) == [[], []]
+
+
+def _late(rank: int, size: int) -> float:
+    """One rank is late for the gathering of FSDP2, whose process groups wait by a limit of torch's: a minute here."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    engine = engine_over(wrapped("blocks", mesh), programs(3)[0], mesh, timeout=2.0)
+    if rank == 1:
+        gather = engine.sharding.gather
+        engine.sharding.gather = lambda: (time.sleep(6), gather())  # type: ignore[assignment,func-returns-value]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        engine.step(data[0], target=data[1])
+    assert any(f" {rank} failed " in note for note in raised.value.__notes__), raised.value.__notes__
+    return time.monotonic() - start
+
+
+def test_gathering_has_the_engines_limit(ranks2: Ranks) -> None:
+    assert ranks2.run(_late)[0] < 20
 
 
 def _hidden(rank: int, size: int) -> list[bool]:
