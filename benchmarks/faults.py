@@ -248,7 +248,7 @@ def run(fault: Fault, folder: Path) -> Iterator[Outcome | None]:
             os.waitpid(pids[rank], 0)
             statuses[pids[rank]] = -signal.SIGKILL if only_stopped else None
         texts = [_text(folder / f"out{rank}") for rank in range(len(pids))]
-        yield judged(Outcome(fault, [statuses[pid] for pid in pids], texts, took), folder)
+        yield judged(Outcome(fault, [statuses[pid] for pid in pids], texts, took))
         return
 
 
@@ -294,7 +294,7 @@ def _torchrun(fault: Fault, folder: Path) -> int:
 # What is right.
 
 
-def judged(outcome: Outcome, folder: Path) -> Outcome:
+def judged(outcome: Outcome) -> Outcome:
     """Adds what went wrong."""
     fault, wrong = outcome.fault, outcome.wrong
     if (
