@@ -119,7 +119,7 @@ class Engine:
         self.stages, self.sharding = stages_of(
             model,
             placement,
-            rank,
+            self.mesh,
             self.exchange,
             weights,
             reduce_own=own is not None,

@@ -35,7 +35,7 @@ class Stage:
         recompute: What blocks drop after their forward and compute again before their backward: see :class:`Engine`.
 
     Raises:
-        ValueError: No block, experts of another exchange size, or no such thing to recompute.
+        ValueError: No block, experts of another exchange size or rank, or no such thing to recompute.
     """
 
     def __init__(
@@ -108,6 +108,11 @@ class Stage:
                     raise ValueError(
                         f"{self.names[index]} holds experts for {experts.exchange.ranks} ranks, "
                         f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
+                    )
+                if experts.exchange.rank != self.exchange.rank:
+                    raise ValueError(
+                        f"{self.names[index]} holds the experts of rank {experts.exchange.rank} of those that share "
+                        f"them, the engine exchanges as rank {self.exchange.rank}; allowed: the same"
                     )
                 self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
             apart = {p for parameters in self.expert_parameters.values() for p in parameters}
