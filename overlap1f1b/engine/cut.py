@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.dropped import Dropped
-from overlap1f1b.engine.forward import Forward, SeamCall
+from overlap1f1b.engine.forward import OUTSIDE, Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
-from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors
+from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors, absent, is_absent
 from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.state import ThreadState
@@ -143,9 +143,21 @@ class BlockRun:
 
     def _run(self, *x: Tensor) -> Tensors:
         name, microbatch = self.stage.names[self.block], self.microbatch
-        given = {"microbatch": microbatch} if isinstance(self.module, MicrobatchBlock) else {}
-        returned = self.module(*x, **given)
+        given, values = {}, list[Tensor | None](x)
+        if isinstance(self.module, MicrobatchBlock):
+            given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
+        try:
+            returned = self.module(*values, **given)
+        except RuntimeError as error:
+            if OUTSIDE not in str(error):
+                raise
+            raise ValueError(
+                f"{name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves the "
+                "graph; allowed: torch.compile without fullgraph"
+            ) from None
         outs = returned if isinstance(returned, tuple) else (returned,)
+        if isinstance(self.module, MicrobatchBlock):
+            outs = tuple([absent(x[0]) if out is None else out for out in outs])
         if not outs or not all(isinstance(out, Tensor) for out in outs):
             what = ", ".join(type(out).__name__ for out in outs) or "nothing"
             raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")

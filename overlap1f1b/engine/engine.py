@@ -149,7 +149,7 @@ class Engine:
             self.stages, self.sharding = stages_of(
                 model,
                 placement,
-                rank,
+                self.mesh,
                 self.exchange,
                 weights,
                 reduce_own=own is not None,
@@ -245,8 +245,10 @@ class Engine:
 
         Args:
             inputs: ``[B, …]``, the batch of this rank's data, cut into equal microbatches along the first dimension; a
-                tuple of such tensors; or a list with an entry for each microbatch. Needed where the first stage is
-                held, ignored elsewhere.
+                tuple of such tensors; or a list with an entry for each microbatch. Where the model names its inputs,
+                a mapping by these names is taken, too, and None for one that is not given: over pipeline ranks for the
+                same ones in each step, or with ``dynamic_shapes``. Needed where the first stage is held, ignored
+                elsewhere.
             target: The same for the loss, needed where the last stage is held.
             loss_scale: Factor of all gradients, as of a gradient scaler.
             return_outputs: Whether the result has what went into the losses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.dropped import Dropped
-from overlap1f1b.engine.forward import seam
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch, generators_of
+from overlap1f1b.engine.forward import seam, uncompiled
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock, generators_of
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
@@ -35,7 +36,7 @@ class Stage:
         recompute: What blocks drop after their forward and compute again before their backward: see :class:`Engine`.
 
     Raises:
-        ValueError: No block, experts of another exchange size, or no such thing to recompute.
+        ValueError: No block, experts of another exchange size or rank, or no such thing to recompute.
     """
 
     def __init__(
@@ -64,6 +65,9 @@ class Stage:
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
+        first_block = self.blocks[0]
+        self.input_names = first_block.input_names if isinstance(first_block, MicrobatchBlock) else ()
+        """Of what the first block takes, where it says so."""
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
@@ -110,6 +114,11 @@ class Stage:
                     raise ValueError(
                         f"{self.names[index]} holds experts for {experts.exchange.ranks} ranks, "
                         f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
+                    )
+                if experts.exchange.rank != self.exchange.rank:
+                    raise ValueError(
+                        f"{self.names[index]} holds the experts of rank {experts.exchange.rank} of those that share "
+                        f"them, the engine exchanges as rank {self.exchange.rank}; allowed: the same"
                     )
                 self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
             apart = {p for parameters in self.expert_parameters.values() for p in parameters}
@@ -187,17 +196,22 @@ class Stage:
             changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
             module.__dict__[name] = value
 
+        compiler: Any = sys.modules.get("torch._functorch.config")  # loaded with torch.compile
+        if compiler is not None:
+            donated, compiler.donated_buffer = compiler.donated_buffer, False  # parts of a graph are walked twice
         try:
             for experts in self.expert_parameters:
                 change(experts, "forward", seam(experts, experts.forward))
-                change(experts, "product", partial(self._grouped_product, experts))
+                change(experts, "product", uncompiled(partial(self._grouped_product, experts)))
             for linear in (m for linears in self.linears for m in linears):
-                change(linear, "forward", _SplitForward(self, linear))
+                change(linear, "forward", uncompiled(_SplitForward(self, linear)))
             carriers = (m for block in self.blocks for m in block.modules() if isinstance(m, AuxiliaryCarrier))
             for carrier in carriers if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
             yield
         finally:
+            if compiler is not None:
+                compiler.donated_buffer = donated
             for attributes, name, value in reversed(changed):
                 if value is _MISSING:
                     del attributes[name]
