@@ -275,7 +275,7 @@ class BlockRun:
         leaves = [t for t in self.x if t.requires_grad]
         grads: Sequence[Tensor | None]
         if self.stage.whole_backward[self.block]:
-            grads = accumulated(self.roots, self.root_grads, leaves, self.stage.block_parameters[self.block])
+            grads = accumulated(self.roots, self.root_grads, leaves)
         else:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []
