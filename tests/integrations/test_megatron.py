@@ -497,7 +497,8 @@ def test_layers_become_blocks() -> None:
     function = get_forward_backward_func(costs=COSTS)
     call(function, build(1), items(1))
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == LAYERS + 1
+    # Its layers, with embedding and a parameter of its own before them, with head and loss behind.
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
     call(whole, build(1), items(1))
     (prepared,) = whole._prepared.values()
@@ -512,7 +513,7 @@ def test_children_of_a_sequential_become_blocks() -> None:
         (models.loss_fn(reference(tokens), target) / len(data)).backward()
     call(function, [model], data)  # type: ignore[list-item]
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == len(reference)
+    assert len(prepared.engine.stages[0].blocks) == len(reference) + 1  # and the loss
     assert models.equal(models.gradients(model), models.gradients(reference)) == []
 
 
@@ -534,7 +535,7 @@ def test_a_wrapped_chunk_is_looked_into() -> None:
     plain([reference], data, scale=2.0)
     call(function, [Wrapped(part)], data)  # type: ignore[list-item]
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == LAYERS + 1
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     assert models.equal(grads_of(part), grads_of(reference)) == []
 
 
@@ -548,6 +549,22 @@ class Skips(Part):
         for layer in self.layers:
             x = layer(x)
         return self.head(x + early)
+
+
+class Passes(Part):
+    """The last layer gets an earlier tensor that is not among its arguments."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.head is not None
+        x = early = self.embedding(tokens)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        hook = self.layers[-1].register_forward_pre_hook(lambda layer, args: (args[0] + early,))
+        try:
+            return self.head(self.layers[-1](x))
+        finally:
+            hook.remove()
 
 
 class Borrows(Part):
@@ -576,10 +593,15 @@ class Leaves(Part):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Skips, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
-        (Borrows, "parameter .*norm.weight gets a gradient from layer 6 by another way"),
-        (Backwards, "calls its layer 6 after layer 0; allowed: each once, in order"),
-        (Leaves, "calls 1 of its 7 layers; allowed: each once"),
+        (
+            Skips,
+            "a tensor of an earlier layer gets a gradient from what follows layer 6 by another way than the layer's "
+            "result; allowed: no such tensor, or layers=lambda chunk",
+        ),
+        (Passes, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
+        (Borrows, "parameter .*norm.weight gets a gradient from what follows layer 6 by another way"),
+        (Backwards, "comes to layer 6 after what precedes layer 0; allowed: each layer once, in order"),
+        (Leaves, "ends after layer 0, without layer 1; allowed: to call each layer once"),
     ],
 )
 def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: str) -> None:
@@ -590,7 +612,7 @@ def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: st
     with pytest.raises(ValueError, match=message):
         call(function, [part()], items(2))
     assert torch.is_grad_enabled()
-    if kind in (Skips, Borrows):  # right where the chunk is left whole
+    if kind in (Skips, Passes, Borrows):  # right where the chunk is left whole
         whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
         cut, reference = part(), part()
         call(whole, [cut], items(2))

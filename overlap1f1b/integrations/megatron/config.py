@@ -52,6 +52,11 @@ class Config:
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     enable_autocast: bool = False
     autocast_dtype: torch.dtype | None = None
+    num_moe_experts: int | None = None
+    moe_grad_scale_func: Callable[[], Tensor] | None = None
+    mtp_num_layers: int | None = None
+    mtp_grad_scale_func: Callable[[], Tensor] | None = None
+    experimental_attention_variant: str | None = None
     timers: Callable[..., Any] | None = None
     barrier_with_L1_time: bool = True  # noqa: N815 - Megatron-Core's name
 

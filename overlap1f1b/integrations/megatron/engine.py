@@ -12,6 +12,7 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.work import Microbatches, Work
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
+from overlap1f1b.integrations.megatron.scalers import MOE, scaled
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Program
 
@@ -37,7 +38,8 @@ class ChunkEngine(Engine):
         around: Callable[[Node], AbstractContextManager[object]] | None,
     ) -> None:
         """Plays a step, in ``around`` at every node; None plays its forwards alone."""
-        self._auxiliary = steps[0].losses.auxiliary_scale
+        losses = steps[0].losses
+        self._auxiliary = float(losses.scale_of(MOE))
 
         @contextmanager
         def telling(node: Node) -> Iterator[None]:
@@ -48,6 +50,7 @@ class ChunkEngine(Engine):
                 yield
 
         with ExitStack() as stepping:
+            stepping.enter_context(scaled(losses.config, losses.scale_of))
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
             self.player.around = telling
