@@ -243,8 +243,8 @@ class BlockRun:
         self.queue.probing = False
         if before != [main._version for main in held]:
             raise ValueError(
-                f"{self.stage.names[self.block]} adds to main_grad in the backward of what follows its experts, which is "
-                "walked twice; allowed: a block that ends before, or no gradient_accumulation_fusion"
+                f"{self.stage.names[self.block]} adds to main_grad in the backward of what follows its experts, which "
+                "is walked twice; allowed: a block that ends before, or no gradient_accumulation_fusion"
             )
         return grad
 
@@ -291,7 +291,9 @@ class BlockRun:
         leaves = [t for t in self.x if t.requires_grad]
         grads: Sequence[Tensor | None]
         if self.stage.whole_backward[self.block]:
+            self.stage.leave_to(self.queue)  # experts that a checkpoint computes again, and walks itself
             grads = accumulated(self.roots, self.root_grads, leaves)
+            accumulate(self.queue.compute())
         else:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []

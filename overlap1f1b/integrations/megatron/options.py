@@ -63,12 +63,15 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
 
 
 def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:
-    """Raises ``ValueError`` where a chunk is made for groups of other sizes than those of the given names."""
+    """Raises ``ValueError`` where a chunk is made for several ranks and a group of that name has another number.
+
+    A chunk that is made for one rank may still hold Experts over several.
+    """
     config = found(model, "config")
     for name in names:
         held = size_of(groups, name)
-        wanted = getattr(config, SIZES[name], None) or held
-        if wanted != held:
+        wanted = getattr(config, SIZES[name], None) or 1
+        if wanted not in (1, held):
             raise ValueError(
                 f"{SIZES[name]}={wanted} with a group {name} of {held} ranks; "
                 f"allowed: a pg_collection whose {name} has {wanted}"
