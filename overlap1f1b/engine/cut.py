@@ -291,9 +291,7 @@ class BlockRun:
         leaves = [t for t in self.x if t.requires_grad]
         grads: Sequence[Tensor | None]
         if self.stage.whole_backward[self.block]:
-            self.stage.leave_to(self.queue)  # experts that a checkpoint computes again, and walks itself
             grads = accumulated(self.roots, self.root_grads, leaves)
-            accumulate(self.queue.compute())
         else:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []
