@@ -25,7 +25,7 @@ from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStr
 from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.state import ThreadState
-from overlap1f1b.engine.weights import WeightQueue, accumulate
+from overlap1f1b.engine.weights import WeightQueue, accumulate, main_grad
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
@@ -243,13 +243,29 @@ class BlockRun:
         assert seam.y is not None
         grad = None
         if seam.y.requires_grad and self.roots:
-            self.queue.probing = True
-            (grad,) = grad_of(self.roots, [seam.y], self.root_grads, retain_graph=True)
-            self.queue.probing = False
+            grad = self._probe(seam.y)
         grad = dense(grad, seam.y)
         rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
+
+    def _probe(self, y: Tensor) -> Tensor | None:
+        """The gradient of what experts returned, from a walk of what lies behind them, which is walked again later.
+
+        Raises:
+            ValueError: That adds to a main gradient, twice.
+        """
+        held = [main for p in self.stage.block_parameters[self.block] if (main := main_grad(p)) is not None]
+        before = [main._version for main in held]
+        self.queue.probing = True
+        (grad,) = grad_of(self.roots, [y], self.root_grads, retain_graph=True)
+        self.queue.probing = False
+        if before != [main._version for main in held]:
+            raise ValueError(
+                f"{self.stage.names[self.block]} adds to main_grad in the backward of what follows its experts, which "
+                "is walked twice; allowed: a block that ends before, or no gradient_accumulation_fusion"
+            )
+        return grad
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -294,7 +310,7 @@ class BlockRun:
         leaves = [t for t in self.x if t.requires_grad]
         grads: Sequence[Tensor | None]
         if self.stage.whole_backward[self.block]:
-            grads = accumulated(self.roots, self.root_grads, leaves, self.stage.block_parameters[self.block])
+            grads = accumulated(self.roots, self.root_grads, leaves)
         else:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []

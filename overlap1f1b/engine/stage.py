@@ -201,7 +201,7 @@ class Stage:
             donated, compiler.donated_buffer = compiler.donated_buffer, False  # parts of a graph are walked twice
         try:
             for experts in self.expert_parameters:
-                change(experts, "forward", seam(experts, experts.forward))
+                change(experts, "forward", seam(experts, _unsplit(experts, experts.forward)))
                 change(experts, "product", uncompiled(partial(self._grouped_product, experts)))
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", uncompiled(_SplitForward(self, linear)))
@@ -228,6 +228,20 @@ class Stage:
 
 
 _MISSING = object()
+
+
+def _unsplit(experts: Experts, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward for calls that nothing suspends, as from a checkpoint that walks what it computes again itself."""
+    whole = experts.product
+
+    def call(*args: Tensor) -> Tensor:
+        split, experts.product = experts.product, whole
+        try:
+            return forward(*args)
+        finally:
+            experts.product = split
+
+    return call
 
 
 class _SplitForward:
