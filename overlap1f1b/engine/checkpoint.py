@@ -55,6 +55,7 @@ from overlap1f1b.engine.checkpoint_folder import (
     read,
 )
 from overlap1f1b.engine.failures import headline
+from overlap1f1b.engine.hyperparameters import Stored
 from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.engine.together import Together
 from overlap1f1b.schedule.quoting import cut, quoted
@@ -258,6 +259,7 @@ def load(
 
     counts = together.each(prepare)
     loads[0].check_groups(counts)
+    together.each(loads[0].choose)
     together.each(loads[0].fill)
     return contents.step
 
@@ -274,17 +276,14 @@ class _Load:
             self.copies.setdefault(held.tied.get(name, name), []).append(name)
         self.state: dict[str, State] = {name: {} for name in self.parameters}
         added = contents.added
-        self.groups: Json = None
-        self.chosen: list[dict[str, Any] | None] = [None] * len(held.optimizer.param_groups)
+        self.groups: Stored | None = None
+        self.chosen: list[dict[str, Any] | None] | None = None
         numbers: dict[str, dict[str, Json]] = {}
         if added is not None:
             try:
-                self.groups, numbers = added["groups"], dict(added["state"])
-                self.chosen = hyperparameters.chosen(held.optimizer, held.stored_names, self.groups)
-            except ValueError as error:
-                raise ValueError(f"checkpoint {checkpoint}: {error}") from None
-            except (KeyError, TypeError) as error:
-                raise damaged(checkpoint, f"its optimizer cannot be read ({type(error).__name__})") from None
+                self.groups, numbers = Stored.read(added["groups"]), dict(added["state"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._unreadable(error) from None
         stored = self._index()
         self._add_state(stored, numbers)
         self._compare(stored)
@@ -296,10 +295,25 @@ class _Load:
             ValueError: It is another.
         """
         if self.groups is not None:
-            try:
-                hyperparameters.check_count(counts, self.groups)
-            except ValueError as error:
-                raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
+            with self._named():
+                self.groups.check_count(counts)
+
+    def choose(self) -> None:
+        """Finds the numbers of this rank's groups.
+
+        Raises:
+            ValueError: A group has parameters of several.
+        """
+        if self.groups is not None:
+            with self._named():
+                self.chosen = self.groups.chosen(self.held.optimizer, self.held.stored_names)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
 
     def _index(self) -> dict[str, TensorStorageMetadata]:
         """Shapes and dtypes of the stored tensors. The index is a pickle of torch's own classes, which change."""
@@ -341,7 +355,10 @@ class _Load:
                 entries = numbers.get(held.tied.get(name, name), {})
                 self.state[name] |= {entry: hyperparameters.decoded(value) for entry, value in entries.items()}
         except (ValueError, AttributeError, RuntimeError) as error:
-            raise damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
 
     def _compare(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
         held, tensors = self.held, self.tensors
@@ -356,9 +373,7 @@ class _Load:
         if not any(self.state.values()):
             return
         # One that was optimized has no state where it was never updated; one that was not was tied to another there.
-        known = (
-            self.groups["of"] if self.groups is not None else {n for n in self.copies if self.state[self.copies[n][0]]}
-        )
+        known = self.groups.of if self.groups is not None else {n for n in self.copies if self.state[self.copies[n][0]]}
         for name, (first, *_) in self.copies.items():
             if name not in known:
                 raise other(self.checkpoint, f"optimizer.{first}", "none", "a state")
@@ -388,7 +403,8 @@ class _Load:
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         for group, before in zip(optimizer.param_groups, own, strict=True):
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})  # not its copy
-        hyperparameters.set_groups(optimizer, self.chosen)
+        if self.chosen is not None:
+            hyperparameters.set_groups(optimizer, self.chosen)
 
 
 # The optimizer's state, stored as "optimizer.<parameter>.<entry>", tensors of their full shapes, beside "model.<name>".

@@ -1,7 +1,7 @@
 """The numbers of an optimizer's parameter groups, as JSON, by the names of the parameters that they hold for.
 
-    stored = described([groups_of(optimizer, names) for each rank])
-    set_groups(optimizer, chosen(optimizer, names, stored))
+    content = described([groups_of(optimizer, names) for each rank])
+    set_groups(optimizer, Stored.read(content).chosen(optimizer, names))
 
 Ranks of another layout hold other parameters of a group, and a group may have none on one of them: so a group takes the
 numbers of its own parameters, and only one without a parameter those of its place among the groups.
@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,51 +103,72 @@ def described(ranks: Sequence[Sequence[tuple[Numbers, tuple[str, ...]]]]) -> Jso
     return {"groups": [json.loads(text) for text in table], "of": of, "places": places}
 
 
-def chosen(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], stored: Json
-) -> list[dict[str, Any] | None]:
-    """For each group the numbers to set; None where the checkpoint says nothing of it.
+class Stored(NamedTuple):
+    """What :func:`described` gave.
 
-    Raises:
-        ValueError: One group here has parameters with different numbers there; or content that ``described`` does not
-            give.
+    Args:
+        of: The numbers of each parameter; parameters of one group have the same dictionary.
+        places: The numbers of each place among the groups; None where ranks had different numbers of groups.
     """
-    try:
-        table = [{str(key): decoded(value) for key, value in dict(numbers).items()} for numbers in stored["groups"]]
-        of, places = {str(name): table[place] for name, place in stored["of"].items()}, stored["places"]
-        by_place = None if places is None else [table[place] for place in places]
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the groups of its optimizer cannot be read ({type(error).__name__})") from None
-    found: list[dict[str, Any] | None] = []
-    for number, group in enumerate(optimizer.param_groups):
-        mine = [(name, of[name]) for parameter in group["params"] if (name := names[parameter]) in of]
-        for name, numbers in mine[1:]:
-            first = mine[0][1]
-            differing = (k for k in first | numbers if k not in first or k not in numbers or first[k] != numbers[k])
-            if numbers is not first and (key := next(differing, None)) is not None:
-                raise ValueError(
-                    f"group {number} of the optimizer has {mine[0][0]} and {name}, of which the checkpoint has {key}="
-                    f"{first.get(key)} and {key}={numbers.get(key)}; allowed: the same groups as it was saved with"
-                )
-        if mine:
-            found.append(mine[0][1])
-        else:
-            found.append(by_place[number] if by_place and len(by_place) == len(optimizer.param_groups) else None)
-    return found
+
+    of: dict[str, dict[str, Any]]
+    places: list[dict[str, Any]] | None
+
+    @classmethod
+    def read(cls, content: Json) -> Stored:
+        """Of the JSON of a checkpoint.
+
+        Raises:
+            ValueError: :func:`described` does not give that.
+        """
+        try:
+            table = [{str(key): decoded(value) for key, value in dict(one).items()} for one in content["groups"]]
+            places = content["places"]
+            return cls(
+                {name: table[place] for name, place in content["of"].items()},
+                None if places is None else [table[place] for place in places],
+            )
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"no groups of an optimizer ({type(error).__name__})") from None
+
+    def check_count(self, here: Sequence[int]) -> None:
+        """Refuses another number of groups than was stored, where all ranks have the same.
+
+        Raises:
+            ValueError: It is another.
+        """
+        if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
+            raise ValueError(
+                f"the optimizer has {here[0]} parameter groups, the checkpoint has {len(self.places)}; "
+                "allowed: the same groups as it was saved with"
+            )
+
+    def chosen(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+    ) -> list[dict[str, Any] | None]:
+        """For each group the numbers to set; None where nothing is said of it.
+
+        Raises:
+            ValueError: One group here has parameters that had different numbers.
+        """
+        found: list[dict[str, Any] | None] = []
+        for number, group in enumerate(optimizer.param_groups):
+            mine = [(name, self.of[name]) for p in group["params"] if (name := names[p]) in self.of]
+            for name, numbers in mine[1:]:
+                if numbers is not mine[0][1] and (key := _difference(mine[0][1], numbers)) is not None:
+                    raise ValueError(
+                        f"group {number} of the optimizer has {mine[0][0]} and {name}, of which the checkpoint has "
+                        f"{key}={mine[0][1].get(key)} and {key}={numbers.get(key)}; "
+                        "allowed: the same groups as it was saved with"
+                    )
+            by_place = self.places if self.places and len(self.places) == len(optimizer.param_groups) else None
+            found.append(mine[0][1] if mine else by_place[number] if by_place else None)
+        return found
 
 
-def check_count(here: Sequence[int], stored: Json) -> None:
-    """Refuses another number of groups, where all ranks have the same.
-
-    Raises:
-        ValueError: It is another.
-    """
-    places = stored["places"]
-    if places is not None and len(set(here)) == 1 and here[0] != len(places):
-        raise ValueError(
-            f"the optimizer has {here[0]} parameter groups, the checkpoint has {len(places)}; "
-            "allowed: the same groups as it was saved with"
-        )
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    every = {**first, **other}
+    return next((k for k in every if k not in first or k not in other or first[k] != other[k]), None)
 
 
 def set_groups(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, Any] | None]) -> None:
