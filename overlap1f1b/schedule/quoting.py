@@ -17,7 +17,8 @@ class _Short(Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel = self.maxdict = self.maxlist = self.maxtuple = self.maxset = 4
+        self.maxlevel = self.maxdict = 4
+        self.maxlist = self.maxtuple = self.maxset = 16
         self.maxstring = self.maxother = self.maxlong = MOST
 
     def repr_int(self, x: int, level: int) -> str:
