@@ -12,7 +12,7 @@ _CHUNK = 1 << 22
 MOST_EVENTS = 10_000_000
 """Events or spans that are read of a file."""
 MOST_VALUE = 1 << 24
-"""Characters that one event, or another value, may have."""
+"""Characters beyond which no more is read of one event, or another value."""
 MOST_TEXT = 1 << 33
 """Characters that are read of a file."""
 _BLANK = re.compile(r"[\s,]*")

@@ -21,7 +21,7 @@ MOST_STEPS = 10_000_000
 """Cells that are read of a file."""
 MOST_CHARACTERS = 1 << 28
 """Characters that are read of a file: such cells, and as many blanks."""
-_LONGEST_NAME = 200
+_LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
 
@@ -102,11 +102,13 @@ def _check_header(key: str, value: str, where: str) -> None:
     try:
         if key == "pipes":
             Placement(tuple(map(_numbers, value.split(";"))))
-        elif key == "microbatches":
-            check_size(key, int(value))
         elif key == "name":
             if len(value) > _LONGEST_NAME:
                 raise ValueError(f"allowed: at most {_LONGEST_NAME} characters")
+        elif any(len(number) > _MOST_DIGITS for number in value.split()):
+            raise ValueError(f"allowed: whole numbers of at most {_MOST_DIGITS} digits")
+        elif key == "microbatches":
+            check_size(key, int(value))
         else:
             for number in _numbers(value):
                 check_size(key, number, 0)
