@@ -31,6 +31,7 @@ def test_short_values_are_shown_whole(value: Any) -> None:
         b"z" * 10**6,
         (1.5,) * 10**6,
     ],
+    ids=type,  # pytest's own would be texts of these
 )
 @pytest.mark.parametrize("plain", [False, True])
 def test_long_values_are_cut(value: Any, plain: bool) -> None:
