@@ -302,20 +302,21 @@ class Engine:
             return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
-    def guarded(self, where: Callable[[], str]) -> Iterator[None]:
-        """A context in which a failure leaves the model as it was, and ends the waits of all other ranks.
+    def guarded(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
+        """A context in which a failure leaves the model as it was, ends the waits of all other ranks, and this engine.
 
         Args:
             where: What this rank was doing, for messages.
+            of: Failures that do; after others the engine can go on.
         """
         if self._failed:
             raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
         try:
-            with self._telling(where):
+            with self._telling(where, of):
                 yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
-        except BaseException:
+        except of:
             self.boundary.forget()
             for reduction in self.reductions:
                 reduction.restore()
@@ -324,13 +325,13 @@ class Engine:
             self._measure(False)
 
     @contextlib.contextmanager
-    def _telling(self, where: Callable[[], str]) -> Iterator[None]:
+    def _telling(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
         """A context in which a failure is told to the other ranks, and ends their waits."""
         try:
             yield
         except CapacityOverflowError:
             raise
-        except BaseException as error:
+        except of as error:
             self._failed = bool(self.mesh.labels)
             self.failures.tell(error, f"{self.mesh.label} failed {where()}")
             for abort in self._aborts if self._failed else ():

@@ -14,6 +14,7 @@ from overlap1f1b.engine import checkpoint
 from overlap1f1b.engine.checkpoint import Held
 from overlap1f1b.engine.checkpoint_folder import latest
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.failures import LostRankError
 from overlap1f1b.engine.together import Together
 from overlap1f1b.moe import Experts
 
@@ -50,12 +51,13 @@ def save_checkpoint(
         ValueError: ``keep`` is below 1, the mesh is not of all ranks, or parameters are sharded by FSDP2, whose own
             checkpoints those are.
         OSError: A rank cannot write; on every rank.
-        RuntimeError: Anything else failed on a rank, which is named on every rank; or a rank did not answer within the
-            engine's limit, in which the slowest must have written its part.
+        RuntimeError: Anything else failed on a rank, which is named on every rank; a LostRankError where a rank did not
+            answer within the engine's limit, in which the slowest must have written its part.
     """
-    return checkpoint.save(
-        Path(directory), step, engine.mesh, lambda: _held(engine, optimizer), config=config or {}, keep=keep
-    )
+    with engine.guarded(lambda: "in save_checkpoint", LostRankError):
+        return checkpoint.save(
+            Path(directory), step, engine.mesh, lambda: _held(engine, optimizer), config=config or {}, keep=keep
+        )
 
 
 def load_checkpoint(
@@ -83,12 +85,18 @@ def load_checkpoint(
     """
     directory = Path(directory)
     path: Path | None = directory
-    if not directory.name.startswith("step-"):
-        path = Together(engine.mesh, f"{directory} cannot be looked through").first(lambda: latest(directory))
-    if path is None:
-        return 0
-    partial = isinstance(engine.model, Mapping)
-    return checkpoint.load(path, engine.mesh, lambda: _held(engine, optimizer), config=config or {}, partial=partial)
+    with engine.guarded(lambda: "in load_checkpoint", LostRankError):
+        if not directory.name.startswith("step-"):
+            path = Together(engine.mesh, f"{directory} cannot be looked through").first(lambda: latest(directory))
+        if path is None:
+            return 0
+        return checkpoint.load(
+            path,
+            engine.mesh,
+            lambda: _held(engine, optimizer),
+            config=config or {},
+            partial=isinstance(engine.model, Mapping),
+        )
 
 
 def _held(engine: Engine, optimizer: torch.optim.Optimizer) -> Held:

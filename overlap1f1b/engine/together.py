@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from overlap1f1b.engine.failures import headline
+from overlap1f1b.engine.failures import LostRankError, headline
 from overlap1f1b.engine.mesh import DIMENSIONS, Mesh
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class Together:
         Raises:
             ValueError: That of the first rank that raised one, on all ranks, with its number.
             OSError: Likewise.
-            Exception: ``error`` for any other exception, on all ranks, with its type, text and rank; a RuntimeError
-                where a rank did not answer within the limit.
+            Exception: ``error`` for any other exception, on all ranks, with its type, text and rank.
+            LostRankError: A rank did not answer within the limit.
         """
         return self._shared(work, error, every=True)
 
@@ -76,7 +76,7 @@ class Together:
         return [other.value for other in outcomes]
 
     def _failure(self, error: BaseException, otherwise: type[Exception], *, every: bool) -> _Outcome:
-        rank = f"rank {self.rank}: " if self.size > 1 else ""
+        rank = f"{self.mesh.label}: " if self.size > 1 else ""
         if isinstance(error, ValueError):  # which says by itself what is wrong; what the first rank refuses is for all
             return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
         kind = OSError if isinstance(error, OSError) else otherwise
@@ -87,8 +87,8 @@ class Together:
             every = self.mesh.combined(
                 {self.rank: mine}, lambda _, parts: {rank: one for part in parts for rank, one in part.items()}
             )
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.failed}: {error}") from error
+        except LostRankError as error:
+            raise LostRankError(f"{self.failed}: {error}") from error
         return [every[rank] for rank in sorted(every)]
 
 

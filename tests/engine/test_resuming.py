@@ -324,7 +324,7 @@ def test_other_groups_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
     (one, other) = ranks2.run(_other_groups, tmp_path, 3)
     assert one == other
     assert re.search(
-        r"rank 0: checkpoint .*: group 0 of the optimizer has .* of which the checkpoint has lr=0.02 and lr", one
+        r"rank pp 0: checkpoint .*: group 0 of the optimizer has .* of which the checkpoint has lr=0.02 and lr", one
     )
 
 
@@ -458,7 +458,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks4: Ranks, tmp_path: Path, 
             wanted = {"OSError": "OSError", "ValueError": "ValueError"}.get(error, "RuntimeError")
             assert kind == ("OSError" if phase in ("write", "fingerprint") and error != "ValueError" else wanted)
         if error != "ValueError" or phase not in FIRST_ALONE | {"index"}:
-            assert f"rank {victim}: " in text
+            assert f"rank pp {victim // 2}, ep {victim % 2}: " in text
 
 
 def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:

@@ -315,13 +315,16 @@ def test_loss_by_tokens(per_token: bool) -> None:
     assert len(told) == 1
 
 
-def test_context_parallel_ranks_multiply_the_loss() -> None:
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
-    function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
+def _context_parallel(rank: int, size: int) -> list[str]:
+    function = get_forward_backward_func(pg_collection=ProcessGroups(cp=dist.group.WORLD), costs=COSTS)
     (part,), (reference,) = build(1), build(1)
     call(function, [part], items(3))
-    plain([reference], items(3), scale=2.0)
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    plain([reference], items(3), scale=float(size))
+    return models.equal(grads_of(part), grads_of(reference))
+
+
+def test_context_parallel_ranks_multiply_the_loss(ranks2: Ranks) -> None:
+    assert ranks2.run(_context_parallel) == [[], []]
 
 
 def test_autocast() -> None:
