@@ -328,7 +328,7 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks2: Ranks, tmp_path: Path) ->
     ranks2.run(save_on, tmp_path)
     one, other = ranks2.run(disk_full_on, tmp_path)
     assert one == other
-    assert one.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank 1: OSError: ")
+    assert one.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
     assert re.search(r"No space left on device \(\d+ MiB are free\)$", one)
     assert os.listdir(tmp_path) == ["step-00000003"]
     path = latest(tmp_path)
