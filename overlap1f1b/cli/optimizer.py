@@ -29,6 +29,12 @@ def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torc
     )
 
 
+def set_weight_decay(optimizer: torch.optim.AdamW, weight_decay: float) -> None:
+    """Of the group of matrices: a run that resumes may have another than the one that was saved."""
+    decayed, _ = optimizer.param_groups
+    decayed["weight_decay"] = weight_decay
+
+
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """Of the step with this index: a linear warm-up to ``peak``, then a cosine down to a tenth of it.
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate
+from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate, set_weight_decay
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
@@ -204,7 +204,9 @@ class Trainer:
         Raises:
             ValueError: It is of another model, text or seed, or damaged.
         """
-        return load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
+        step = load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
+        set_weight_decay(self.optimizer, self.options.weight_decay)  # as given now; the learning rate is set every step
+        return step
 
     def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """What the engine is given: a model of transformers shifts labels itself."""
@@ -215,7 +217,7 @@ class Trainer:
         return tokens, tokens
 
     def _identity(self) -> dict[str, object]:
-        """What a resumed run must have in common with the first; ranks, batch and learning rate may change."""
+        """What a resumed run must have in common with the first; ranks, batch, the optimizer may change."""
         options = self.options
         sizes = asdict(options.model) if isinstance(self.model, MoETransformer) else self.model.identity
         return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}

@@ -38,6 +38,7 @@ class Spec(NamedTuple):
 
 
 Specs = tuple[Spec, ...]
+_ABSENT = Spec(torch.bool, False, (0,))  # an input that is not given
 _Key = tuple[Op, Kind, int, int]
 
 
@@ -125,7 +126,7 @@ class Boundary:
                 assert payload is not None
                 assert header is not None
                 name = f"from pipeline rank {source} to {to}"
-                lane = Lane(name, timeout, failures, background=background, stamp=stamp)
+                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
                 links, peer = (self._out, to) if rank == source else (self._in, source)
                 links[peer] = _Link(payload, header, lane, mesh.number(peer))
         self._known: dict[_Key, Specs] = {}
@@ -174,7 +175,7 @@ class Boundary:
             if self._remember:
                 self._known[_key(node)] = specs
         received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
-        works = [link.payload.recv([t], link.peer, 0) for t in received]
+        works = [link.payload.recv([t], link.peer, 0) for t in received if t.numel()]
         for tensor, spec in zip(received, specs, strict=True):
             tensor.requires_grad_(spec.differentiable)
         return Transfer(received, works)
@@ -201,7 +202,7 @@ class Boundary:
             header = header.to(self.device)
             works.append(link.header.send([header], link.peer, 0))
             sources.append(header)
-        works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)]]
+        works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)] if t.numel()]
         return Transfer(None, sends=works, source=sources)
 
     def forget(self) -> None:
@@ -224,4 +225,5 @@ def _key(node: Node) -> _Key:
 
 
 def _text(specs: Specs) -> str:
-    return ", ".join(f"{str(s.dtype)[6:]}{list(s.shape)}" for s in specs) or "nothing"
+    kinds = ("None" if s == _ABSENT else f"{str(s.dtype)[6:]}{list(s.shape)}" for s in specs)
+    return ", ".join(kinds) or "nothing"

@@ -4,9 +4,10 @@
     checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2)
     step = verify(latest(folder), config={"hidden": 128})
 
-A checkpoint is a folder `step-00000100` with a `config.json` that holds the step, the configuration, and the size and
-CRC-32 of every other file. It is written under a hidden name and renamed when the bytes are on the disk, so a kill at
-any moment leaves the previous one; what a kill leaves behind is hidden, is ignored, and is removed by the next `begin`.
+A checkpoint is a folder `step-00000100` with a `config.json` that holds the step, the configuration, perhaps what its
+writer adds, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when the bytes
+are on the disk, so a kill at any moment leaves the previous one; what a kill leaves behind is hidden, is ignored, and
+is removed by the next `begin`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,35 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from overlap1f1b.schedule.quoting import quoted
 
 CONFIG = "config.json"
-NAME = re.compile(r"(\.replaced-)?step-(\d{8,})")
+NAME = re.compile(r"(\.replaced-)?step-(\d{8,})", re.ASCII)
+MOST_STEPS = 1 << 63
+MOST_CONFIG = 1 << 26  # bytes: more than the names of all parameters of any model
+
+Fingerprint = dict[str, int]
+
+
+class Contents(NamedTuple):
+    """What a ``config.json`` says.
+
+    Args:
+        step: Number of steps.
+        files: Size and CRC-32 of every other file, by its name.
+        added: What the writer added; None where that was nothing.
+    """
+
+    step: int
+    files: dict[str, Fingerprint]
+    added: Any
 
 
 def name_of(step: int) -> str:
@@ -55,13 +78,31 @@ def abandon(unfinished: Path) -> int:
     return free
 
 
-def publish(unfinished: Path, step: int, *, config: Mapping[str, Any], keep: int) -> Path:
-    """Give what :func:`begin` made, now full, its name, and remove all but the newest `keep` checkpoints."""
+def publish(
+    unfinished: Path,
+    step: int,
+    *,
+    config: Mapping[str, Any],
+    keep: int,
+    files: Mapping[str, Fingerprint] = MappingProxyType({}),
+    added: Any = None,
+) -> Path:
+    """Give what :func:`begin` made, now full, its name, and remove all but the newest `keep` checkpoints.
+
+    files: fingerprints that are known; those of the other files are taken here.
+    added: JSON to keep beside the configuration.
+
+    Raises OSError where one of `files` is not there: another rank wrote it into another folder of the same name.
+    """
     directory = unfinished.parent
     final = directory / name_of(step)
-    files = {path.name: _fingerprint(path) for path in sorted(unfinished.iterdir())}
+    there = {path.name for path in unfinished.iterdir()}
+    if absent := sorted(files.keys() - there):
+        raise OSError(f"{unfinished} lacks {absent[0]}, which another rank wrote; allowed: a folder that all ranks see")
+    every = dict(files) | fingerprints(unfinished, sorted(there - files.keys()))
+    content = {"step": step, "config": dict(config), "files": every} | ({} if added is None else {"added": added})
     with (unfinished / CONFIG).open("w") as file:
-        json.dump({"step": step, "config": dict(config), "files": files}, file, indent=1)
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(unfinished)
@@ -83,23 +124,51 @@ def verify(checkpoint: Path, config: Mapping[str, Any]) -> int:
 
     Raises ValueError: it is not (the first difference, with both values), or a file of it is missing or damaged.
     """
+    contents = read(checkpoint, config)
+    check(checkpoint, contents.files, contents.files)
+    return contents.step
+
+
+def read(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
+    """What a checkpoint of this `config` says of itself.
+
+    Raises ValueError: it is of another, or says what no checkpoint does.
+    """
     if not checkpoint.exists():
         raise ValueError(f"checkpoint {checkpoint} does not exist")
     if not checkpoint.is_dir():
         raise damaged(checkpoint, "it is no folder")
     try:
-        written = json.loads((checkpoint / CONFIG).read_text())
-        step, there = int(written["step"]), dict(written["config"])
-        files = {name: {"bytes": of["bytes"], "crc32": of["crc32"]} for name, of in dict(written["files"]).items()}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        content = _json(checkpoint / CONFIG)
+        step, there, files = content["step"], content["config"], content["files"]
+        if not isinstance(there, dict):
+            raise TypeError
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        raise damaged(checkpoint, f"{CONFIG} has step={quoted(step)}, not a whole number, 0 or more")
+    named = NAME.fullmatch(checkpoint.name)
+    if named is not None and int(named[2]) != step:
+        raise damaged(checkpoint, f"{CONFIG} has step={step}, not that of the folder's name")
+    _check_listed(checkpoint, files)
     here = json.loads(json.dumps(dict(config)))
     for key in here | there:
         if key not in here or key not in there or here[key] != there[key]:
-            raise other(checkpoint, key, *(str(one[key]) if key in one else "none" for one in (there, here)))
-    for name, expected in files.items():
+            values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
+            raise other(checkpoint, quoted(key, plain=True), *values)
+    return Contents(step, files, content.get("added"))
+
+
+def check(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+    """Raises ValueError where one of the `names` among the `files` is missing or damaged."""
+    for name in names:
+        path, expected = checkpoint / name, files[name]
         try:
-            actual = _fingerprint(checkpoint / name)
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise damaged(checkpoint, f"{name} is no file")
+            size = found.st_size
+            actual = _fingerprint(path) if size == expected["bytes"] else {"bytes": size}
         except OSError as error:
             raise damaged(checkpoint, f"{name} cannot be read ({error.strerror})") from None
         if actual != expected:
@@ -107,7 +176,33 @@ def verify(checkpoint: Path, config: Mapping[str, Any]) -> int:
             if actual["bytes"] != expected["bytes"]:
                 what = f"has {actual['bytes']} bytes, not the {expected['bytes']}"
             raise damaged(checkpoint, f"{name} {what} written")
-    return step
+
+
+def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:
+    """Size and CRC-32 of files of a folder."""
+    return {name: _fingerprint(folder / name) for name in names}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_CONFIG:
+        raise ValueError("it is no file of such a size")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise TypeError
+    return content
+
+
+def _check_listed(checkpoint: Path, files: Any) -> None:
+    """Refuses a list of files that no checkpoint has."""
+    if not isinstance(files, dict) or not files:
+        raise damaged(checkpoint, f"{CONFIG} lists no files")
+    for name, of in files.items():
+        if name in ("", ".", "..", CONFIG) or "\0" in name or Path(name).name != name:
+            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)}, which is no name of a file beside it")
+        values = [of.get(key) for key in ("bytes", "crc32")] if isinstance(of, dict) and len(of) == 2 else [None]
+        if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
 
 
 def other(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
@@ -138,7 +233,7 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint.rename(checkpoint.parent / f".{name}.unfinished"))
 
 
-def _fingerprint(path: Path) -> dict[str, int]:
+def _fingerprint(path: Path) -> Fingerprint:
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(2**20):

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.engine.dropped import Dropped
-from overlap1f1b.engine.forward import Forward, SeamCall
+from overlap1f1b.engine.forward import OUTSIDE, Forward, SeamCall
 from overlap1f1b.engine.lanes import Post
-from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors
+from overlap1f1b.engine.microbatch import Microbatch, MicrobatchBlock, RandomStream, Tensors, absent, is_absent
 from overlap1f1b.engine.roots import Root, accumulated, dense, grad_of, gradients, leaf, present
 from overlap1f1b.engine.seam_run import SeamRun
 from overlap1f1b.engine.state import ThreadState
-from overlap1f1b.engine.weights import WeightQueue, accumulate
+from overlap1f1b.engine.weights import WeightQueue, accumulate, main_grad
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
@@ -107,6 +107,7 @@ class BlockRun:
         if isinstance(step, SeamCall):
             if self.stage.capacity is not None and self.stage.check_tokens is not None:
                 self.stage.check_tokens(len(step.indices))
+            self._note(step)
             self.seams.append(SeamRun(step, self.stage.exchange, self.stage.capacity))
             route = self.seams[-1].route
             if route.dropped is not None:
@@ -130,15 +131,33 @@ class BlockRun:
         if not microbatch.grad:
             self._leave(ends=self.is_last)
 
+    def _note(self, call: SeamCall) -> None:
+        place = self.block, len(self.seams)
+        if place not in self.stage.calls:
+            k, hidden = call.indices.shape[-1], call.tokens.shape[-1]
+            self.stage.calls[place] = f"{k} experts a token, hidden {hidden}, {str(call.tokens.dtype)[6:]}"
+
     def _keep(self, outs: Tensors) -> None:
         """Holds the graph of what the block returned."""
         self.outs = [Root.of(out) for out in outs]
 
     def _run(self, *x: Tensor) -> Tensors:
         name, microbatch = self.stage.names[self.block], self.microbatch
-        given = {"microbatch": microbatch} if isinstance(self.module, MicrobatchBlock) else {}
-        returned = self.module(*x, **given)
+        given, values = {}, list[Tensor | None](x)
+        if isinstance(self.module, MicrobatchBlock):
+            given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
+        try:
+            returned = self.module(*values, **given)
+        except RuntimeError as error:
+            if OUTSIDE not in str(error):
+                raise
+            raise ValueError(
+                f"{name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves the "
+                "graph; allowed: torch.compile without fullgraph"
+            ) from None
         outs = returned if isinstance(returned, tuple) else (returned,)
+        if isinstance(self.module, MicrobatchBlock):
+            outs = tuple([absent(x[0]) if out is None else out for out in outs])
         if not outs or not all(isinstance(out, Tensor) for out in outs):
             what = ", ".join(type(out).__name__ for out in outs) or "nothing"
             raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
@@ -224,13 +243,29 @@ class BlockRun:
         assert seam.y is not None
         grad = None
         if seam.y.requires_grad and self.roots:
-            self.queue.probing = True
-            (grad,) = grad_of(self.roots, [seam.y], self.root_grads, retain_graph=True)
-            self.queue.probing = False
+            grad = self._probe(seam.y)
         grad = dense(grad, seam.y)
         rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
         seam.rows, seam.returned, seam.y = rows, None, None
         self._add_root(seam.weights, weights)
+
+    def _probe(self, y: Tensor) -> Tensor | None:
+        """The gradient of what experts returned, from a walk of what lies behind them, which is walked again later.
+
+        Raises:
+            ValueError: That adds to a main gradient, twice.
+        """
+        held = [main for p in self.stage.block_parameters[self.block] if (main := main_grad(p)) is not None]
+        before = [main._version for main in held]
+        self.queue.probing = True
+        (grad,) = grad_of(self.roots, [y], self.root_grads, retain_graph=True)
+        self.queue.probing = False
+        if before != [main._version for main in held]:
+            raise ValueError(
+                f"{self.stage.names[self.block]} adds to main_grad in the backward of what follows its experts, which "
+                "is walked twice; allowed: a block that ends before, or no gradient_accumulation_fusion"
+            )
+        return grad
 
     def experts_b(self, received: Tensor) -> None:
         seam = self.seams[-1]
@@ -275,7 +310,7 @@ class BlockRun:
         leaves = [t for t in self.x if t.requires_grad]
         grads: Sequence[Tensor | None]
         if self.stage.whole_backward[self.block]:
-            grads = accumulated(self.roots, self.root_grads, leaves, self.stage.block_parameters[self.block])
+            grads = accumulated(self.roots, self.root_grads, leaves)
         else:
             grads = self._leave_weights(leaves)
         self.roots, self.root_grads = [], []

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
+from overlap1f1b.engine.agreement import calls, options, structure, values
 from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.boundary import Boundary
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
-from overlap1f1b.engine.failures import Failures
 from overlap1f1b.engine.gradients import clip
 from overlap1f1b.engine.lanes import Lane
 from overlap1f1b.engine.measure import BackToBack, measured_costs
-from overlap1f1b.engine.mesh import DIMENSIONS, Mesh
+from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.engine.microbatch import LossFunction
 from overlap1f1b.engine.parts import Model, all_shapes, stages_of
 from overlap1f1b.engine.plans import Plans
@@ -27,7 +27,7 @@ from overlap1f1b.engine.player import Pace, Player
 from overlap1f1b.engine.recorder import recorded
 from overlap1f1b.engine.reduction import Reduction, reductions_of
 from overlap1f1b.engine.result import StepResult, mean_loss
-from overlap1f1b.engine.tied import TiedReduction, repeated
+from overlap1f1b.engine.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.timing import cuda_watch
 from overlap1f1b.engine.work import Loss, Work, work_of
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
@@ -70,12 +70,14 @@ class Engine:
         count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
             instead of microbatches, ``loss_fn`` being the mean over those of its own; not called where there is none.
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
-        timeout: Limit in seconds of every wait for another rank.
+        timeout: Limit in seconds of every wait for another rank; that of FSDP2's process groups becomes the same.
+        check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
         exchange: To share one between engines, or to measure with another; by default one over groups of its own.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
-        ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit.
+        ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit, or differ between ranks.
+        LostRankError: Another rank failed, or did not make its Engine within the limit.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Engine:
         count_tokens: Callable[..., int] | None = None,
         dynamic_shapes: bool = False,
         timeout: float = 600.0,
+        check_parameters: bool = True,
         exchange: Exchange | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -108,73 +111,102 @@ class Engine:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
         self.overlap = planning.parse_overlap(overlap)
         limit = timedelta(seconds=timeout)
-        self.mesh, self.program, self.loss_fn, self.count_tokens = Mesh(mesh, limit), program, loss_fn, count_tokens
+        self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
+        self.mesh = Mesh(mesh, limit)
         self.model, placement, ep = model, program.placement, self.mesh.group("ep")
-        self.mesh.check(program)
-        self.rank = rank = self.mesh.rank("pp")
-        self.exchange = exchange or build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
-        replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-        own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
-        experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
-        self.stages, self.sharding = stages_of(
-            model,
-            placement,
-            rank,
-            self.exchange,
-            weights,
-            reduce_own=own is not None,
-            reduce_experts=experts is not None,
-            recompute=recompute,
-        )
-        if self.sharding.groups and not reduce:
-            raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
-        self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
-        self.shapes = all_shapes(self.stages, placement, self.mesh)
-        # A rank's own stages may all be frozen, and a model that is can be evaluated.
-        self._trains = self.mesh.combined(any(p.requires_grad for p in self.parameters()), lambda _, every: any(every))
-        self.failures = Failures(self.mesh.name)
-        background = self._shared_links = self.mesh.on_gloo  # which uses one interface for all its groups
-        device = next(iter(self.stages.values())).device
-        watch = cuda_watch(device) if device.type == "cuda" else None
-        stamp = None if watch is None else watch.stamp
-        self.boundary = Boundary(
-            self.mesh,
-            placement,
-            device=device,
-            timeout=limit,
-            failures=self.failures,
-            background=background,
-            dynamic=dynamic_shapes,
-            stamp=stamp,
-        )
-        self.reductions: list[Reduction] = reductions_of(
-            self.stages,
-            self.sharding,
-            self.mesh,
-            replicas,
-            dense=own,
-            experts=experts,
-            lane=Lane("reduce", limit, self.failures, background=background, stamp=stamp),
-            shards=Lane("shards", limit, self.failures, background=device.type == "cpu"),
-        )
-        if reduce:  # it sets gradients aside before all others, and is the last to add to them
-            self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
-        self._first_replica = replicas[0]
-        self.player = Player(
-            limit,
-            self.failures,
-            exchange=self.exchange,
-            boundary=self.boundary,
-            reductions=self.reductions,
-            pace=pace,
-            watch=watch,
-            fills=not program.splits(rank),
-        )
-        counts_block = not self.exchange.background and capacity is None
-        self._plans = Plans(
-            program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
-        )
+        self.failures = self.mesh.failures
+        self._aborts: list[Callable[[], None]] = [self.mesh.abort]
+        self._steps = 0
         self._warm = self._failed = False
+        self._check_parameters = check_parameters and reduce and bool(self.mesh.labels)
+        with self._telling(lambda: "in the construction of its Engine"):
+            self.mesh.agree(
+                options(
+                    program,
+                    overlap=overlap,
+                    weights=weights,
+                    recompute=recompute,
+                    capacity=capacity,
+                    overflow=overflow,
+                    costs=costs,
+                    plan=None if plan is None else plan.fingerprint,
+                    reduce=reduce,
+                    count_tokens=None if count_tokens is None else "a function",
+                    dynamic_shapes=dynamic_shapes,
+                    check_parameters=check_parameters,
+                    exchange=None if exchange is None else type(exchange).__name__,
+                )
+            )
+            self.mesh.check(program)
+            self.rank = rank = self.mesh.rank("pp")
+            kind = self.mesh.device_type
+            lanes = [] if ep is None or exchange else lane_groups(ep, 3, timeout=limit, device=kind)
+            self.exchange = exchange or build_exchange(ep, *lanes, device=kind)
+            self._aborts.append(self.exchange.abort)
+            replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
+            own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
+            experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
+            self.stages, self.sharding = stages_of(
+                model,
+                placement,
+                self.mesh,
+                self.exchange,
+                weights,
+                reduce_own=own is not None,
+                reduce_experts=experts is not None,
+                recompute=recompute,
+            )
+            self.sharding.limit(limit)
+            if self.sharding.groups and not reduce:
+                raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
+            self.mesh.agree(structure(self.stages))
+            self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
+            self.shapes = all_shapes(self.stages, placement, self.mesh)
+            # A rank's own stages may all be frozen, and a model that is can be evaluated.
+            self._trains = self.mesh.combined(
+                any(p.requires_grad for p in self.parameters()), lambda _, every: any(every)
+            )
+            background = self._shared_links = self.mesh.on_gloo  # which uses one interface for all its groups
+            device = next(iter(self.stages.values())).device
+            watch = cuda_watch(device) if device.type == "cuda" else None
+            stamp = None if watch is None else watch.stamp
+            self.boundary = Boundary(
+                self.mesh,
+                placement,
+                device=device,
+                timeout=limit,
+                failures=self.failures,
+                background=background,
+                dynamic=dynamic_shapes,
+                stamp=stamp,
+            )
+            self.reductions: list[Reduction] = reductions_of(
+                self.stages,
+                self.sharding,
+                self.mesh,
+                replicas,
+                dense=own,
+                experts=experts,
+                lane=Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
+                shards=Lane("shards", limit, self.failures, background=device.type == "cpu", abort=self.sharding.abort),
+            )
+            if reduce:  # it sets gradients aside before all others, and is the last to add to them
+                self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
+            self._first_replica = replicas[0]
+            self.player = Player(
+                limit,
+                self.failures,
+                exchange=self.exchange,
+                boundary=self.boundary,
+                reductions=self.reductions,
+                pace=pace,
+                watch=watch,
+                fills=not program.splits(rank),
+            )
+            counts_block = not self.exchange.background and capacity is None
+            self._plans = Plans(
+                program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
+            )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of this rank's stages."""
@@ -213,8 +245,10 @@ class Engine:
 
         Args:
             inputs: ``[B, …]``, the batch of this rank's data, cut into equal microbatches along the first dimension; a
-                tuple of such tensors; or a list with an entry for each microbatch. Needed where the first stage is
-                held, ignored elsewhere.
+                tuple of such tensors; or a list with an entry for each microbatch. Where the model names its inputs,
+                a mapping by these names is taken, too, and None for one that is not given: over pipeline ranks for the
+                same ones in each step, or with ``dynamic_shapes``. Needed where the first stage is held, ignored
+                elsewhere.
             target: The same for the loss, needed where the last stage is held.
             loss_scale: Factor of all gradients, as of a gradient scaler.
             return_outputs: Whether the result has what went into the losses.
@@ -227,14 +261,22 @@ class Engine:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring = self.plan, self._plans.measuring
         play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-        with self._guarded(plan), recorded(self.player.recorder):
+        self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
+        with self.guarded(lambda: self._at(plan)), recorded(self.player.recorder):
+            self.player.position = None
+            self._plans.agree(plan)
+            if not self._steps and self._check_parameters:
+                self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
             if measuring:
                 self._measure(True)
             result = self._capacity.played(play, self.parameters())
+            if not self._steps:
+                self.mesh.agree(calls(self.stages))
             if measuring and self._warm:
                 nodes, spans = plan.ranks[self.rank], result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
+            self._steps += 1
         return result
 
     def evaluate(
@@ -243,39 +285,65 @@ class Engine:
         """The loss of a batch that divides into the microbatches, without gradients."""
         plan = self._plans.of_evaluation
         play = partial(self._play, plan, inputs, target, 1.0, grad=False, keep=return_outputs)
-        with self._guarded(plan), self.sharding.gathered():
-            return self._capacity.played(play)
+        with self.guarded(lambda: self._at(plan)):
+            self.player.position = None
+            self._plans.agree(plan)
+            with self.sharding.gathered():
+                return self._capacity.played(play)
 
     def mean_loss(self, result: StepResult) -> float:
         """The loss of a step over all ranks. All of them must call this."""
-        return mean_loss(result, self.mesh)
+        with self.guarded(lambda: "in mean_loss"):
+            return mean_loss(result, self.mesh)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. Collective."""
-        return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
+        with self.guarded(lambda: "in clip_gradients"):
+            return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
-    def _guarded(self, plan: Plan) -> Iterator[None]:
-        """A failure inside leaves the model as it was and is told to the other ranks."""
+    def guarded(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
+        """A context in which a failure leaves the model as it was, ends the waits of all other ranks, and this engine.
+
+        Args:
+            where: What this rank was doing, for messages.
+            of: Failures that do; after others the engine can go on.
+        """
         if self._failed:
-            raise ValueError("this engine failed in an earlier step; allowed: a new one, on all ranks")
+            raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
         try:
-            self._plans.agree(plan)
-            yield
+            with self._telling(where, of):
+                yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
-        except BaseException as error:
-            where = ", ".join(f"{name} {self.mesh.rank(name)}" for name in DIMENSIONS if self.mesh.size(name) > 1)
-            at = self.player.position
-            message = f"rank {where or 0} failed at {plan.ranks[self.rank][at]}, position {at} of its plan"
-            self.failures.tell(error, message)
-            self._failed = bool(where)
+        except of:
             self.boundary.forget()
             for reduction in self.reductions:
                 reduction.restore()
             raise
         finally:
             self._measure(False)
+
+    @contextlib.contextmanager
+    def _telling(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
+        """A context in which a failure is told to the other ranks, and ends their waits."""
+        try:
+            yield
+        except CapacityOverflowError:
+            raise
+        except of as error:
+            self._failed = bool(self.mesh.labels)
+            self.failures.tell(error, f"{self.mesh.label} failed {where()}")
+            for abort in self._aborts if self._failed else ():
+                abort()
+            self.failures.explain(error)
+            raise
+
+    def _at(self, plan: Plan) -> str:
+        position = self.player.position
+        if position is None:
+            return "before the first node of its plan"
+        return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
 
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce what they pass."""
@@ -297,7 +365,7 @@ class Engine:
         for reduction in reductions:
             reduction.begin(plan.ranks[self._first_replica])
         work = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
-        nodes, self.player.position = plan.ranks[self.rank], 0
+        nodes = plan.ranks[self.rank]
         self.boundary.begin(nodes, remember=grad)
         result = work.played(nodes, self.stages, self.player, last=self.program.placement.stages - 1)
         for reduction in reversed(reductions):

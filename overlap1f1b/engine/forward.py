@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -112,4 +113,17 @@ def seam(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, 
             return result
         return plain(tokens, indices, weights)
 
-    return call
+    return uncompiled(call)
+
+
+OUTSIDE = "the engine goes on outside the compiled graph"
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called outside what ``torch.compile`` makes of its caller, which goes on behind it.
+
+    To switch stacks and to queue weight gradients are no operations of a graph. What is compiled with
+    ``fullgraph=True`` then raises, with :data:`OUTSIDE` in the message.
+    """
+    # Who has compiled anything has loaded the compiler, which takes seconds.
+    return torch.compiler.disable(function, reason=OUTSIDE) if "torch._dynamo" in sys.modules else function

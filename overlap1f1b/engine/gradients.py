@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.stage import Stage
@@ -53,12 +53,13 @@ def clip(
     grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
 
-    def total(dimension: Dimension, squares: list[tuple[float, float]]) -> tuple[float, float]:
+    def total(dimension: Dimension, squares: list[tuple[float, float, bool]]) -> tuple[float, float, bool]:
         once = squares[:1] if dimension == "dp" else squares
-        return sum(whole for whole, _ in once), sum(sharded for _, sharded in squares)
+        whole, sharded = sum(own for own, _, _ in once), sum(shared for _, shared, _ in squares)
+        return whole, sharded, any(double for _, _, double in squares)
 
-    whole, sharded = mesh.combined((_square(grads), _square_of_shards(shards)), total)
-    double = any(parameter.dtype == torch.float64 for parameter in every)
+    has_double = any(parameter.dtype == torch.float64 for parameter in every)
+    whole, sharded, double = mesh.combined((_square(grads), _square_of_shards(shards), has_double), total)
     norm = torch.tensor(math.sqrt(whole + sharded), dtype=torch.float64 if double else torch.float32)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
@@ -70,8 +71,15 @@ def clip(
 
 
 def _square(grads: Iterable[Tensor]) -> float:
-    norm = float(get_total_norm(grads))
-    return norm * norm  # ** would raise where this gives infinity
+    """The squared norm, summed in float64; that of a gradient in its own precision, but at least in float32."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    squares = []
+    for (_, dtype), tensors in alike.items():
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares += [norm * norm for norm in torch.stack(norms).tolist()]  # ** would raise where this gives infinity
+    return sum(squares)
 
 
 def _square_of_shards(grads: Iterable[DTensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -11,7 +12,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from overlap1f1b.engine.failures import Failures, headline
+from overlap1f1b.engine.failures import Failures, LostRankError, headline
 from overlap1f1b.moe.exchange import Transfer
 from overlap1f1b.plan import Node, Op
 
@@ -24,6 +25,7 @@ Post = Callable[[], Transfer[T]]
 """Starts a transfer."""
 
 _LOOK_S = 1.0  # how often a rank that waits looks whether another has failed
+_ABORTED_S = 5.0  # how long the threads of a lane may take to notice that its groups were aborted
 
 
 class Flight(Generic[T]):
@@ -47,7 +49,7 @@ class Flight(Generic[T]):
         """What was received, which this lets go of: once only.
 
         Raises:
-            RuntimeError: It failed here or on another rank, or did not arrive within the limit.
+            LostRankError: It failed here or on another rank, or did not arrive within the limit.
         """
         recorder = self.lane.recorder
         if recorder is None or self.arrived:
@@ -81,7 +83,7 @@ class Flight(Generic[T]):
         limit = self.lane.timeout.total_seconds()
         cause = self.lane.failures.read(wait=True)
         why = cause or f"{headline(error)} (limit {limit:g} s)"
-        raise RuntimeError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
+        raise LostRankError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
 
     @property
     def arrived(self) -> bool:
@@ -173,6 +175,7 @@ class Lane:
         background: Whether threads of its own start and await.
         failures: Where other ranks say that they failed.
         stamp: Notes now on the device's clock, where that is not the thread's.
+        abort: Ends what is under way on the lane's groups.
 
     A ``recorder`` is told what is waited for, and by the threads what is in flight.
     """
@@ -185,16 +188,15 @@ class Lane:
         *,
         background: bool,
         stamp: Callable[[], Any] | None = None,
+        abort: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
         self.stamp = stamp
         self.recorder: Recorder | None = None
-        self._starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
-        self._started = False
-        self._threads: list[threading.Thread] = []
+        self._crew = _Crew(timeout, failures, abort)
         self._late: dict[Flight[Any], Post[Any]] = {}  # not yet started, in order
-        self.close = weakref.finalize(self, _end, self._starting, self._threads)
-        """Ends the threads."""
+        self.close = weakref.finalize(self, self._crew.dismiss)
+        """Has the threads end with what was launched."""
 
     def launch(self, node: Node, post: Post[T], *, late: bool = False) -> Flight[T]:
         """Has the transfer started, after those launched before.
@@ -213,17 +215,8 @@ class Lane:
                 flight.depart(post)
             return flight
         flight.watch()
-        if not self._started:
-            landing: SimpleQueue[Flight[Any] | None] = SimpleQueue()
-            for role, target, args in (
-                ("start", _start, (self._starting, landing)),
-                ("watch", _watch, (landing,)),
-            ):
-                name = f"overlap1f1b-{self.name}-{role}"
-                self._threads.append(threading.Thread(target=target, args=args, name=name, daemon=True))
-                self._threads[-1].start()
-            self._started = True
-        self._starting.put((flight, post))
+        self._crew.start(self.name)
+        self._crew.starting.put((flight, post))
         return flight
 
     def puts_off(self, flight: Flight[Any]) -> bool:
@@ -241,28 +234,59 @@ class Lane:
         self._late.pop(flight, None)
 
 
-def _end(starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], threads: list[threading.Thread]) -> None:
-    """Lets the threads go; one that is still inside gloo when the interpreter ends would abort the process."""
-    starting.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(1.0)
+class _Crew:
+    """The threads of a lane. They outlive it until all that was launched has ended, and never the interpreter.
 
+    A thread that comes back from gloo while the interpreter ends would abort the process. So at exit they have as long
+    as a wait may last, for the other ranks may still need what was sent; after a failure nobody does.
+    """
 
-def _start(
-    starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None], landing: SimpleQueue[Flight[Any] | None]
-) -> None:
-    while (entry := starting.get()) is not None:
-        flight, post = entry
-        flight.depart(post)
-        if flight.lane.recorder is not None:
-            flight.lane.recorder.departed(flight)
-        landing.put(flight)
-        del entry, flight, post
-    landing.put(None)
+    def __init__(self, timeout: timedelta, failures: Failures, abort: Callable[[], None]) -> None:
+        self.timeout, self.failures, self.abort = timeout, failures, abort
+        self.starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
+        self._landing: SimpleQueue[Flight[Any] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
+    def start(self, name: str) -> None:
+        """Starts the threads, unless they run."""
+        if self._threads:
+            return
+        for role, target in (("start", self._start), ("watch", self._watch)):
+            thread = threading.Thread(target=target, name=f"overlap1f1b-{name}-{role}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        atexit.register(self._leave)
 
-def _watch(landing: SimpleQueue[Flight[Any] | None]) -> None:
-    while (flight := landing.get()) is not None:
-        flight.land()
-        del flight
+    def dismiss(self) -> None:
+        """Has the threads end with what was launched."""
+        self.starting.put(None)
+
+    def _leave(self) -> None:
+        """At exit: sees to it that no thread is left."""
+        self.dismiss()
+        self.failures.end()
+        self._join(0.0 if self.failures.failed else self.timeout.total_seconds())
+        if any(thread.is_alive() for thread in self._threads):
+            self.abort()
+            self._join(_ABORTED_S)
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self) -> None:
+        while (entry := self.starting.get()) is not None:
+            flight, post = entry
+            flight.depart(post)
+            if flight.lane.recorder is not None:
+                flight.lane.recorder.departed(flight)
+            self._landing.put(flight)
+            del entry, flight, post
+        self._landing.put(None)
+
+    def _watch(self) -> None:
+        while (flight := self._landing.get()) is not None:
+            flight.land()
+            del flight
+        atexit.unregister(self._leave)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.moe.exchange import Exchange, Expected, Transfer
-from overlap1f1b.plan import LANE_OF, CostKey, Lane, Node, NodeCosts, Op, Plan, Span, cost_key
+from overlap1f1b.plan import LANE_OF, CostKey, Lane, Node, NodeCosts, Op, Span, cost_key
 from overlap1f1b.schedule import Kind
 
 _Links = dict[CostKey, tuple[float, ...]]
@@ -27,7 +27,8 @@ class BackToBack:
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
         self.sms = real.sms
-        self.counts, self.expect_rows, self.expect_counts = real.counts, real.expect_rows, real.expect_counts
+        self.counts, self.abort = real.counts, real.abort
+        self.expect_rows, self.expect_counts = real.expect_rows, real.expect_counts
 
     def rows(
         self,
@@ -73,14 +74,3 @@ def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
         else:
             merged[key] = tuple(map(max, zip(*costs, strict=True)))
     return merged
-
-
-def agree(plan: Plan, mesh: Mesh, *, measuring: bool) -> None:
-    """Raises ``RuntimeError`` where ranks hold plans of different orders, or not all measure: they would deadlock."""
-
-    def same(dimension: Dimension, prints: list[str]) -> str:
-        if len(set(prints)) > 1:
-            raise RuntimeError(f"the ranks along {dimension!r} have different plans of {plan.program.name!r}: {prints}")
-        return prints[0]
-
-    mesh.combined(plan.fingerprint + ", measuring" * measuring, same)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine.failures import headline
-from overlap1f1b.moe.groups import Group, Groups, gather_objects
+from overlap1f1b.engine.failures import Failures, LostRankError, headline
+from overlap1f1b.moe.groups import Group, Groups, backend_of, gather_objects
 from overlap1f1b.schedule import Program
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class Mesh:
 
     Raises:
         ValueError: Other dimensions.
+        LostRankError: A rank does not make its Mesh within the limit.
     """
 
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None = None) -> None:
@@ -44,6 +45,9 @@ class Mesh:
                 f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
         self.devices = mesh
+        self.device_type = "cpu" if mesh is None else mesh.device_type
+        self.same: dict[str, object] = {}
+        """What has to be equal on all ranks; compared whenever they exchange values."""
         self._groups: dict[str, Group] = {}
         self._control: dict[str, Group] = {}  # for agreements: on the CPU, whatever the device, with the limit
         self._at: dict[str, int] = {}
@@ -57,12 +61,39 @@ class Mesh:
             for position, dimension in enumerate(DIMENSIONS):
                 if dimension not in names:
                     self._ranks = self._ranks.unsqueeze(position)
-            for name, group in self._groups.items():
-                ranks = dist.get_process_group_ranks(group)
-                self._control[name] = Groups.of(group, timeout, gloo=True).new(ranks, "control")
-        self.name: str = self.combined(uuid.uuid4().hex, lambda _, names: names[0])
-        """Of this Mesh, the same on all its ranks and on no others."""
-        self._own = Groups(self.name, timeout) if self._groups else None
+        self.labels = self._labels()
+        """What messages call each rank, by its number in the default group."""
+        self._own: Groups | None = None
+        if mesh is None or not self._groups:
+            self.failures = Failures()
+            return
+        self._own = Groups(list(self.labels), timeout, device=self.device_type)
+        self.failures = Failures(self._own.name, self.labels)
+        """What these ranks tell each other when one fails."""
+        self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
+        for name in self._groups:
+            with _naming(name):
+                self._control[name] = self._own.new(self._along(name), f"control {name}", gloo=True)
+
+    def _labels(self) -> dict[int, str]:
+        if self._ranks is None:
+            return {}
+        shape = tuple(self._ranks.shape)
+        several = [position for position, size in enumerate(shape) if size > 1]
+        return {
+            int(rank): "rank " + (", ".join(f"{DIMENSIONS[p]} {at[p]}" for p in several) or "0")
+            for rank, at in zip(self._ranks.flatten().tolist(), product(*map(range, shape)), strict=True)
+        }
+
+    @property
+    def label(self) -> str:
+        """What messages call this rank."""
+        return self.labels.get(dist.get_rank(), "rank 0") if self.labels else "rank 0"
+
+    def abort(self) -> None:
+        """Ends every transfer of this mesh's own groups on gloo, on its other ranks too."""
+        if self._own is not None:
+            self._own.abort()
 
     def check(self, program: Program) -> None:
         """Raises ValueError unless the program has as many pipeline ranks."""
@@ -88,7 +119,7 @@ class Mesh:
     @property
     def on_gloo(self) -> bool:
         """Whether any of the groups is."""
-        return any(dist.get_backend(group) == "gloo" for group in self._groups.values())
+        return any(backend_of(group, self.device_type) == "gloo" for group in self._groups.values())
 
     def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
         """Numbers in the default group of some pipeline ranks, over further dimensions, ascending."""
@@ -112,17 +143,42 @@ class Mesh:
         """The values of all ranks along a dimension, in the mesh's order.
 
         Raises:
-            RuntimeError: One of them failed, or did not answer within the limit.
+            ValueError: They differ in what has to be the :attr:`same`.
+            LostRankError: One of them failed, or did not answer within the limit.
         """
         group = self._control.get(dimension)
         if group is None:
             return [value]
         with _naming(dimension):
-            values = gather_objects(group, value)
+            found = gather_objects(group, (self.same, value))
         mine = self._along(dimension)
-        return [values[sorted(mine).index(rank)] for rank in mine]
+        found = [found[sorted(mine).index(rank)] for rank in mine]
+        self._compare(mine, [same for same, _ in found])
+        return [value for _, value in found]
 
-    def _along(self, dimension: Dimension) -> list[int]:
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Compares facts by their names, over all ranks that have a fact of that name.
+
+        Raises:
+            ValueError: One differs; the message has both values and whose they are.
+            LostRankError: As :meth:`gathered`.
+        """
+        for dimension in reversed(DIMENSIONS):
+            if dimension in self._control:
+                self._compare(self._along(dimension), self.gathered(dimension, dict(facts)))
+
+    def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]]) -> None:
+        first: dict[str, tuple[object, int]] = {}
+        for rank, facts in zip(ranks, every, strict=True):
+            for name, fact in facts.items():
+                other, whose = first.setdefault(name, (fact, rank))
+                if other != fact:
+                    raise ValueError(
+                        f"{name} is {_short(other)} on {self.labels[whose]} and {_short(fact)} on {self.labels[rank]}; "
+                        "allowed: the same on all ranks"
+                    )
+
+    def _along(self, dimension: str) -> list[int]:
         assert self._ranks is not None
         at = [slice(None) if name == dimension else self.rank(name) for name in DIMENSIONS]
         ranks: list[int] = self._ranks[at[0], at[1], at[2]].tolist()
@@ -132,7 +188,7 @@ class Mesh:
         """Waits for all ranks along a dimension.
 
         Raises:
-            RuntimeError: As :meth:`gathered`.
+            LostRankError: One of them failed, or did not answer within the limit.
         """
         with _naming(dimension):
             self._control[dimension].barrier().wait()
@@ -145,8 +201,13 @@ class Mesh:
 
 
 @contextmanager
-def _naming(dimension: Dimension) -> Iterator[None]:
+def _naming(dimension: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"the ranks along {dimension!r} did not meet: {headline(error)}") from error
+        raise LostRankError(f"the ranks along {dimension!r} did not meet: {headline(error)}") from error
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -176,6 +176,16 @@ class Microbatch:
         self.before = self.after = None
 
 
+def absent(like: Tensor | None = None) -> Tensor:
+    """Stands for an input that is not given this step, on the device of another."""
+    return torch.empty(0, dtype=torch.bool, device=None if like is None else like.device)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether it is :func:`absent`."""
+    return tensor.dtype is torch.bool and tensor.shape == (0,)
+
+
 def tensors(value: Tensor | Sequence[Tensor] | None) -> Tensors:
     """One tensor, several, or none, as a tuple."""
     if value is None:
@@ -194,7 +204,13 @@ class MicrobatchBlock(nn.Module):
     In ``microbatch.memo`` the blocks of a stage keep what all of them need, such as masks and rotary embeddings; a key
     is the block's own to choose. It lasts until the microbatch has ended. ``microbatch.target`` is that of the loss.
     Without an engine there is no microbatch.
+
+    Attributes:
+        input_names: Of what the first block of a model takes, in order. A step's inputs may then be a mapping by these
+            names, and an input that is not given this step is None. Any block may return None for it, to pass it on.
     """
+
+    input_names: tuple[str, ...] = ()
 
 
 class RandomStream:

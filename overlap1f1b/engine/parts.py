@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+import torch.distributed as dist
 from torch import nn
 
 from overlap1f1b.engine.mesh import Dimension, Mesh
 from overlap1f1b.engine.sharding import Sharding
 from overlap1f1b.engine.stage import Stage, blocks_of
 from overlap1f1b.moe.exchange import Exchange
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
 
@@ -72,7 +74,7 @@ def _cut(
 def stages_of(
     model: Model,
     placement: Placement,
-    rank: int,
+    mesh: Mesh,
     exchange: Exchange,
     weights: Sequence[float] | None,
     *,
@@ -83,9 +85,10 @@ def stages_of(
     """The stages that a pipeline rank holds, by their number, and what FSDP2 holds of them.
 
     Raises:
-        ValueError: Too few blocks, other stages than the rank holds, a parameter in two stages, or one under FSDP2 that
-            cannot be gathered.
+        ValueError: Too few blocks, other stages than the rank holds, a parameter in two stages, one that is a DTensor
+            by something else than FSDP2 over the mesh, or experts over other ranks than those along "ep".
     """
+    rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]
     if len(set(held)) < len(held):
         raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
@@ -111,13 +114,31 @@ def stages_of(
     tops = [model[stage] if isinstance(model, Mapping) else parts[stage] for stage in sorted(parts)]
     if isinstance(model, nn.Module) and placement.ranks == 1:
         tops = [model]
-    sharding = Sharding(*tops)
+    sharding = Sharding(*tops, ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")))
     with sharding.gathered():
         stages = {
             stage: Stage(blocks, exchange, number=stage, first=first[stage], recompute=recompute, **reduced)
             for stage, blocks in parts.items()
         }
+    for stage in stages.values():
+        _check_groups(stage, mesh)
     return stages, sharding
+
+
+def _check_groups(stage: Stage, mesh: Mesh) -> None:
+    """Raises ValueError where experts are shared by other ranks than the engine exchanges with."""
+    along = mesh.group("ep")
+    if along is None:  # one rank, or an exchange that was given to measure with
+        return
+    ranks = dist.get_process_group_ranks(along)
+    for name, block in zip(stage.names, stage.blocks, strict=True):
+        for experts in (m for m in block.modules() if isinstance(m, Experts) and m.group is not None):
+            shared = dist.get_process_group_ranks(experts.group)
+            if shared != ranks:
+                raise ValueError(
+                    f"{name} holds experts that ranks {shared} share, the engine's ranks along 'ep' are {ranks}; "
+                    "allowed: the same, in this order"
+                )
 
 
 def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = True) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.measure import agree
 from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
 from overlap1f1b.schedule import Program, forwards_of
@@ -97,8 +96,9 @@ class Plans:
         """Compares a plan over the ranks, once.
 
         Raises:
-            RuntimeError: They have different ones, or do not answer.
+            ValueError: They have different ones, or not all measure.
+            LostRankError: One of them failed, or did not answer within the limit.
         """
         if plan.fingerprint not in self._agreed:
-            agree(plan, self.mesh, measuring=self.measuring)
+            self.mesh.agree({"plan": plan.fingerprint, "measuring": self.measuring})
             self._agreed.add(plan.fingerprint)

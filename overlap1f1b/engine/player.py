@@ -104,7 +104,8 @@ class Player:
         fills: bool = True,
     ) -> None:
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
-            return Lane(name, timeout, failures, background=background, stamp=watch and watch.stamp)
+            stamp = watch and watch.stamp
+            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=exchange.abort)
 
         back = lane("combine")
         self.lanes = {
@@ -116,6 +117,7 @@ class Player:
             (Op.COMBINE, Kind.I): back,
             (Op.DISPATCH, Kind.I): back,
         }
+        self.failures = failures
         self.boundary, self.reductions, self.pace = boundary, reductions, pace
         self._watch, self._carveout, self._fills = watch, Carveout(exchange.sms), fills and watch is None
         self._times: StepTimes | None = None
@@ -124,8 +126,8 @@ class Player:
         self._around: Around | None = None
         self.recorder: Recorder | None = None
         self._filler: Filler | None = None
-        self.position = 0
-        """Of the node that is played, in the list."""
+        self.position: int | None = None
+        """Of the node that is played, in the list; None before the first."""
         self.peak_activations = self.peak_held = 0
         self._computed: list[Node] = []
         self._clock = array("d")  # when each of those began and ended: of numbers Python collects no garbage
@@ -140,7 +142,7 @@ class Player:
     def play(self, nodes: Sequence[Node], microbatches: Mapping[Place, Microbatch]) -> None:
         """Plays the nodes.
 
-        On an error every suspended forward is unwound and every exchange in flight is awaited, a second at most.
+        On an error every suspended forward is unwound; all exchanges in flight together have a second to end.
         """
         self._computed, self._clock = [], array("d")
         self.flights, self._sends, self.begun = [], deque(), time.perf_counter()
@@ -160,11 +162,13 @@ class Player:
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
+            self.failures.failed = True
             for microbatch in microbatches.values():
                 microbatch.stop()
             self._live, self._held = set(), set()
+            deadline = time.monotonic() + 1.0
             for flight in self.flights:
-                flight.drain(seconds=1.0)
+                flight.drain(max(0.0, deadline - time.monotonic()))
             self._carveout.clear()
             raise
         finally:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine import checkpoint
+from overlap1f1b.engine.checkpoint import Held
 from overlap1f1b.engine.checkpoint_folder import latest
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.failures import LostRankError
+from overlap1f1b.engine.together import Together
 from overlap1f1b.moe import Experts
 
 
@@ -38,27 +41,23 @@ def save_checkpoint(
         engine: Whose model it is.
         directory: That all ranks see.
         step: Number of steps so far.
-        optimizer: Of the engine's parameters; its hyperparameters are not stored.
+        optimizer: Of the engine's parameters. Its state is stored, and of its parameter groups what is a number, a
+            text or a tuple of these (``lr``, ``weight_decay``, what a scheduler notes), but not how a step is computed
+            (``foreach``, ``fused``, ``capturable``, ``differentiable``).
         config: What a run must have in common with this one to go on from it, as JSON values.
         keep: How many checkpoints stay in the directory.
 
     Raises:
-        ValueError: ``keep`` is below 1, or parameters are sharded by FSDP2, whose own checkpoints those are.
+        ValueError: ``keep`` is below 1, the mesh is not of all ranks, or parameters are sharded by FSDP2, whose own
+            checkpoints those are.
         OSError: A rank cannot write; on every rank.
+        RuntimeError: Anything else failed on a rank, which is named on every rank; a LostRankError where a rank did not
+            answer within the engine's limit, in which the slowest must have written its part.
     """
-    held = _held(engine)
-    return checkpoint.save(
-        Path(directory),
-        step,
-        held.model,
-        optimizer,
-        config=config or {},
-        mesh=engine.mesh.devices,
-        sharded=held.sharded,
-        blocks=held.blocks,
-        tied=held.tied,
-        keep=keep,
-    )
+    with engine.guarded(lambda: "in save_checkpoint", LostRankError):
+        return checkpoint.save(
+            Path(directory), step, engine.mesh, lambda: _held(engine, optimizer), config=config or {}, keep=keep
+        )
 
 
 def load_checkpoint(
@@ -75,48 +74,32 @@ def load_checkpoint(
     Args:
         engine: Whose model is filled; over any number of ranks.
         directory: Of :func:`save_checkpoint`, or one of its checkpoints. Where there is none nothing is done.
-        optimizer: Perhaps fresh.
+        optimizer: Perhaps fresh. It goes on with the learning rate and the other numbers of each group that it was
+            saved with; a group takes those of its parameters, on whatever rank they were.
         config: As it was saved with.
 
     Raises:
-        ValueError: The checkpoint is of another configuration or model (the first difference, with both values), or it
-            is damaged.
+        ValueError: The checkpoint is of another configuration or model (the first difference, with both values), its
+            optimizer had other parameter groups, it is damaged, or the mesh is not of all ranks.
+        RuntimeError: As of :func:`save_checkpoint`.
     """
-    held, directory, mesh = _held(engine), Path(directory), engine.mesh.devices
-    named = directory.name.startswith("step-")
-    path = directory if named else checkpoint.on_first_rank(mesh, lambda: latest(directory))
-    if path is None:
-        return 0
-    return checkpoint.load(
-        path,
-        held.model,
-        optimizer,
-        config=config or {},
-        mesh=mesh,
-        sharded=held.sharded,
-        blocks=held.blocks,
-        tied=held.tied,
-        partial=held.blocks is None,
-    )
+    directory = Path(directory)
+    path: Path | None = directory
+    with engine.guarded(lambda: "in load_checkpoint", LostRankError):
+        if not directory.name.startswith("step-"):
+            path = Together(engine.mesh, f"{directory} cannot be looked through").first(lambda: latest(directory))
+        if path is None:
+            return 0
+        return checkpoint.load(
+            path,
+            engine.mesh,
+            lambda: _held(engine, optimizer),
+            config=config or {},
+            partial=isinstance(engine.model, Mapping),
+        )
 
 
-class _Held(NamedTuple):
-    """What a rank has of a model.
-
-    Args:
-        model: With the names of the whole model.
-        blocks: Children that this rank trains; None where the model has these alone.
-        sharded: Names of parameters that ranks along "ep" have parts of.
-        tied: One name for parameters that several stages have as one.
-    """
-
-    model: nn.Module
-    blocks: set[str] | None
-    sharded: set[str]
-    tied: dict[str, str]
-
-
-def _held(engine: Engine) -> _Held:
+def _held(engine: Engine, optimizer: torch.optim.Optimizer) -> Held:
     given = engine.model
     blocks: set[str] | None = None
     ties: dict[nn.Parameter, str] = {}
@@ -140,4 +123,5 @@ def _held(engine: Engine) -> _Held:
         if isinstance(module, Experts)
         for label, _ in module.named_parameters()
     }
-    return _Held(model, blocks, sharded, {name: ties[p] for name, p in model.named_parameters() if p in ties})
+    tied = {name: ties[p] for name, p in model.named_parameters() if p in ties}
+    return Held(model, optimizer, engine.mesh, sharded, blocks, tied)

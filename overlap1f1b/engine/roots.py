@@ -71,14 +71,14 @@ def gradients(
 
 
 def accumulated(
-    roots: Sequence[Tensor | GradientEdge],
-    grads: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    parameters: Sequence[nn.Parameter],
+    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the leaves; those of the parameters are added to ``.grad`` on the way."""
-    if roots and (leaves or parameters):
-        torch.autograd.backward(cast("Sequence[Tensor]", roots), grads, inputs=[*leaves, *parameters])
+    """Gradients of the leaves; those of parameters are added to ``.grad`` on the way.
+
+    Without ``inputs``, which no checkpoint that runs a backward inside of this one would be compatible with.
+    """
+    if roots:
+        torch.autograd.backward(cast("Sequence[Tensor]", roots), grads)
     return [leaf.grad for leaf in leaves]
 
 

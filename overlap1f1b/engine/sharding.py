@@ -8,15 +8,20 @@ than cast for mixed precision; :class:`ShardedReducer` has the gradients reduced
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+
+from overlap1f1b.moe.groups import abort
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
@@ -25,7 +30,7 @@ _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state 
 class Sharding:
     """What FSDP2 holds of one or more models; nothing, where it was not applied.
 
-    >>> sharding = Sharding(model)
+    >>> sharding = Sharding(model, ranks=range(size))
     >>> with sharding.gathered():
     ...     stage = Stage(model, exchange)  # sees whole parameters, the same objects in every step
 
@@ -34,13 +39,15 @@ class Sharding:
     Args:
         models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order
             on all ranks that hold them.
+        ranks: Those of the engine, by their numbers in the default group.
 
     Raises:
-        ValueError: FSDP2 was applied to a module around the blocks, which is not given; or it was applied with mixed
-            precision, and torch is older than 2.13.
+        ValueError: A parameter is a DTensor by something else, such as tensor parallelism, or over other ranks; FSDP2
+            was applied to a module around the blocks, which is not given; or it was applied with mixed precision, and
+            torch is older than 2.13.
     """
 
-    def __init__(self, *models: nn.Module | Sequence[nn.Module]) -> None:
+    def __init__(self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int]) -> None:
         tops = [m for model in models for m in ([model] if isinstance(model, nn.Module) else model)]
         roots = [root for top in tops for root in _outermost(top)]
         self._roots = _by_state(roots)
@@ -50,21 +57,37 @@ class Sharding:
         self._handles: list[Any] = []
         for root in self._roots:
             _state(root)._lazy_init()
-        self._check(tops)
+        self._check(tops, ranks)
 
-    def _check(self, tops: Sequence[nn.Module]) -> None:
-        held = {id(p.sharded_param) for group in self.groups for p in group.fsdp_params}
+    def _check(self, tops: Sequence[nn.Module], ranks: Collection[int]) -> None:
+        held = {id(p.sharded_param): group for group in self.groups for p in group.fsdp_params}
         for top in tops:
-            for name, parameter in top.named_parameters():
-                if isinstance(parameter, DTensor) and id(parameter) not in held:
-                    raise ValueError(
-                        f"parameter {name} of {type(top).__name__} is sharded by a module around the blocks; "
-                        "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
-                    )
+            for path, module in top.named_modules():
+                for label, parameter in module.named_parameters(recurse=False):
+                    if isinstance(parameter, DTensor):
+                        name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
+                        _check_parameter(parameter.device_mesh, held.get(id(parameter)), module, ranks, name)
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         for group in self.groups:
             if group.mp_policy.param_dtype is not None and version < _PASSIVE_CASTS:
                 raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+
+    @property
+    def process_groups(self) -> set[dist.ProcessGroup]:
+        """What FSDP2's collectives run on: groups of the user's."""
+        meshes = [group.mesh_info for group in self.groups]
+        found = (getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("shard", "replicate"))
+        return {group for group in found if group is not None}
+
+    def limit(self, timeout: timedelta) -> None:
+        """Sets the limit of FSDP2's waits, which torch takes from the process group."""
+        for group in self.process_groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def abort(self) -> None:
+        """Ends FSDP2's collectives on gloo, where the process ends: its groups are the user's."""
+        for group in self.process_groups:
+            abort(group)
 
     def gather(self) -> None:
         """Starts to gather all parameters, in order; a module's forward waits for its own. Holds the hooks still."""
@@ -112,6 +135,38 @@ class Sharding:
                 held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
+
+
+def _check_parameter(
+    mesh: DeviceMesh, group: ParameterGroup | None, module: nn.Module, ranks: Collection[int], name: str
+) -> None:
+    """Refuses a DTensor of a module's over this mesh, unless a group of FSDP2 holds it over the engine's ranks."""
+    # Ranks beside these are an engine of their own: they would measure other costs and play another plan.
+    foreign = _beyond(mesh, ranks)
+    if not foreign and group is not None:  # FSDP2 may hold tensors that are sharded over another dimension already
+        foreign = _beyond(mesh, group.mesh_info.mesh.mesh.flatten().tolist())
+        if not foreign:
+            return
+    elif not foreign and getattr(module, "_is_fsdp_managed_module", False):
+        raise ValueError(
+            f"{name} is sharded by a module around the blocks; "
+            "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
+        )
+    raise ValueError(
+        f"{name} is a DTensor over {foreign or _beyond(mesh, ())}, which is not FSDP2's over the engine's ranks "
+        f"{sorted(ranks)}; allowed: FSDP2 over those, or whole tensors (no tensor parallelism)"
+    )
+
+
+def _beyond(mesh: DeviceMesh, ranks: Collection[int]) -> str:
+    """The dimensions of a mesh along which this rank meets others than these, in words; empty where there is none."""
+    at, found = mesh.get_coordinate() or [0] * mesh.ndim, []
+    for dimension in range(mesh.ndim):
+        line = mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
+        if not set(line) <= set(ranks):
+            names = mesh.mesh_dim_names
+            found.append(f"{repr(names[dimension]) if names else f'dimension {dimension}'} of ranks {line}")
+    return ", ".join(found)
 
 
 def _state(module: FSDPModule) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.dropped import Dropped
-from overlap1f1b.engine.forward import seam
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch, generators_of
+from overlap1f1b.engine.forward import seam, uncompiled
+from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock, generators_of
 from overlap1f1b.engine.weights import Gradients, SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.exchange import Exchange, LocalExchange
@@ -35,7 +36,7 @@ class Stage:
         recompute: What blocks drop after their forward and compute again before their backward: see :class:`Engine`.
 
     Raises:
-        ValueError: No block, experts of another exchange size, or no such thing to recompute.
+        ValueError: No block, experts of another exchange size or rank, or no such thing to recompute.
     """
 
     def __init__(
@@ -57,11 +58,16 @@ class Stage:
         """What every call under a capacity had no room for. Whoever sets one reads it."""
         self.adds_to_main = not reduce_experts
         """Whether gradients of experts' weights may go to their ``main_grad``, where nobody here looks at ``.grad``."""
+        self.calls: dict[tuple[int, int], str] = {}
+        """What experts were called with, by block and call; the same on all ranks."""
         self.check_tokens: Callable[[int], None] | None = None
         """Told how many tokens each call under a capacity has."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
+        first_block = self.blocks[0]
+        self.input_names = first_block.input_names if isinstance(first_block, MicrobatchBlock) else ()
+        """Of what the first block takes, where it says so."""
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
@@ -111,6 +117,11 @@ class Stage:
                         f"{self.names[index]} holds experts for {experts.exchange.ranks} ranks, "
                         f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
                     )
+                if experts.exchange.rank != self.exchange.rank:
+                    raise ValueError(
+                        f"{self.names[index]} holds the experts of rank {experts.exchange.rank} of those that share "
+                        f"them, the engine exchanges as rank {self.exchange.rank}; allowed: the same"
+                    )
                 self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
             apart = {p for parameters in self.expert_parameters.values() for p in parameters}
             own = [p for p in block.parameters() if p.requires_grad and p not in apart]
@@ -123,10 +134,13 @@ class Stage:
         """Parameters whose gradients are complete with this block's backward, the experts' apart."""
         return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
 
+    def experts_of(self, block: int) -> list[Experts]:
+        """The block's experts, in the order of its modules."""
+        return [module for module in self.blocks[block].modules() if isinstance(module, Experts)]
+
     def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Parameters of the block's experts."""
-        held = [m for m in self.blocks[block].modules() if isinstance(m, Experts)]
-        return [parameter for experts in held for parameter in self.expert_parameters[experts]]
+        return [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
 
     def microbatch(
         self,
@@ -184,16 +198,21 @@ class Stage:
             changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
             module.__dict__[name] = value
 
+        compiler: Any = sys.modules.get("torch._functorch.config")  # loaded with torch.compile
+        if compiler is not None:
+            donated, compiler.donated_buffer = compiler.donated_buffer, False  # parts of a graph are walked twice
         try:
             for experts in self.expert_parameters:
-                change(experts, "forward", seam(experts, experts.forward))
-                change(experts, "product", partial(self._grouped_product, experts))
+                change(experts, "forward", seam(experts, _unsplit(experts, experts.forward)))
+                change(experts, "product", uncompiled(partial(self._grouped_product, experts)))
             for linear in (m for linears in self.linears for m in linears):
-                change(linear, "forward", _SplitForward(self, linear))
+                change(linear, "forward", uncompiled(_SplitForward(self, linear)))
             for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
             yield
         finally:
+            if compiler is not None:
+                compiler.donated_buffer = donated
             for attributes, name, value in reversed(changed):
                 if value is _MISSING:
                     del attributes[name]
@@ -210,6 +229,20 @@ class Stage:
 
 
 _MISSING = object()
+
+
+def _unsplit(experts: Experts, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward for calls that nothing suspends, as from a checkpoint that walks what it computes again itself."""
+    whole = experts.product
+
+    def call(*args: Tensor) -> Tensor:
+        split, experts.product = experts.product, whole
+        try:
+            return forward(*args)
+        finally:
+            experts.product = split
+
+    return call
 
 
 class _SplitForward:

@@ -113,6 +113,12 @@ def repeated(reductions: Sequence[object]) -> set[nn.Parameter]:
     return {p for tied in reductions if isinstance(tied, TiedReduction) for p in tied.repeated}
 
 
+def ties_of(reductions: Sequence[object]) -> dict[str, nn.Parameter]:
+    """Tied parameters of this rank by the name that all stages of a tie give them."""
+    ties = [reduction.ties for reduction in reductions if isinstance(reduction, TiedReduction)]
+    return {name: p for by_stage in ties for tied in by_stage.values() for name, p in tied.items()}
+
+
 _Shapes = dict[str, dict[int, tuple[int, ...]]]
 
 

@@ -112,7 +112,7 @@ def work_of(
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    part = cut(inputs, count, "inputs") if 0 in stages else _none
+    part = cut(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _none
     target_of = cut(target, count, "target") if last in stages else _none
     weights = _weights(program, mesh, loss, target_of)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.moe.groups import Groups
+from overlap1f1b.moe.groups import Groups, abort, backend_of
 from overlap1f1b.moe.streams import HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
@@ -117,6 +117,10 @@ class Exchange(Protocol):
         """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
         ...
 
+    def abort(self) -> None:
+        """Ends every transfer that is under way, where groups of one's own carry it; nothing can be sent any more."""
+        return None
+
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
         """Announces the receive of the ``rows`` of this tag, of the width and dtype of ``like``; None where no use."""
         return None
@@ -158,6 +162,11 @@ class PeerExchange(Exchange):
         self.ranks, self.rank = self.up.size(), self.up.rank()
         # Each rank starts with its next neighbour, so that not all of them send to the same one first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def abort(self) -> None:
+        for group in (self.up, self.down, *self.control[:1]):
+            if isinstance(group, dist.ProcessGroupGloo):  # a registered one is the user's
+                abort(group)
 
     def rows(
         self,
@@ -276,24 +285,45 @@ def _launched(work: dist.Work | None) -> dist.Work:
 DEFAULT_CTAS = 16
 
 
-def lane_groups(group: dist.ProcessGroup, count: int, ctas: int = DEFAULT_CTAS) -> list[dist.ProcessGroup]:
+def lane_groups(
+    group: dist.ProcessGroup,
+    count: int,
+    ctas: int = DEFAULT_CTAS,
+    *,
+    timeout: timedelta | None = None,
+    device: str = "cpu",
+) -> list[dist.ProcessGroup]:
     """New groups of the same ranks, all of which must call this: their transfers share no queue with others.
 
-    ``ctas`` is the most blocks that a transfer on NCCL may have, each on a multiprocessor that compute leaves to it.
+    Args:
+        group: Whose ranks.
+        count: How many groups.
+        ctas: Blocks that a transfer on NCCL may have at most, each on a multiprocessor that compute leaves to it.
+        timeout: Limit of every wait; None for that of the default group.
+        device: Type of the device whose tensors travel.
     """
-    groups, ranks = Groups.of(group), dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group)
+    groups = Groups(ranks, timeout, device=device)
     return [groups.new(ranks, f"lane {number}", ctas=ctas) for number in range(count)]
 
 
-def build_exchange(group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup, ctas: int = DEFAULT_CTAS) -> Exchange:
+def build_exchange(
+    group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup, ctas: int = DEFAULT_CTAS, device: str | None = None
+) -> Exchange:
     """The exchange that suits a group: local without one, peer to peer on gloo, a collective on NCCL.
 
-    ``lanes`` are three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
-    transfers share ``group``.
+    Args:
+        group: Ranks that share the experts; None for one rank.
+        lanes: Three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
+            transfers share ``group``.
+        ctas: See :func:`lane_groups`.
+        device: Type of the device whose tensors travel; by default a GPU, where the group has a backend for one.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     up, down, control = lanes or (group, group, group)
-    if dist.get_backend(group) == "gloo":
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(group) else "cpu"
+    if backend_of(group, device) == "gloo":
         return PeerExchange((up, down, control))
     return CollectiveExchange(up, control, sms=ctas if lanes else 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
-import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,11 +16,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 Group = dist.ProcessGroup
 
+_ABORT_TAG = 2**31 - 1 - 64  # beyond the tags of a plan's nodes
+
 
 class Groups:
     """Makes groups of ranks whose transfers share no queue with others.
 
-    >>> groups = Groups.of(mesh.get_group("ep"))
+    >>> groups = Groups(dist.get_process_group_ranks(mesh.get_group("ep")))
     >>> up, down, counts = (groups.new([0, 1], purpose) for purpose in ("up", "down", "counts"))
 
     On gloo they are not registered with ``torch.distributed``: its groups stay until all are destroyed, need the same
@@ -29,31 +32,31 @@ class Groups:
     ``torch.distributed``. On other backends they are made by ``dist.new_group``.
 
     Args:
-        name: The same on all ranks that make groups together, and another than that of any other Groups.
+        ranks: All ranks of the default group that make groups together; each of them makes as many ``Groups`` of the
+            same ranks, in the same order, since that is how they agree on a name without waiting for one another.
         timeout: Limit of every wait; None for that of the default group.
-        gloo: Whether to use gloo; None for what the default group uses.
+        device: Type of the device whose tensors the groups carry.
     """
 
-    def __init__(self, name: str, timeout: timedelta | None = None, *, gloo: bool | None = None) -> None:
-        self.name, self.timeout = name, timeout
-        self.gloo = dist.get_backend() == "gloo" if gloo is None else gloo
+    def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
+        self.timeout, self.backend = timeout, backend_of(None, device)
+        self.store = dist.distributed_c10d._get_default_store()
+        every = "-".join(map(str, sorted(ranks)))
+        place = every if len(ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
+        number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
+        self.name = f"{place}/{number}"
+        """The same on all these ranks, and another than that of any other Groups."""
         self._devices: list[Any] = []
+        self._made: list[Group] = []
 
-    @classmethod
-    def of(cls, group: Group, timeout: timedelta | None = None, *, gloo: bool | None = None) -> Groups:
-        """Groups for the ranks of a registered group, all of which must call this."""
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, group=group, group_src=0)
-        return cls(name[0], timeout, gloo=gloo)
-
-    def new(self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None) -> Group:
+    def new(self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None, gloo: bool = False) -> Group:
         """A group of these ranks of the default group, all of which must call this; numbered in ascending order.
 
-        ``ctas`` is the most blocks that one of its transfers may have on a GPU.
+        ``ctas`` is the most blocks that one of its transfers may have on a GPU; ``gloo`` asks for gloo in any case.
         """
         ranks = sorted(ranks)
-        if not self.gloo:
-            options = nccl_options(ctas) if dist.get_backend() == "nccl" else None
+        if not gloo and self.backend != "gloo":
+            options = nccl_options(ctas) if self.backend == "nccl" else None
             return dist.new_group(ranks, timeout=self.timeout, pg_options=options, use_local_synchronization=True)
         backend: Any = dist.ProcessGroupGloo
         self._devices = self._devices or _devices(backend)
@@ -62,9 +65,52 @@ class Groups:
         if self.timeout is not None:
             options._timeout = self.timeout
         place = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
-        store = dist.distributed_c10d.PrefixStore(place, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d.PrefixStore(place, self.store)
         group: Group = backend(store, ranks.index(dist.get_rank()), len(ranks), options)
+        self._made.append(group)
         return group
+
+    def abort(self) -> None:
+        """Ends every transfer of the groups on gloo: see :func:`abort`."""
+        for group in self._made:
+            abort(group)
+
+
+def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
+    """Name of the backend that carries tensors of a device: ``"gloo"``, ``"nccl"``, …; None is the default group.
+
+    ``dist.get_backend`` says "undefined" of groups that ``init_device_mesh`` made without ``init_process_group``.
+
+    Raises:
+        ValueError: The group has none for this device.
+    """
+    if isinstance(group, dist.ProcessGroupGloo):  # one of ours, which torch does not know
+        return "gloo"
+    kind = torch.device(device).type
+    backends = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    if kind not in backends:
+        raise ValueError(
+            f"a process group of backend {dist.get_backend_config(group)} for tensors on {kind!r}; "
+            f"allowed: on {', '.join(map(repr, backends))}"
+        )
+    return backends[kind]
+
+
+def abort(group: Group) -> None:
+    """Ends every transfer of a group on gloo, here and, since its connections close, on its other ranks.
+
+    gloo has no call for it, but closes all connections of a group where one wait runs out of time. Groups of other
+    backends are left alone.
+    """
+    gloo: Any = group
+    if not isinstance(group, dist.ProcessGroupGloo):
+        if "cpu:gloo" not in dist.get_backend_config(group):
+            return
+        gloo = group._get_backend(torch.device("cpu"))
+    other = (gloo.rank() + 1) % gloo.size()
+    for context in range(len(_interfaces()) or 1):  # gloo has one for each interface, chosen by the tag
+        with suppress(RuntimeError):
+            gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(milliseconds=1))
 
 
 def nccl_options(ctas: int | None) -> Any:
@@ -83,10 +129,13 @@ def nccl_options(ctas: int | None) -> Any:
     return options
 
 
+def _interfaces() -> list[str]:
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def _devices(backend: Any) -> list[Any]:
     """The interfaces that torch's own groups would use."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
+    return [backend.create_device(interface=name) for name in _interfaces()] or [backend.create_default_device()]
 
 
 def gather_objects(group: Group, value: T) -> list[T]:

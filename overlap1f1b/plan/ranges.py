@@ -24,9 +24,11 @@ FORMAT, VERSION = "overlap1f1b-spans", 1
 """Of the records that the engine writes and a report reads, whose spans have these names, too."""
 NodeRangeKind = Literal["node", "flight", "wait"]
 
-_NODE = re.compile(r"(flight |wait )?(\w+)\.([fbw])\[(\d+)(?:\.(\d+))?\] m(\d+)(?: s(\d+)('*))?", re.ASCII)
-_LABEL = re.compile(r"rank (\d+):((?: \w+ \d+/\d+(?:,(?! *$)|$))*)", re.ASCII)
-_STEP = re.compile(r"step (\d+)", re.ASCII)
+_NODE = re.compile(
+    r"(flight |wait )?(\w+)\.([fbw])\[(\d{1,40})(?:\.(\d{1,40}))?\] m(\d{1,40})(?: s(\d{1,40})('{0,40}))?", re.ASCII
+)
+_LABEL = re.compile(r"rank (\d{1,40}):((?: \w{1,40} \d{1,40}/\d{1,40}(?:,(?! *$)|$))*)", re.ASCII)
+_STEP = re.compile(r"step (\d{1,40})", re.ASCII)
 _RANGE_KIND: dict[str | None, NodeRangeKind] = {None: "node", "flight ": "flight", "wait ": "wait"}
 _KIND = {"f": Kind.F, "b": Kind.I, "w": Kind.W}
 _OPS = {op.value: op for op in Op}

@@ -12,6 +12,8 @@ from overlap1f1b.profiling.stream import Event
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"})
 _DEVICE_RANGES = "gpu_user_annotation"
+MOST_NAME = 1000
+"""Characters that the name of a range may have."""
 
 
 def taker(capture: Capture) -> Callable[[Event], None]:
@@ -36,7 +38,9 @@ def taker(capture: Capture) -> Callable[[Event], None]:
             if number is not None:
                 thread = threads.setdefault((event["pid"], event["tid"]), len(threads))
                 add_launch((number, thread, round(event["ts"] * 1000)))
-        elif category != _DEVICE_RANGES and isinstance(name, str) and name.startswith(PREFIX):
+        elif (
+            category != _DEVICE_RANGES and isinstance(name, str) and name.startswith(PREFIX) and len(name) <= MOST_NAME
+        ):
             thread = threads.setdefault((event["pid"], event["tid"]), len(threads))
             start = round(event["ts"] * 1000)
             add_range(name, thread, start, start + round(event.get("dur", 0) * 1000))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from overlap1f1b.plan.ranges import PREFIX
 from overlap1f1b.profiling.capture import Capture
+from overlap1f1b.profiling.chrome import MOST_NAME
+from overlap1f1b.profiling.stream import MOST_EVENTS
+from overlap1f1b.schedule.quoting import cut
+
+Row = TypeVar("Row", bound=tuple[object, ...])
 
 MAGIC = b"SQLite format 3\0"
 _PUSH_POP, _START_END = 59, 60
@@ -30,9 +36,9 @@ def read_nsys(path: Path) -> list[Capture]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _captures(path, database)
     except sqlite3.Error as error:
-        raise ValueError(f"{path}: {error}; allowed: a whole file of nsys export --type sqlite") from None
+        raise ValueError(f"{path}: {cut(str(error))}; allowed: a whole file of nsys export --type sqlite") from None
     except (TypeError, OverflowError) as error:  # SQLite keeps text in a column of numbers
-        raise ValueError(f"{path}: a row is malformed ({error}); allowed: a file of nsys export") from None
+        raise ValueError(f"{path}: a row is malformed ({cut(str(error))}); allowed: a file of nsys export") from None
 
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
@@ -42,18 +48,28 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
 
+    events = 0
+
     def of(process: int) -> Capture:
         return captures.setdefault(process, Capture(path, "nsys"))
 
+    def counted(rows: Iterable[Row]) -> Iterator[Row]:
+        nonlocal events
+        for row in rows:
+            events += 1
+            if events > MOST_EVENTS:
+                raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most so many")
+            yield row
+
     if "NVTX_EVENTS" in tables:
-        for text, thread, start, end in _ranges(database, named="StringIds" in tables):
+        for text, thread, start, end in counted(_ranges(database, named="StringIds" in tables)):
             of(thread // _PROCESS).add_range(text, thread, start, end)
     for name in devices:
         rows = _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end"))
-        for process, *kernel in rows:
+        for process, *kernel in counted(rows):
             of(process // _PROCESS).kernels.append(tuple(kernel))
     if _RUNTIME in tables:
-        for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
+        for thread, number, start in counted(_rows(database, _RUNTIME, ("globalTid", "correlationId", "start"))):
             if (capture := captures.get(thread // _PROCESS)) is not None:
                 capture.launches.append((number, thread, start))
     return list(captures.values())
@@ -70,6 +86,7 @@ def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str,
     return database.execute(
         f'SELECT {text} AS name, e.globalTid, e.start, COALESCE(e."end", e.start) FROM NVTX_EVENTS AS e {strings} '
         "WHERE e.eventType IN (?, ?) AND e.globalTid IS NOT NULL AND substr(name, 1, ?) = ? "
+        f"AND length(name) <= {MOST_NAME} "
         'AND (e."end" IS NOT NULL OR substr(name, ?, 5) = ?) ORDER BY e.start',
         (_PUSH_POP, _START_END, len(PREFIX), PREFIX, len(PREFIX) + 1, "rank "),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, cast
@@ -14,9 +16,10 @@ from overlap1f1b.profiling.capture import Capture
 from overlap1f1b.profiling.chrome import add_place, is_trace, taker
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Recording
-from overlap1f1b.profiling.records import read_records
+from overlap1f1b.profiling.records import RecordedSteps
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.profiling.stream import read_events
+from overlap1f1b.schedule.quoting import cut, quoted
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
@@ -47,7 +50,11 @@ class Recordings:
         return bool(self.missing or self.left_out)
 
 
-def read(*paths: str | Path) -> Recordings:
+Progress = Callable[[Path, int, int], None]
+"""Told a file, the bytes of it that were read, and its size."""
+
+
+def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings:
     """The ranks of files, and of folders that hold some.
 
     Files that cannot be read are left out as long as one can be. Of a trace and a record of a rank side by side, as
@@ -61,7 +68,7 @@ def read(*paths: str | Path) -> Recordings:
     left_out: list[str] = []
     for file in files:
         try:
-            found += [_placed(recording) for recording in read_file(file)]
+            found += [_placed(recording) for recording in read_file(file, progress)]
         except ValueError as error:
             if len(files) == 1:
                 raise
@@ -72,11 +79,12 @@ def read(*paths: str | Path) -> Recordings:
     return _set([r for r in found if r.source != "records" or (r.path.parent, r.rank) not in traced], left_out)
 
 
-def read_file(path: Path) -> list[Recording]:
+def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recording]:
     """The ranks of one file; several in an export of nsys that watched several processes.
 
     Raises:
-        ValueError: It is missing, empty, truncated, or nothing that this can read.
+        ValueError: It is missing, empty, truncated, nothing that this can read, or more than it reads: ``MOST_EVENTS``
+            events or spans, ``MOST_VALUE`` characters of one, ``MOST_TEXT`` characters.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise ValueError(f"{path} is a report of nsys; allowed: what nsys export --type sqlite makes of it")
@@ -87,31 +95,34 @@ def read_file(path: Path) -> list[Recording]:
             raise ValueError(f"{path} is empty; {_ALLOWED}")
         if start == MAGIC:
             return _of_processes(read_nsys(path))
-        with (
-            gzip.open(path, "rt", encoding="utf-8") if start.startswith(_GZIP) else path.open(encoding="utf-8") as text
-        ):
-            return [_read_json(path, cast("IO[str]", text))]
+        with path.open("rb") as raw:
+            size = os.fstat(raw.fileno()).st_size
+            plain = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if start.startswith(_GZIP) else raw
+            text = io.TextIOWrapper(plain, encoding="utf-8")
+            return [_read_json(path, text, lambda: progress(path, raw.tell(), size))]
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: it is truncated or damaged ({error}); {_ALLOWED}") from None
+        raise ValueError(f"{path}: it is truncated or damaged ({cut(str(error))}); {_ALLOWED}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text; {_ALLOWED}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
 
 
-def _read_json(path: Path, text: IO[str]) -> Recording:
-    capture = Capture(path, "torch.profiler")
+def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording:
+    capture, steps = Capture(path, "torch.profiler"), RecordedSteps()
     try:
-        content = read_events(text, taker(capture))
+        content = read_events(text, taker(capture), nested={"steps": ("spans", steps)}, seen=seen)
     except (UnicodeDecodeError, OSError):
         raise
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = str(error) if type(error) is ValueError else f"an event is malformed ({type(error).__name__}: {error})"
+        why = cut(str(error))
+        if type(error) is not ValueError:
+            why = f"an event is malformed ({type(error).__name__}: {why})"
         raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
     if content.get("format") == FORMAT:
-        return read_records(path, content)
+        return steps.record(path, content)
     if not is_trace(content):
         raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
     add_place(capture, content)
@@ -131,8 +142,8 @@ def _placed(recording: Recording) -> Recording:
     off = [name for name, (at, size) in recording.mesh.items() if not 0 <= at < size]
     if off or rank < 0 or (world is not None and not rank < world <= MOST_RANKS):
         raise ValueError(
-            f"{recording.path} is of rank {rank} of {world}, mesh {recording.mesh}; allowed: a rank and positions that "
-            f"are below their sizes, at most {MOST_RANKS} ranks"
+            f"{recording.path} is of rank {quoted(rank)} of {quoted(world)}, mesh {quoted(recording.mesh)}; "
+            f"allowed: a rank and positions that are below their sizes, at most {MOST_RANKS} ranks"
         )
     return recording
 

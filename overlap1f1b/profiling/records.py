@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,40 +12,82 @@ import numpy as np
 
 from overlap1f1b.plan import Lane, Node
 from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
+from overlap1f1b.profiling.chrome import MOST_NAME
 from overlap1f1b.profiling.recording import Recording, Spans, Step, What
+from overlap1f1b.schedule.quoting import cut, quoted
 
 _KINDS = {"node": 0, "flight": 1, "wait": 2}
 _SECOND = 1e9
 _LONGEST = 1e9  # seconds that fit into whole nanoseconds
 
 
-def read_records(path: Path, content: Mapping[str, Any]) -> Recording:
-    """The rank of a file of ours.
+class RecordedSteps:
+    """The steps of a file of ours, taken span by span; what is wrong with one is told when the record is read."""
 
-    Args:
-        path: The file, for messages.
-        content: Its JSON: ``format``, ``version``, ``rank``, ``mesh`` and ``steps``, each with its number, its seconds
-            and spans ``[kind, node, start, end]`` in seconds from its start.
+    def __init__(self) -> None:
+        self._names = _Names()
+        self._spans = _Columns()
+        self._steps: list[Step] = []
+        self._wrong: Exception | None = None
 
-    Raises:
-        ValueError: Another version, or content that is not of this form.
-    """
-    if content.get("version") != VERSION:
-        raise ValueError(f"{path}: version {content.get('version')!r} of {FORMAT}; allowed: {VERSION}")
-    names = _Names()
-    try:
-        mesh = {str(name): (int(at), int(size)) for name, (at, size) in content["mesh"].items()}
-        begin, steps = 0, []
-        for step in content["steps"]:
-            steps.append(_step(step, begin, names))
-            begin = steps[-1].end
-        rank = int(content["rank"])
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path}: not a record of overlap1f1b profile ({type(error).__name__}: {error})") from None
-    if not steps:
-        raise ValueError(f"{path} has no steps; allowed: a record of one or more")
-    world = prod(size for _, size in mesh.values())
-    return Recording(path, rank, mesh, world, tuple(names.what), tuple(steps), "records")
+    def take(self, element: Any) -> None:
+        """A span ``[kind, node, start, end]``, times in seconds from the start of its step."""
+        if self._wrong is None:
+            try:
+                kind, text, start, end = element
+                self._spans.append(_KINDS[kind], self._names(text), start, end)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                self._wrong = error
+
+    def end(self, others: Any) -> None:
+        """The rest of the step that had the spans so far: its number and its seconds."""
+        if self._wrong is None:
+            try:
+                begin = self._steps[-1].end if self._steps else 0
+                self._steps.append(_step(others, self._spans, begin, self._names.what))
+            except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+                self._wrong = error
+        self._spans = _Columns()
+
+    def record(self, path: Path, content: Mapping[str, Any]) -> Recording:
+        """The rank of the file.
+
+        Args:
+            path: The file, for messages.
+            content: Its other JSON: ``format``, ``version``, ``rank`` and ``mesh``.
+
+        Raises:
+            ValueError: Another version, or content that is not of this form.
+        """
+        if content.get("version") != VERSION:
+            raise ValueError(f"{path}: version {quoted(content.get('version'))} of {FORMAT}; allowed: {VERSION}")
+        try:
+            if self._wrong is not None:
+                raise self._wrong
+            mesh = {str(name): (int(at), int(size)) for name, (at, size) in content["mesh"].items()}
+            rank = int(content["rank"])
+            if content["steps"] is not True:  # an array was, and is here
+                raise TypeError("steps are no list")
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            why = f"{type(error).__name__}: {cut(str(error))}"
+            raise ValueError(f"{path}: not a record of overlap1f1b profile ({why})") from None
+        if not self._steps:
+            raise ValueError(f"{path} has no steps; allowed: a record of one or more")
+        world = prod(size for _, size in mesh.values())
+        return Recording(path, rank, mesh, world, tuple(self._names.what), tuple(self._steps), "records")
+
+
+class _Columns:
+    """Spans of a step: 25 bytes each."""
+
+    def __init__(self) -> None:
+        self.kind, self.what, self.start, self.end = array("b"), array("q"), array("d"), array("d")
+
+    def append(self, kind: int, what: int, start: float, end: float) -> None:
+        self.start.append(start)  # refuses what is no number, before the others are longer
+        self.end.append(end)
+        self.kind.append(kind)
+        self.what.append(what)
 
 
 class _Names:
@@ -55,27 +98,29 @@ class _Names:
     def __call__(self, text: str) -> int:
         index = self._index.get(text)
         if index is None:
-            node = parse_node(text)
+            node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
             if node is None:
-                raise ValueError(f"{text!r} is no node")
+                raise ValueError(f"{quoted(text)} is no node")
             index = self._index[text] = len(self.what)
             self.what.append(node)
         return index
 
 
-def _step(content: Mapping[str, Any], begin: int, names: _Names) -> Step:
+def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> Step:
     """One step; its clock starts at ``begin``."""
-    kinds, texts, begins, ends = zip(*content["spans"], strict=True) if content["spans"] else ((),) * 4
-    times, seconds = np.array([begins, ends], float), float(content["seconds"])
+    if content.get("spans"):
+        raise TypeError("spans are no list")
+    times, seconds = np.array([spans.start, spans.end], float), float(content["seconds"])
+    number = content["step"]
     if not (abs(seconds) < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
-        raise ValueError(f"step {content['step']} has times that no step has")  # nan is none, too
+        raise ValueError(f"step {quoted(number, plain=True)} has times that no step has")  # nan is none, too
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
-    kind = np.array([_KINDS[kind] for kind in kinds], np.int64)
-    every = Spans.of(np.array([names(text) for text in texts], np.int64), start, end)
+    kind = np.array(spans.kind, np.int8)
+    every = Spans.of(np.array(spans.what, np.int64), start, end)
     every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
     issued, flights, waits = (every[kind == number] for number in _KINDS.values())
-    computes = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in names.what]
+    computes = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in names]
     compute = issued[np.array(computes, bool)[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
     until = max(begin + round(seconds * _SECOND), last)
-    return Step(int(content["step"]), begin, until, issued, compute, flights, waits)
+    return Step(int(number), begin, until, issued, compute, flights, waits)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import IO, Any, Protocol
 
 _CHUNK = 1 << 22
+MOST_EVENTS = 10_000_000
+"""Events or spans that are read of a file."""
+MOST_VALUE = 1 << 24
+"""Characters beyond which no more is read of one event, or another value."""
+MOST_TEXT = 1 << 33
+"""Characters that are read of a file."""
 _BLANK = re.compile(r"[\s,]*")
 _VALUE = json.JSONDecoder()
 
@@ -15,7 +22,24 @@ Event = dict[str, Any]
 TRUNCATED = "it is truncated, its end is missing"
 
 
-def read_events(file: IO[str], take: Callable[[Event], None], key: str = "traceEvents") -> dict[str, Any]:
+class Nested(Protocol):
+    """Takes the elements of a top-level array whose elements hold an array each: the spans of steps."""
+
+    def take(self, element: Any) -> None:
+        """An element of an inner array."""
+
+    def end(self, others: Any) -> None:
+        """The other values of what held it, behind its last element; a value that is no object whole."""
+
+
+def read_events(
+    file: IO[str],
+    take: Callable[[Event], None],
+    key: str = "traceEvents",
+    *,
+    nested: Mapping[str, tuple[str, Nested]] = MappingProxyType({}),
+    seen: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Passes every element of one top-level array on, and returns the other top-level values, with True for the array.
 
     A file that is an array itself is that array.
@@ -24,61 +48,100 @@ def read_events(file: IO[str], take: Callable[[Event], None], key: str = "traceE
         file: JSON text.
         take: Called with each element.
         key: Of the array.
+        nested: Further arrays, of objects: the key of the array in each, and what takes its elements.
+        seen: Called whenever more text was read.
 
     Raises:
-        ValueError: The text ends too early, or is no JSON object or array.
+        ValueError: The text ends too early, is no JSON object or array, or is larger than ``MOST_EVENTS``,
+            ``MOST_VALUE`` or ``MOST_TEXT``.
     """
-    return _Reader(file).whole(take, key)
+    return _Reader(file, seen).whole(take, key, nested)
 
 
 class _Reader:
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], seen: Callable[[], None]) -> None:
         self._file, self._text, self._at, self._ended = file, "", 0, False
+        self._seen, self._read, self._events = seen, 0, 0
 
-    def whole(self, take: Callable[[Event], None], key: str) -> dict[str, Any]:
+    def whole(
+        self, take: Callable[[Event], None], key: str, nested: Mapping[str, tuple[str, Nested]]
+    ) -> dict[str, Any]:
         others: dict[str, Any] = {}
         first = self._peek()
         if first == "[":
             self._array(take)
             others[key] = True
         elif first == "{":
-            self._at += 1
-            while self._peek() != "}":
-                name = self._value()
-                if self._peek() != ":":
-                    raise ValueError("it is no JSON object")
-                self._at += 1
+            for name in self._keys():
                 if self._peek() == "[" and name == key:
                     self._array(take)
                     others.setdefault(key, True)
+                elif self._peek() == "[" and name in nested:
+                    self._objects(*nested[name])
+                    others[name] = True
                 else:
                     others[name] = self._value()
         else:
             raise ValueError("it is no JSON object or array")
         return others
 
+    def _keys(self) -> Iterator[Any]:
+        """The keys of the object that begins here, each where its value begins."""
+        self._at += 1
+        while self._peek() != "}":
+            name = self._value()
+            self._count()
+            if self._peek() != ":":
+                raise ValueError("it is no JSON object")
+            self._at += 1
+            self._peek()
+            yield name
+        self._at += 1
+
+    def _objects(self, key: str, nested: Nested) -> None:
+        self._at += 1
+        while (first := self._peek()) != "]":
+            self._count()
+            if first != "{":
+                nested.end(self._value())
+                continue
+            others: dict[str, Any] = {}
+            for name in self._keys():
+                if name == key and self._peek() == "[":
+                    self._array(nested.take)
+                else:
+                    others[name] = self._value()
+            nested.end(others)
+        self._at += 1
+
+    def _count(self, more: int = 1) -> None:
+        self._events += more
+        if self._events > MOST_EVENTS:
+            raise ValueError(f"it has more than {MOST_EVENTS} events or spans; allowed: at most so many")
+
     def _array(self, take: Callable[[Event], None]) -> None:
         self._at += 1
         while self._peek() != "]":
             take(self._value())
-            self._take_whole(take)
+            self._count(1 + self._take_whole(take))
         self._at += 1
 
-    def _take_whole(self, take: Callable[[Event], None]) -> None:
+    def _take_whole(self, take: Callable[[Event], None]) -> int:
         """Passes on elements as far as the text goes; of numbers nobody knows whether they end with it."""
-        text, at, end = self._text, self._at, len(self._text)
+        text, at, end, taken = self._text, self._at, len(self._text), 0
         decode, skip = _VALUE.raw_decode, _BLANK.match
         while True:
             found = skip(text, at)
             assert found is not None
             at = self._at = found.end()
             if at == end or text[at] not in "{[":
-                return
+                return taken
             try:
                 value, at = decode(text, at)
             except json.JSONDecodeError:
-                return
+                return taken
             self._at = at
+            taken += 1
             take(value)
 
     def _peek(self) -> str:
@@ -109,5 +172,11 @@ class _Reader:
     def _fill(self) -> None:
         """Reads on, as much again as there is."""
         left = self._text[self._at :]
+        if len(left) > MOST_VALUE:
+            raise ValueError(f"it has a value of more than {MOST_VALUE} characters; allowed: at most so many")
         more = self._file.read(max(_CHUNK, len(left)))
+        self._read += len(more)
+        if self._read > MOST_TEXT:
+            raise ValueError(f"it has more than {MOST_TEXT} characters; allowed: at most so many")
         self._text, self._at, self._ended = left + more, 0, not more
+        self._seen()

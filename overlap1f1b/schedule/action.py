@@ -6,7 +6,10 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-_ACTION = re.compile(r"(\d+)('*)([FBIW])(\d+)", re.ASCII)
+from overlap1f1b.schedule.quoting import quoted
+
+# More digits than any number of a schedule has would be a long text in every message that names it.
+_ACTION = re.compile(r"(\d{1,40})('{0,40})([FBIW])(\d{1,40})", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -50,7 +53,9 @@ class Action(NamedTuple):
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0")
+            raise ValueError(
+                f"{quoted(text)} is no action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0"
+            )
         stage, marks, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch), len(marks))
 
@@ -80,7 +85,7 @@ class Pair(NamedTuple):
         """
         match = _PAIR.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
+            raise ValueError(f"{quoted(text)} is no pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
         return cls(Action.parse(match[1]), Action.parse(match[2]))
 
 

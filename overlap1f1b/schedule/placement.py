@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from overlap1f1b.schedule.quoting import quoted
 from overlap1f1b.schedule.sizes import check_size
 
 
@@ -32,11 +33,14 @@ class Placement:
     def __post_init__(self) -> None:
         lengths = {len(pipe) for pipe in self.pipes}
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(f"pipes of {sorted(lengths)} stages; allowed: one or more pipes of one length, 1 or more")
+            raise ValueError(
+                f"pipes of {quoted(sorted(lengths))} stages; allowed: one or more pipes of one length, 1 or more"
+            )
         held = {rank for pipe in self.pipes for rank in pipe}
         if held != set(range(len(held))):
             raise ValueError(
-                f"stages on ranks {sorted(held, key=_by_number)}; allowed: every rank from 0 to the last holds a stage"
+                f"stages on ranks {quoted(sorted(held, key=_by_number))}; "
+                "allowed: every rank from 0 to the last holds a stage"
             )
 
     @classmethod

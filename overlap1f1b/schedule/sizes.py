@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from overlap1f1b.schedule.quoting import quoted
+
 
 def check_size(name: str, value: object, least: int = 1) -> None:
     """Refuses what is no whole number, or too small.
@@ -14,6 +16,6 @@ def check_size(name: str, value: object, least: int = 1) -> None:
         ValueError: Another type than a whole number's, a bool too, or less than ``least``.
     """
     if not hasattr(value, "__index__") or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}; allowed: a whole number, {least} or more")
+        raise ValueError(f"{name}={quoted(value)}; allowed: a whole number, {least} or more")
     if value.__index__() < least:
-        raise ValueError(f"{name}={value}; allowed: {least} or more")
+        raise ValueError(f"{name}={quoted(value, plain=True)}; allowed: {least} or more")

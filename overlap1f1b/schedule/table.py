@@ -11,10 +11,17 @@ from overlap1f1b.schedule.action import Step, actions_of, parse_step
 from overlap1f1b.schedule.peaks import peaks_of
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.quoting import quoted
 from overlap1f1b.schedule.sizes import check_size
 
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 """Cells of torch's lowered tables that say what ``lower`` finds out by itself."""
+
+MOST_STEPS = 10_000_000
+"""Cells that are read of a file."""
+MOST_CHARACTERS = 1 << 28
+"""Characters that are read of a file: such cells, and as many blanks."""
+_LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
 
@@ -46,24 +53,31 @@ def read(path: str | Path) -> Program:
     the microbatches are those that occur, and the declared peaks are those of the rows.
 
     Raises:
-        ValueError: A malformed file, naming line, column and text.
+        ValueError: A malformed file, naming line, column and text; one with more than ``MOST_STEPS`` actions.
     """
     path = Path(path)
     said: dict[str, str] = {}
     rows: list[tuple[Step, ...]] = []
-    lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a mark
+    with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most so many")
+    lines, cells = text.splitlines(), 0
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")
             if rows or not colon or key.strip() not in ("name", "pipes", *_NUMBERS):
                 raise ValueError(
-                    f"{path}, line {number}, column 1: {line!r} is no header line; allowed before the first "
+                    f"{path}, line {number}, column 1: {quoted(line)} is no header line; allowed before the first "
                     f"rank: # with name, pipes, {', '.join(_NUMBERS)}, a colon and a value"
                 )
             said[key.strip()] = value.strip()
             _check_header(key.strip(), value, f"{path}, line {number}, column 1: ")
         elif line or number < len(lines):
             rows.append(_row(line, f"{path}, line {number}"))
+            cells += len(rows[-1])
+            if cells > MOST_STEPS:
+                raise ValueError(f"{path}, line {number} is beyond {MOST_STEPS} actions; allowed: at most so many")
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
@@ -88,14 +102,19 @@ def _check_header(key: str, value: str, where: str) -> None:
     try:
         if key == "pipes":
             Placement(tuple(map(_numbers, value.split(";"))))
+        elif key == "name":
+            if len(value) > _LONGEST_NAME:
+                raise ValueError(f"allowed: at most {_LONGEST_NAME} characters")
+        elif any(len(number) > _MOST_DIGITS for number in value.split()):
+            raise ValueError(f"allowed: whole numbers of at most {_MOST_DIGITS} digits")
         elif key == "microbatches":
             check_size(key, int(value))
-        elif key != "name":
+        else:
             for number in _numbers(value):
                 check_size(key, number, 0)
     except ValueError as error:
         what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
-        raise ValueError(f"{where}{value.strip()!r} as {key}: {what}") from None
+        raise ValueError(f"{where}{quoted(value.strip())} as {key}: {what}") from None
 
 
 def _row(line: str, where: str) -> tuple[Step, ...]:
@@ -103,7 +122,7 @@ def _row(line: str, where: str) -> tuple[Step, ...]:
     try:
         cells = next(csv.reader([line], strict=True), [])
     except csv.Error as error:
-        raise ValueError(f"{where}: {error} in {line.strip()!r}; allowed: steps between commas") from None
+        raise ValueError(f"{where}: {error} in {quoted(line.strip())}; allowed: steps between commas") from None
     for column, cell in enumerate(cells, 1):
         text = cell.strip()
         if not text or _TRAFFIC.fullmatch(text):

@@ -10,6 +10,7 @@ import signal
 import sys
 import warnings
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import checkpoint_folder
-from overlap1f1b.engine.checkpoint import load, save
+from overlap1f1b.engine.checkpoint import Held, load, save
 from overlap1f1b.engine.checkpoint_folder import latest
+from overlap1f1b.engine.mesh import Mesh
 from tests.ranks import RankError, Ranks, run
 
 EXPERTS = 4
 SHARDED = {"experts"}
 CONFIG = {"hidden": 5, "sizes": (3, 2)}
+LIMIT = timedelta(seconds=30)
 
 State = dict[str, Tensor]
 
@@ -69,12 +72,17 @@ class Tiny(nn.Module):
         }
         return {name: tensor.detach().clone() for name, tensor in (self.state_dict() | moments).items()}
 
-    def save(self, folder: Path, step: int, mesh: DeviceMesh | None = None, **options: Any) -> Path:
-        return save(folder, step, self, self.adamw, config=CONFIG, mesh=mesh, sharded=SHARDED, **options)
+    def held(self, mesh: Mesh, **changes: Any) -> Held:
+        return Held(self, self.adamw, mesh, **({"sharded": SHARDED} | changes))
 
-    def load(self, path: Path | None, mesh: DeviceMesh | None = None, **config: Any) -> int:
+    def save(self, folder: Path, step: int, devices: DeviceMesh | None = None, **options: Any) -> Path:
+        mesh = Mesh(devices, LIMIT)
+        return save(folder, step, mesh, lambda: self.held(mesh), **({"config": CONFIG} | options))
+
+    def load(self, path: Path | None, devices: DeviceMesh | None = None, **config: Any) -> int:
         assert path is not None
-        return load(path, self, self.adamw, config=CONFIG | config, mesh=mesh, sharded=SHARDED)
+        mesh = Mesh(devices, LIMIT)
+        return load(path, mesh, lambda: self.held(mesh), config=CONFIG | config)
 
 
 def same(one: State, other: State) -> bool:
@@ -232,7 +240,7 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"sharded names expert, which the model has no parameter of; it has experts, "
     ):
-        save(tmp_path, 1, model, model.adamw, config={}, mesh=None, sharded={"expert"})
+        save(tmp_path, 1, Mesh(None), lambda: model.held(Mesh(None), sharded={"expert"}), config={})
     assert os.listdir(tmp_path) == []
 
 
@@ -320,7 +328,7 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks2: Ranks, tmp_path: Path) ->
     ranks2.run(save_on, tmp_path)
     one, other = ranks2.run(disk_full_on, tmp_path)
     assert one == other
-    assert one.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank 1: OSError: ")
+    assert one.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
     assert re.search(r"No space left on device \(\d+ MiB are free\)$", one)
     assert os.listdir(tmp_path) == ["step-00000003"]
     path = latest(tmp_path)
@@ -350,7 +358,7 @@ def test_a_checkpoint_of_another_configuration(ranks2: Ranks, tmp_path: Path) ->
         Tiny().load(path, layers=2)
     model = Tiny()
     with pytest.raises(ValueError, match=r"has sizes=\[3, 2\], this run has sizes=none;"):
-        load(path, model, model.adamw, config={"hidden": 5}, mesh=None, sharded=SHARDED)
+        load(path, Mesh(None), lambda: model.held(Mesh(None)), config={"hidden": 5})
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,9 +100,65 @@ def rewrite(path: Path, **changes: object) -> None:
         (CONFIG, lambda path: path.write_text("[]"), "config.json cannot be read (TypeError)"),
         (CONFIG, lambda path: path.write_text("{}"), "config.json cannot be read (KeyError)"),
         (CONFIG, lambda path: path.write_bytes(b"\xff"), "config.json cannot be read (UnicodeDecodeError)"),
-        (CONFIG, lambda path: rewrite(path, step=None), "config.json cannot be read (TypeError)"),
-        (CONFIG, lambda path: rewrite(path, files=7), "config.json cannot be read (TypeError)"),
-        (CONFIG, lambda path: rewrite(path, files={"file": 7}), "config.json cannot be read (TypeError)"),
+        (CONFIG, lambda path: rewrite(path, config=[["hidden", 5]]), "config.json cannot be read (TypeError)"),
+        (CONFIG, lambda path: path.write_text("[" * 10**6), "config.json cannot be read (RecursionError)"),
+        (CONFIG, lambda path: path.write_text('{"step": 1' + "0" * 5000), "config.json cannot be read (ValueError)"),
+        (CONFIG, lambda path: os.truncate(path, 1 << 40), "config.json cannot be read (ValueError)"),
+        *[
+            (CONFIG, partial(rewrite, step=step), f"config.json has step={shown}, not a whole number, 0 or more")
+            for step, shown in [
+                (None, "None"),
+                (-5, "-5"),
+                (True, "True"),
+                (12.0, "12.0"),
+                ("12", "'12'"),
+                ([12], "[12]"),
+                (float("inf"), "inf"),
+                (float("nan"), "nan"),
+                (2**63, "9223372036854775808"),
+                (10**4000, "an integer of 13288 bits"),
+                ("9" * 10**6, f"'{'9' * 40}'… (1000000 characters)"),
+            ]
+        ],
+        (CONFIG, partial(rewrite, step=2), "config.json has step=2, not that of the folder's name"),
+        *[
+            (CONFIG, partial(rewrite, files=files), "config.json lists no files")
+            for files in (None, 7, [], {}, "file", [["file", {"bytes": 7, "crc32": 0}]])
+        ],
+        *[
+            (
+                CONFIG,
+                partial(rewrite, files={name: {"bytes": 7, "crc32": 0}}),
+                f"config.json lists {shown}, which is no name of a file beside it",
+            )
+            for name, shown in [
+                *[(n, repr(n)) for n in ("", ".", "..", "../file", "/etc/passwd", "a/b", "a/", "a\0b", CONFIG)],
+                ("/" * 10**6, f"'{'/' * 40}'… (1000000 characters)"),
+            ]
+        ],
+        *[
+            (
+                CONFIG,
+                partial(rewrite, files={"file": of}),
+                f"config.json lists 'file' with {of!r}, not its bytes and crc32",
+            )
+            for of in (
+                7,
+                None,
+                {"bytes": 7},
+                {"bytes": "7", "crc32": 1},
+                {"bytes": 7.0, "crc32": 1},
+                {"bytes": -1, "crc32": 1},
+                {"bytes": True, "crc32": 1},
+                {"bytes": float("inf"), "crc32": 1},
+                {"bytes": 7, "crc32": 2**70},
+            )
+        ],
+        ("file", lambda path: (path.unlink(), os.mkfifo(path)), "file is no file"),
+        ("file", lambda path: (path.unlink(), path.mkdir()), "file is no file"),
+        ("file", lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "file is no file"),
+        ("file", lambda path: os.truncate(path, 1 << 40), "file has 1099511627776 bytes, not the 7 written"),
+        (CONFIG, lambda path: (path.unlink(), os.mkfifo(path)), "config.json cannot be read (ValueError)"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], object], why: str) -> None:
@@ -110,6 +167,26 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], objec
     expected = f"checkpoint {path} is damaged: {why}; remove it to resume from an earlier one, or use another "
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}checkpoint folder$"):
         verify(path, HERE)
+
+
+def test_a_long_difference_is_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    rewrite(path / CONFIG, config={"hidden": "7" * 10**7, "text": "abc", "k" * 10**7: [[1] * 10**6] * 3})
+    with pytest.raises(ValueError, match=r"^[^\n]*\(10000000 characters\)[^\n]*$") as refused:
+        verify(path, HERE)
+    assert len(str(refused.value)) < 1000
+    with pytest.raises(ValueError, match=r"has 'k*'… \(10000000 characters\)=") as refused:
+        verify(path, {**HERE, "hidden": "7" * 10**7})
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_folder_that_not_all_ranks_see(tmp_path: Path) -> None:
+    unfinished = begin(tmp_path, 7)
+    (unfinished / "mine").touch()
+    known = {"mine": {"bytes": 0, "crc32": 0}, "yours": {"bytes": 0, "crc32": 0}}
+    with pytest.raises(OSError, match=r"unfinished lacks yours, which another rank wrote; allowed: a folder that all"):
+        publish(unfinished, 7, config=HERE, keep=2, files=known)
+    assert latest(tmp_path) is None
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:

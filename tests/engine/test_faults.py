@@ -80,7 +80,7 @@ def _step(rank: int, size: int, folder: str, culprit: int, what: str, microbatch
     except Exception as error:
         note = " ".join(getattr(error, "__notes__", ()))
         Path(folder, f"rank{rank}").write_text(f"{time.time():.1f} {type(error).__name__}: {error} [{note}]")
-        with pytest.raises(ValueError, match="this engine failed in an earlier step"):
+        with pytest.raises(RuntimeError, match="this engine failed before"):
             engine.step(inputs, target=target)
     else:
         Path(folder, f"rank{rank}").write_text("0 no error")
@@ -124,8 +124,9 @@ def _check_killed(folder: Path, phase: str, culprit: int, messages: dict[int, st
             assert phase in ("cool-down", "sum"), messages
             continue
         assert float(seconds) - struck(folder) < 2 * LIMIT, message
-        assert text.startswith("RuntimeError"), message
+        assert text.startswith("LostRankError"), message
         assert " m" in text, message  # the node, with its microbatch
+        assert f"from rank pp {culprit // 2}, ep {culprit % 2}: killed" in text, message
         assert "lane" in text or "did not meet" in text or "rank pp" in text, message
         assert f"pp {rank // 2}" in text, message
 

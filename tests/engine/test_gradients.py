@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts
@@ -206,6 +208,44 @@ def test_a_norm_is_as_precise_as_the_gradients() -> None:
     torch.testing.assert_close(norm, reference, rtol=1e-14, atol=0.0)
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_is_summed_in_float32_at_least(dtype: torch.dtype) -> None:
+    """Sixteen bits are too few for a sum over parameters."""
+    model = models.build()
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, costs=COSTS)
+    for parameter in model.to(dtype).parameters():
+        parameter.grad = torch.randn_like(parameter)
+    exact = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5  # type: ignore[union-attr]
+    assert float(engine.clip_gradients(1e9)) == pytest.approx(exact, rel=1e-6)
+
+
+def _of_two_precisions(rank: int, size: int, dp: int) -> tuple[str, float, float]:
+    """One stage is float32, the other float64, with gradients far apart in size."""
+    layout = {"pp": 2, "dp": dp}
+    mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    blocks = [nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False).double()]
+    for block in blocks if dp > 1 else []:
+        fully_shard(block, mesh=mesh["dp"])
+    program = build_schedule("1f1b", ranks=2, microbatches=2)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+    grads = [torch.full((3, 3), 2.0**-40), torch.arange(9, dtype=torch.float64).view(3, 3) / 7 + 0.1]
+    mine = grads[mesh.get_local_rank("pp")]
+    for parameter in engine.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(mine, parameter.device_mesh, parameter.placements)
+        else:
+            parameter.grad = mine.clone()
+    norm = engine.clip_gradients(1e9)
+    exact = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+    return str(norm.dtype), float(norm), exact
+
+
+def test_a_norm_is_the_same_number_on_stages_of_any_precision(ranks2: Ranks, ranks4: Ranks) -> None:
+    for dtype, norm, exact in ranks2.run(_of_two_precisions, 1) + ranks4.run(_of_two_precisions, 2):
+        assert dtype == "torch.float64"
+        assert norm == pytest.approx(exact, rel=1e-15)
 
 
 def test_no_token_at_all_is_refused() -> None:

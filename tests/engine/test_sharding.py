@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe.exchange import build_exchange
@@ -102,7 +105,7 @@ def meshed(size: int, dp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "ep"))
 
 
-def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh, **options: Any) -> Engine:
+def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None, **options: Any) -> Engine:
     return Engine(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
 
 
@@ -254,6 +257,24 @@ def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
     assert ranks2.run(_failing) == [[], []]
 
 
+def _late(rank: int, size: int) -> float:
+    """One rank is late for the gathering of FSDP2, whose process groups wait by a limit of torch's: a minute here."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    engine = engine_over(wrapped("blocks", mesh), programs(3)[0], mesh, timeout=2.0)
+    if rank == 1:
+        gather = engine.sharding.gather
+        engine.sharding.gather = lambda: (time.sleep(6), gather())  # type: ignore[assignment,func-returns-value]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        engine.step(data[0], target=data[1])
+    assert any(f" {rank} failed " in note for note in raised.value.__notes__), raised.value.__notes__
+    return time.monotonic() - start
+
+
+def test_gathering_has_the_engines_limit(ranks2: Ranks) -> None:
+    assert ranks2.run(_late)[0] < 20
+
+
 def _hidden(rank: int, size: int) -> list[bool]:
     """No reduction ends before the last node of compute, which yet is reached: they hold up another thread."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
@@ -376,3 +397,69 @@ def _refused(rank: int, size: int) -> None:
 
 def test_what_would_be_reduced_wrongly_is_refused(ranks2: Ranks) -> None:
     ranks2.run(_refused)
+
+
+def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> str:
+    """What an engine over a part of the mesh says of a Linear that another part shares."""
+    shape = {2: (1, 1, 2), 4: (1, 2, 2) if "ep" in sub else (2, 1, 2)}[size]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
+    model = models.build(mesh.get_group("ep"))
+    parallelize_module(model[2], mesh["tp"], {"1": ColwiseParallel()})
+    if wrap == "both":
+        fully_shard(model[2], mesh=mesh["dp", "ep"]._flatten("data"))
+    given: Any = mesh[sub] if sub else None
+    with pytest.raises(ValueError, match="DTensor") as caught:
+        engine_over(model, programs(2)[0], given)
+    return str(caught.value)
+
+
+TENSOR_PARALLEL: list[tuple[int, tuple[str, ...], str]] = [
+    (2, (), "none"),
+    (2, ("ep",), "both"),
+    (4, ("ep",), "none"),
+    (4, ("ep",), "both"),
+    (4, ("dp",), "both"),
+    (4, ("dp", "ep"), "both"),
+]
+
+
+@pytest.mark.parametrize(("size", "sub", "wrap"), TENSOR_PARALLEL)
+def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
+    ranks2: Ranks, ranks4: Ranks, size: int, sub: tuple[str, ...], wrap: str
+) -> None:
+    for rank, message in enumerate((ranks2 if size == 2 else ranks4).run(_tensor_parallel, sub, wrap)):
+        together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
+        assert message == (
+            f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
+            f"the engine's ranks {own}; allowed: FSDP2 over those, or whole tensors (no tensor parallelism)"
+        )
+
+
+def _tensor_parallel_inside(rank: int, size: int) -> None:
+    """The engine's own ranks, one of another order, and one alone."""
+    for given in (DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",)), init_device_mesh("cpu", (size,))):
+        model = models.build(None)
+        parallelize_module(model[2], given, {"1": ColwiseParallel()})
+        what = "'ep' of ranks [1, 0]" if given.mesh_dim_names else "dimension 0 of ranks [0, 1]"
+        with pytest.raises(ValueError, match=rf"1\.weight of Sequential is a DTensor over {re.escape(what)}, which is"):
+            engine_over(model, programs(2)[0], init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
+    mesh, data = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), models.batch(3, seed=rank)
+    found = []
+    for alone in (False, True):
+        model = models.build()
+        if alone:  # as in a job whose tensor parallelism is set to one rank
+            parallelize_module(model[2], mesh["tp"], {"1": ColwiseParallel()})
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        engine_over(model, programs(3)[0], mesh["dp"]).step(data[0], target=data[1])
+        found.append(gradients(model))
+    assert not models.equal(*found)
+    frozen = models.build()
+    frozen[0].requires_grad_(False)
+    fully_shard(frozen[0], mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=rf"parameter 0\.weight of Sequential is a DTensor over 'dp' .* \[{rank}\]; a"):
+        engine_over(frozen, programs(2)[0], None)
+
+
+def test_tensor_parallelism_over_the_engines_ranks_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_tensor_parallel_inside)

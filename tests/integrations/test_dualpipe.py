@@ -519,6 +519,53 @@ def test_faults_are_told_to_the_other_rank(kind: str, fault: str) -> None:
     assert all("allowed: a new one, on all ranks" in again for again in (mine_again, others_again))
 
 
+class Mean(nn.Module):
+    """Ends in one number of each microbatch, which is its loss already."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(H, H), last
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y: Tensor = self.linear(x)
+        return (y.square().mean(), y) if self.last else y
+
+
+class OwnMean(Pairs, Mean):
+    pass
+
+
+def _first(loss: Tensor, *_: Tensor) -> Tensor:
+    return loss.clone()
+
+
+def _one_number(rank: int, size: int, name: str, own: bool) -> list[tuple[Any, ...]]:
+    """Shapes of losses and outputs, and whether they are the same numbers, of a step and of its forwards alone."""
+    kind, microbatches = OwnMean if own else Mean, MICROBATCHES[name][size]
+    stages = size if name == "dualpipe" else 2 * size
+    places = build_schedule(name, ranks=size, microbatches=microbatches).placement.places(rank)
+    torch.manual_seed(3)
+    pipeline = CLASSES[name]([kind(stage == stages - 1) for _, stage in places], timeout=20)
+    x, found = torch.randn(2 * microbatches, H), []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            loss, outputs = pipeline.step(x, num_chunks=microbatches, criterion=_first, return_outputs=True)
+        if loss is not None:
+            assert outputs is not None
+            found.append((loss.shape, outputs[0].shape, outputs[1].shape, torch.equal(loss, outputs[0])))
+    return found
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks4: Ranks, name: str, own: bool) -> None:
+    microbatches = MICROBATCHES[name][4]
+    ended = microbatches // 2 if name == "dualpipe" else microbatches
+    expected = [((ended,), (ended,), (2 * microbatches, H), True)] * 2
+    found = ranks4.run(_one_number, name, own)
+    assert found == [expected, [], [], expected if name == "dualpipe" else []]
+
+
 def test_the_original_s_settings_are_accepted() -> None:
     assert set_p2p_tensor_shapes([(3, 256, 512)]) is None
     assert set_p2p_tensor_dtype(torch.float32) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import overlap1f1b as o1
 from overlap1f1b.engine import split_blocks
@@ -26,6 +29,7 @@ from overlap1f1b.integrations.megatron import (
     get_forward_backward_func,
     release,
 )
+from overlap1f1b.integrations.megatron.layers import default_layers
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
@@ -311,13 +315,16 @@ def test_loss_by_tokens(per_token: bool) -> None:
     assert len(told) == 1
 
 
-def test_context_parallel_ranks_multiply_the_loss() -> None:
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
-    function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
+def _context_parallel(rank: int, size: int) -> list[str]:
+    function = get_forward_backward_func(pg_collection=ProcessGroups(cp=dist.group.WORLD), costs=COSTS)
     (part,), (reference,) = build(1), build(1)
     call(function, [part], items(3))
-    plain([reference], items(3), scale=2.0)
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    plain([reference], items(3), scale=float(size))
+    return models.equal(grads_of(part), grads_of(reference))
+
+
+def test_context_parallel_ranks_multiply_the_loss(ranks2: Ranks) -> None:
+    assert ranks2.run(_context_parallel) == [[], []]
 
 
 def test_autocast() -> None:
@@ -497,7 +504,8 @@ def test_layers_become_blocks() -> None:
     function = get_forward_backward_func(costs=COSTS)
     call(function, build(1), items(1))
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == LAYERS + 1
+    # Its layers, with embedding and a parameter of its own before them, with head and loss behind.
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
     call(whole, build(1), items(1))
     (prepared,) = whole._prepared.values()
@@ -512,7 +520,7 @@ def test_children_of_a_sequential_become_blocks() -> None:
         (models.loss_fn(reference(tokens), target) / len(data)).backward()
     call(function, [model], data)  # type: ignore[list-item]
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == len(reference)
+    assert len(prepared.engine.stages[0].blocks) == len(reference) + 1  # and the loss
     assert models.equal(models.gradients(model), models.gradients(reference)) == []
 
 
@@ -534,7 +542,7 @@ def test_a_wrapped_chunk_is_looked_into() -> None:
     plain([reference], data, scale=2.0)
     call(function, [Wrapped(part)], data)  # type: ignore[list-item]
     (prepared,) = function._prepared.values()
-    assert len(prepared.engine.stages[0].blocks) == LAYERS + 1
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     assert models.equal(grads_of(part), grads_of(reference)) == []
 
 
@@ -548,6 +556,22 @@ class Skips(Part):
         for layer in self.layers:
             x = layer(x)
         return self.head(x + early)
+
+
+class Passes(Part):
+    """The last layer gets an earlier tensor that is not among its arguments."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.head is not None
+        x = early = self.embedding(tokens)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        hook = self.layers[-1].register_forward_pre_hook(lambda layer, args: (args[0] + early,))
+        try:
+            return self.head(self.layers[-1](x))
+        finally:
+            hook.remove()
 
 
 class Borrows(Part):
@@ -576,10 +600,15 @@ class Leaves(Part):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Skips, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
-        (Borrows, "parameter .*norm.weight gets a gradient from layer 6 by another way"),
-        (Backwards, "calls its layer 6 after layer 0; allowed: each once, in order"),
-        (Leaves, "calls 1 of its 7 layers; allowed: each once"),
+        (
+            Skips,
+            "a tensor of an earlier layer gets a gradient from what follows layer 6 by another way than the layer's "
+            "result; allowed: no such tensor, or layers=lambda chunk",
+        ),
+        (Passes, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
+        (Borrows, "parameter .*norm.weight gets a gradient from what follows layer 6 by another way"),
+        (Backwards, "comes to layer 6 after what precedes layer 0; allowed: each layer once, in order"),
+        (Leaves, "ends after layer 0, without layer 1; allowed: to call each layer once"),
     ],
 )
 def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: str) -> None:
@@ -590,7 +619,7 @@ def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: st
     with pytest.raises(ValueError, match=message):
         call(function, [part()], items(2))
     assert torch.is_grad_enabled()
-    if kind in (Skips, Borrows):  # right where the chunk is left whole
+    if kind in (Skips, Passes, Borrows):  # right where the chunk is left whole
         whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
         cut, reference = part(), part()
         call(whole, [cut], items(2))
@@ -598,7 +627,337 @@ def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: st
         assert models.equal(grads_of(cut), grads_of(reference)) == []
 
 
+# ------------------------------------------------------------------------- what a walk does that is not a gradient
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer whose backward adds to the main gradient of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (x,) = grads, ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return grad @ ctx.weight, None
+
+
+class InPlace(torch.autograd.Function):
+    """A cross entropy whose backward changes what its forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        probabilities = logits.softmax(-1)
+        ctx.save_for_backward(probabilities, target)
+        return -probabilities.gather(-1, target[..., None]).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (probabilities, target) = grads, ctx.saved_tensors
+        probabilities.scatter_add_(-1, target[..., None], -torch.ones_like(target[..., None], dtype=torch.float32))
+        return probabilities.mul_(grad / target.numel()), None
+
+
+class FusedHead(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(models.H, models.V, bias=False)
+        self.weight.main_grad = torch.zeros_like(self.weight)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fused.apply(x, self.weight)
+
+
+def in_place_loss(target: Tensor, output: Tensor) -> Any:
+    loss = InPlace.apply(output, target)
+    return loss, {"loss": loss.detach().clone()}
+
+
+def fused_part(layers: int) -> Part:
+    modules = list(models.build(layers=layers))
+    torch.manual_seed(2)
+    modules[-1] = FusedHead()
+    if layers == 1:
+        del modules[2]  # the dense block
+    return Part(modules, None, first=True, last=True)
+
+
+def main_grad(part: Part) -> Tensor:
+    assert isinstance(part.head, FusedHead)
+    return part.head.weight.main_grad  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_head_and_loss_are_walked_once(layers: int) -> None:
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    part, reference = fused_part(layers), fused_part(layers)
+    data = items(4)
+    for tokens, target in data:
+        (in_place_loss(target, reference(tokens))[0] / len(data)).backward()
+    call(function, [part], data, forward_step_func=partial(forward_step, function=in_place_loss))
+    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert float(main_grad(reference).norm()) > 0
+    assert torch.equal(main_grad(part), main_grad(reference))
+
+
+def test_a_main_gradient_that_would_be_added_twice_is_refused() -> None:
+    whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
+    with pytest.raises(
+        ValueError, match="adds to main_grad in the backward of what follows its experts, which is walk"
+    ):
+        call(whole, [fused_part(2)], items(2))
+
+
+class Checkpointed(nn.Module):
+    """Norm and projection inside a checkpoint that runs a backward of its own, and experts if asked for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(models.H), nn.Parameter(torch.randn(models.H, models.H) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(x) @ self.weight)
+
+
+class Routed(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(models.E, models.H))
+        self.experts = GroupedExperts(models.E, models.H, 12)
+        self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = super().forward(x).reshape(-1, models.H)
+        indices, weights = models.top_k(tokens, tokens @ self.gate.t())
+        return x + self.experts(tokens, indices, weights).view_as(x)
+
+
+@pytest.mark.parametrize("inner", [Product, Routed])
+def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> None:
+    def part() -> Part:
+        torch.manual_seed(8)
+        layers = [Checkpointed(inner()), Routed(), Checkpointed(Product())]
+        ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
+        return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
+
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    cut, reference = part(), part()
+    fired: dict[str, int] = {}
+    for name, parameter in cut.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
+    data = items(4)
+    plain([reference], data)
+    call(function, [cut], data)
+    assert models.equal(grads_of(cut), grads_of(reference)) == []
+    assert fired == dict.fromkeys(dict(cut.named_parameters()), len(data))
+
+
+def test_a_chunk_that_recomputes_its_layers_is_not_cut() -> None:
+    part = build(1, config=SimpleNamespace(recompute_granularity="full"))[0]
+    assert default_layers(part) == []
+    part.config.recompute_granularity = "selective"  # type: ignore[attr-defined]
+    assert len(default_layers(Wrapped(part))) == LAYERS + 1
+    part.config.mtp_num_layers = 1  # type: ignore[attr-defined]
+    assert default_layers(part) == []
+
+
+# -------------------------------------------------------------------------------------- what Megatron-Core keeps itself
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> SimpleNamespace:
+    """A module of Megatron-Core that is imported already."""
+    module = SimpleNamespace(**members)
+    monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    return module
+
+
+class Attaches(Part):
+    """Its output carries losses of Megatron-Core's kind; it notes their scales in the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        x.register_hook(lambda grad: self.seen.append([float(scaler.main_loss_backward_scale) for scaler in self.of]))
+        return x
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_attached_losses_have_megatrons_scale_for_a_step(
+    monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool
+) -> None:
+    before = torch.tensor(7.0)
+    scalers = [SimpleNamespace(main_loss_backward_scale=before) for _ in range(3)]
+    fake(monkeypatch, "megatron.core.transformer.moe.moe_utils", MoEAuxLossAutoScaler=scalers[0])
+    fake(monkeypatch, "megatron.core.transformer.multi_token_prediction", MTPLossAutoScaler=scalers[1])
+    fake(
+        monkeypatch,
+        "megatron.core.transformer.experimental_attention_variant.dsa",
+        DSAIndexerLossAutoScaler=scalers[2],
+    )
+    config = SimpleNamespace(
+        calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * 6, num_moe_experts=8,
+        mtp_num_layers=1, mtp_grad_scale_func=lambda: torch.tensor(12.0),
+    )  # fmt: skip
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
+    monkeypatch.setattr("overlap1f1b.integrations.megatron.engine.agreed", lambda costs, groups: costs)
+    part = Attaches(list(models.build(layers=LAYERS)), config, first=True, last=True)
+    part.of, part.seen = scalers, []  # type: ignore[assignment]
+    if fails:
+        with pytest.raises(ValueError, match="loss_func returns float"):
+            call(function, [part], items(3), forward_step_func=partial(forward_step, function=lambda target, out: 1.0))
+    else:
+        call(function, [part], items(3))
+        # The third is not in use; ranks along "cp" have a part of the first each.
+        assert part.seen == [[6.0, 12.0, 7.0] if per_token else [6.0 * 2 / 3, 12.0 / 3, 7.0]] * 3
+    assert all(scaler.main_loss_backward_scale is before for scaler in scalers)
+    assert float(before) == 7
+
+
+def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialised = [False]
+    fake(
+        monkeypatch,
+        "megatron.core.parallel_state",
+        model_parallel_is_initialized=lambda: initialised[0],
+        get_virtual_pipeline_model_parallel_world_size=lambda: 3,
+    )
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4))
+    collection = SimpleNamespace(use_mpu_process_groups=lambda: groups)
+    fake(monkeypatch, "megatron.core.process_groups_config", ProcessGroupCollection=collection)
+    assert get_forward_backward_func().__name__ == "forward_backward_no_pipelining"
+    initialised[0] = True
+    function = get_forward_backward_func()
+    assert (function.__name__, function.vp_size) == ("forward_backward_pipelining_with_interleaving", 3)
+    assert function.groups is groups
+    assert get_forward_backward_func(4).__name__ == "forward_backward_pipelining_without_interleaving"
+    alone = get_forward_backward_func(pg_collection=ProcessGroups())
+    assert (alone.__name__, alone.vp_size) == ("forward_backward_no_pipelining", None)
+
+
+class Shared(models.Block):
+    """Two ranks have one half of the tokens' features each, and put them together by collectives of their own."""
+
+    tp: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.tp is None else _Whole.apply(x, self.tp))
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], ctx.group), None
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    half = torch.zeros_like(x)
+    half[..., group.rank() :: 2] = x[..., group.rank() :: 2]
+    dist.all_reduce(half, group=group)
+    return half
+
+
+def _shared(rank: int, size: int, given: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
+    tp, ep = mesh.get_group("tp"), mesh.get_group("ep")
+    groups = ProcessGroups(tp=tp, ep=ep)
+    attention = 1 + 9 * tp.rank()  # each tensor rank would make another plan of its own
+    costs = NodeCosts.uniform(attention=attention, experts=4, dispatch=5 - 4 * tp.rank(), counts=0.4, dense=1)
+    schedule = "combined_1f1b_schedule_for_no_pipelining"
+    function = get_forward_backward_func(
+        pg_collection=groups, costs=costs if given else None, timeout=30, schedule=schedule
+    )
+    (part,), (reference,) = build(1, ep, block=Shared), build(1)
+    for block in part.modules():
+        if isinstance(block, Shared):
+            block.tp = tp
+    problems = []
+    for step in range(4):
+        part.zero_grad()
+        reference.zero_grad()
+        shards = [items(6, seed=10 * shard + step) for shard in range(2)]
+        call(function, [part], shards[ep.rank()])
+        plain([reference], shards[ep.rank()])
+        own = grads_of(reference)
+        for name, grad in grads_of(part).items():
+            if "experts" not in name and not torch.allclose(grad, own[name], rtol=1e-4, atol=1e-6):
+                problems.append(f"step {step}: {name}")
+    (prepared,) = function._prepared.values()
+    plans: list[Any] = [None] * 4
+    dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
+    return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> None:
+    assert ranks4.run(_shared, given) == [[]] * 4
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *[
+            ({name: value}, f"^{name}={value!r}; allowed: {allowed}$")
+            for name, value, allowed in (
+                ("num_microbatches_with_partial_activation_checkpoints", 1, None),
+                ("defer_embedding_wgrad_compute", True, False),
+                ("delay_wgrad_compute", True, False),
+                ("fine_grained_activation_offloading", True, False),
+                ("cpu_offloading", True, False),
+                ("hybrid_context_parallel", True, False),
+                ("cuda_graph_impl", "local", "none"),
+                ("cuda_graph_impl", "transformer_engine", "none"),
+                ("enable_cuda_graph", True, False),
+                ("external_cuda_graph", True, False),
+            )
+        ],
+        (
+            {"fp8": "hybrid"},
+            "^fp8='hybrid' in a chunk that is cut or holds Experts; allowed: None, or layers=lambda ch",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2},
+            "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a ",
+        ),
+        ({"expert_model_parallel_size": 4}, "^expert_model_parallel_size=4 with a group ep of 1 ranks; allowed: a pg"),
+        ({"context_parallel_size": 2}, "^context_parallel_size=2 with a group cp of 1 ranks; allowed: a pg_collection"),
+        ({"tensor_model_parallel_size": 2}, "^tensor_model_parallel_size=2 with a group tp of 1 ranks; allowed: a pg"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(get_forward_backward_func(), build(1, config=SimpleNamespace(**fields)), items(1))
+    without = dict.fromkeys(fields) | {
+        "cuda_graph_impl": "none",
+        "pipeline_model_parallel_size": 1,
+        "cpu_offloading": False,
+    }
+    assert len(call(get_forward_backward_func(), build(1, config=SimpleNamespace(**without)), items(1))) == 1
+
+
+def test_costs_that_are_given_need_no_group_of_tensor_ranks() -> None:
+    part = build(1, config=SimpleNamespace(tensor_model_parallel_size=2))
+    assert len(call(get_forward_backward_func(costs=COSTS), part, items(2))) == 2
 
 
 @pytest.mark.parametrize(
@@ -642,9 +1001,6 @@ def test_bad_choices_are_named() -> None:
         get_forward_backward_func(schedule="gpipe")
     with pytest.raises(ValueError, match="split_rank=1 with forward_backward_no_pipelining over 1 ranks"):
         get_forward_backward_func(split_rank=1)
-    config = SimpleNamespace(num_microbatches_with_partial_activation_checkpoints=1)
-    with pytest.raises(ValueError, match="num_microbatches_with_partial_activation_checkpoints=1; allowed: None"):
-        call(get_forward_backward_func(), build(1, config=config), items(1))
     with pytest.raises(ValueError, match="a layer of type Linear is not at all in the chunk"):
         call(get_forward_backward_func(layers=lambda chunk: [nn.Linear(1, 1)] * 2), build(1), items(1))
 

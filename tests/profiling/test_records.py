@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from overlap1f1b.plan import Overlap
-from overlap1f1b.profiling import figures_of, read_file
+from overlap1f1b.profiling import figures_of, read, read_file
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import write_record
 
@@ -69,6 +69,54 @@ def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str)
         read_file(path)
     assert message in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        content(version=LONG),
+        content(version=[LONG] * 3),
+        content(steps=LONG),
+        content(steps=[LONG]),
+        content(steps=[{**STEP, "step": LONG}]),
+        content(steps=[{**STEP, "step": LONG, "seconds": float("nan")}]),
+        content(steps=[{**STEP, "seconds": LONG}]),
+        content(steps=[{**STEP, "spans": {LONG: 1}}]),
+        content(steps=[{**STEP, "spans": [LONG]}]),
+        content(steps=[{**STEP, "spans": [[LONG, "dense.f[0] m0", 0, 1]]}]),
+        content(steps=[{**STEP, "spans": [["node", LONG, 0, 1]]}]),
+        content(steps=[{**STEP, "spans": [["node", [LONG], 0, 1]]}]),
+        content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", LONG, 1]]}]),
+        content(steps=[{**STEP, "spans": [["node", f"dense.f[0] m{'9' * 900}", 0, 1]]}]),
+        content(steps=[STEP], rank=LONG),
+        content(steps=[STEP], mesh={LONG: [3, 2]}),
+        content(steps=[STEP], mesh={LONG: LONG}),
+        content(steps=[STEP], mesh={f"{n}": [10**900, 2] for n in range(1000)}),
+        content(steps=[STEP], rank=10**4000),
+    ],
+)
+def test_long_values_are_cut(tmp_path: Path, broken: dict[str, Any]) -> None:
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        read(path)
+    assert len(str(refused.value)) < 1500 + len(str(path))
+
+
+def test_keys_in_any_order_and_steps_one_after_the_other(tmp_path: Path) -> None:
+    spans = [["node", "dense.f[0] m0", 0.25, 0.5], ["node", "dense.b[0] m0", 0.5, 1.0]]
+    steps = [{"spans": spans, "seconds": 2.0, "step": 4}, {"step": 5, "seconds": 1.0, "spans": spans[:1]}]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps(dict(reversed(content(steps=steps).items()))))
+    (recording,) = read_file(path)
+    assert [(s.number, s.start, s.end, len(s.issued)) for s in recording.steps] == [
+        (4, 0, 2 * 10**9, 2),
+        (5, 2 * 10**9, 3 * 10**9, 1),
+    ]
+    assert recording.steps[1].issued.start.tolist() == [225 * 10**7]
 
 
 def test_waits_cut_nothing_that_was_measured_without_them(tmp_path: Path) -> None:

@@ -50,6 +50,82 @@ def test_malformed(text: str) -> None:
         parts(text)
 
 
+class Spans:
+    """Notes spans and what stands beside them."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def take(self, element: Any) -> None:
+        self.taken.append(element)
+
+    def end(self, others: Any) -> None:
+        self.taken.append(others)
+
+
+STEPS = [{"a": 1, "spans": [1, [2, "]"]], "b": [3]}, {}, {"spans": []}, {"spans": None}, {"spans": {"x": 1}}, 7, [8]]
+TAKEN = [1, [2, "]"], {"a": 1, "b": [3]}, {}, {}, {"spans": None}, {"spans": {"x": 1}}, 7, [8]]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_arrays_of_objects_of_arrays(monkeypatch: pytest.MonkeyPatch, chunk: int, indent: int | None) -> None:
+    monkeypatch.setattr(stream, "_CHUNK", chunk)
+    spans, events, told = Spans(), [], []
+    text = io.StringIO(json.dumps({"steps": STEPS, "traceEvents": EVENTS, "rank": 0}, indent=indent))
+    nested = {"steps": ("spans", spans)}
+    others = read_events(text, events.append, nested=nested, seen=lambda: told.append(text.tell()))
+    assert others == {"steps": True, "traceEvents": True, "rank": 0}
+    assert (spans.taken, events) == (TAKEN, EVENTS)
+    assert told == sorted(told)
+    assert told[-1] == len(text.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "why"),
+    [
+        ("MOST_EVENTS", 9, "it has more than 9 events or spans; allowed: at most so many"),
+        ("MOST_VALUE", 40, "it has a value of more than 40 characters; allowed: at most so many"),
+        ("MOST_TEXT", 100, "it has more than 100 characters; allowed: at most so many"),
+    ],
+)
+def test_as_much_is_read_as_is_said(monkeypatch: pytest.MonkeyPatch, name: str, most: int, why: str) -> None:
+    monkeypatch.setattr(stream, "_CHUNK", 16)
+    events = [{"n": n} for n in range(8)]
+    longer = [{"n": "x" * 200}] if name == "MOST_VALUE" else [{"n": 8}, {"n": 9}]
+    monkeypatch.setattr(stream, name, most)
+    fits = [json.dumps({"traceEvents": events}), json.dumps({"steps": [{"spans": events[:5]}]}), json.dumps(events)]
+    for text in fits:
+        read_events(io.StringIO(text), [].append, nested={"steps": ("spans", Spans())})
+    for text in (
+        json.dumps({"traceEvents": events + longer}),
+        json.dumps({"steps": [{"spans": events + longer}]}),
+        json.dumps({"steps": [{"spans": events}, *longer]}),
+        json.dumps(events + longer + longer),
+        json.dumps({str(n): event for n, event in enumerate(events + longer)}),
+    ):
+        with pytest.raises(ValueError, match=f"^{why}$"):
+            read_events(io.StringIO(text), [].append, nested={"steps": ("spans", Spans())})
+
+
+def test_a_long_name_is_given_up_early() -> None:
+    """Before it is read, let alone decoded."""
+
+    class Endless(io.StringIO):
+        asked = 0
+
+        def read(self, size: int | None = -1, /) -> str:
+            assert size is not None
+            text = '{"traceEvents": [{"name": "' if not self.asked else ""
+            self.asked += size
+            return text + "o" * (size - len(text))
+
+    file = Endless()
+    with pytest.raises(ValueError, match="it has a value of more than 16777216 characters"):
+        read_events(file, [].append)
+    assert file.asked < 4 * stream.MOST_VALUE
+
+
 class Watched(io.StringIO):
     """Notes how many events had been taken whenever more text is asked for."""
 

@@ -46,6 +46,7 @@ class RecordingExchange:
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
         self.expect_rows, self.expect_counts, self.sms = real.expect_rows, real.expect_counts, real.sms
+        self.abort = real.abort
         self.clear()
 
     @property

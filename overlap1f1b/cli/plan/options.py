@@ -109,7 +109,8 @@ class PlanOptions:
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """The forwards alone, as for evaluation; also of what is compared or searched."""
     from_csv: Annotated[Path | None, _by_default("FILE", "none")] = None
-    """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules."""
+    """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules, of at most 10
+    million actions and 256 MiB."""
     send: Annotated[float | None, _by_default("FLOAT", 0)] = None
     """Time of a transfer between two ranks; 0 where it takes none worth counting."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)

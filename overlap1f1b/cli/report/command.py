@@ -16,6 +16,7 @@ from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOption
 from overlap1f1b.cli.report.page import remarks, write_page
 from overlap1f1b.cli.report.rows import rows_of
 from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
+from overlap1f1b.cli.report.waiting import reading
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.simulation.trace import write_trace
 
@@ -31,7 +32,8 @@ def report(options: ReportOptions) -> None:
     if options.compare is not None:
         _compare(options.compare, screen, options.output.json)
         return
-    recordings = read(*options.files)
+    with reading(screen) as progress:
+        recordings = read(*options.files, progress=progress)
     content = content_of(recordings)
     output = options.output
     bars: list[Bar] = []
@@ -53,7 +55,8 @@ def report(options: ReportOptions) -> None:
 
 
 def _compare(paths: Sequence[Path], screen: Console, target: str | None) -> None:
-    contents = [content_of(read(path)) for path in paths]
+    with reading(screen) as progress:
+        contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
     for content, name in zip(contents, names, strict=True):
         _say(screen, [f"{name}: {line}" for line in (*remarks(content), *content["notes"])])

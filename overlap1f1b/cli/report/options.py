@@ -42,7 +42,8 @@ class ReportOptions:
     """How much of the exchange was hidden behind compute, where it was not, and what to try next.
 
     Reads records of overlap1f1b profile, Chrome traces of torch.profiler (also gzipped) and SQLite files of nsys
-    export, one a rank; torch is not loaded. Times are milliseconds of a step.
+    export, one a rank; torch is not loaded. Times are milliseconds of a step. Of a file at most 10 million events or
+    spans are read, 8 GiB of text, and 16 MiB of one event; a larger one is refused: profile fewer steps.
 
     For example
 

@@ -76,8 +76,13 @@ class Batch:
         loss = torch.stack(list(ended.losses)) if ended.losses else None
         if not ended.outputs:
             return loss, None
-        outputs = tuple(torch.cat(parts, self.dim) for parts in zip(*ended.outputs, strict=True))
+        outputs = tuple(_joined(parts, self.dim) for parts in zip(*ended.outputs, strict=True))
         return loss, outputs[0] if len(outputs) == 1 else outputs
+
+
+def _joined(parts: Tensors, dim: int) -> Tensor:
+    """Of all microbatches; what is one number of each becomes ``[microbatches]``, as losses do."""
+    return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)
 
 
 class Ended(NamedTuple):

@@ -123,8 +123,9 @@ class Pipeline(nn.Module):
             return_outputs: Whether the outputs of the last stage are returned.
 
         Returns:
-            The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``; None for what was
-            not asked for, and where none end.
+            The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``, or
+            ``[microbatches that end here]`` where an output is one number; None for what was not asked for, and where
+            none end.
 
         Raises:
             ValueError: A number of microbatches that the schedule does not allow, a batch that is missing or too small.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from overlap1f1b.engine.boundary import Boundary
-from overlap1f1b.engine.failures import Failures, headline
 from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
 from overlap1f1b.integrations.dualpipe.walk import Walk, WeightStore
@@ -46,15 +43,14 @@ class WholeModules:
         self.modules, self.mesh = dict(modules), mesh
         self.overlapped, self.weight_store = overlapped, weight_store
         parameter = next((p for module in modules.values() for p in module.parameters()), None)
-        group = mesh.group("pp")
-        self.failures = Failures(mesh.combined(uuid.uuid4().hex, lambda _, names: names[0]))
+        self.failures = mesh.failures
         self.boundary = Boundary(
             mesh,
             placement,
             device=torch.device("cpu") if parameter is None else parameter.device,
             timeout=timedelta(seconds=timeout),
             failures=self.failures,
-            background=group is not None and dist.get_backend(group) == "gloo",
+            background=mesh.on_gloo,
             dynamic=dynamic_shapes,
         )
         self._failed = False
@@ -65,11 +61,11 @@ class WholeModules:
         """Plays a step, or its forwards alone.
 
         Raises:
-            ValueError: What is missing, or a step after one that failed.
-            RuntimeError: Another rank failed, or did not answer within the limit.
+            ValueError: Something is missing.
+            RuntimeError: Another rank failed, or did not answer within the limit; a step after one that failed.
         """
         if self._failed:
-            raise ValueError("a step of this pipeline failed before; allowed: a new one, on all ranks")
+            raise RuntimeError("a step of this pipeline failed before; allowed: a new one, on all ranks")
         if grad and self._remembered is not program:  # other microbatches, other sizes
             self.boundary.forget()
             self._remembered = program
@@ -96,13 +92,11 @@ class WholeModules:
             yield
         except BaseException as error:
             walk.drain()
-            message = f"rank pp {self.boundary.rank} failed at {walk.position}"
-            error.add_note(message)
-            first = self.failures.read(wait=isinstance(error, RuntimeError))
-            if first is not None and first not in str(error):
-                error.add_note(f"the first to fail: {first}")
-            self.failures.post(f"{message}: {headline(error)}")
-            self._failed = self.mesh.size("pp") > 1
+            self.failures.tell(error, f"{self.mesh.label} failed at {walk.position}")
+            self._failed = bool(self.mesh.labels)
+            if self._failed:
+                self.mesh.abort()
+            self.failures.explain(error)
             if self.weight_store is not None:
                 self.weight_store.enabled = False
                 self.weight_store.clear()

@@ -1,4 +1,4 @@
-"""A model chunk as blocks of a stage: the user's forward step, suspended before each layer."""
+"""A model chunk as blocks of a stage: the user's forward step, suspended before each layer and behind the last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap1f1b.engine.forward import Forward, SeamCall
 from overlap1f1b.engine.microbatch import Tensors
 from overlap1f1b.engine.state import ThreadState
 from overlap1f1b.integrations.megatron.config import Config, found
-from overlap1f1b.integrations.megatron.layers import held_by
+from overlap1f1b.integrations.megatron.layers import parts_of
 from overlap1f1b.integrations.megatron.losses import Losses
 from overlap1f1b.integrations.megatron.reach import Reach
 
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass
 class _Run:
-    """A microbatch's forward, which lives as long as it is suspended between two layers."""
+    """A microbatch's forward, which lives as long as it is suspended between two parts."""
 
     forward: Forward
     segment: int = 0
@@ -57,7 +57,7 @@ class Chunk:
 
     Args:
         model: Has ``set_input_tensor``, perhaps inside of what wraps it.
-        layers: Modules before which the forward is cut, but for the first.
+        layers: Modules at which the forward is cut: see :func:`parts_of`.
         stage: Its number in the pipeline.
         last: Whether the loss is made here.
         passes_last_input: Whether the last of its inputs is handed on behind its output (the encoder's, in a decoder).
@@ -78,8 +78,8 @@ class Chunk:
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.name = f"chunk of stage {stage} ({type(model).__name__})"
-        self.layers = list(layers) if len(layers) > 1 else []
-        self.segments = [Segment(self, index, held) for index, held in enumerate(held_by(model, layers))]
+        self.parts = parts_of(model, layers, ends=last)
+        self.segments = [Segment(self, index, part.held) for index, part in enumerate(self.parts)]
         self.step: Step | None = None
         self.running = 0
         """The microbatch of the node that is played."""
@@ -91,9 +91,11 @@ class Chunk:
         """While it lasts, the chunk's forwards are those of a step, and its layers suspend them."""
         self.step = step
         hooks = [
-            layer.register_forward_pre_hook(partial(self._cut, index), with_kwargs=True)
-            for index, layer in enumerate(self.layers)
-            if index
+            part.cut.register_forward_hook(partial(self._cut_behind, index))
+            if part.behind
+            else part.cut.register_forward_pre_hook(partial(self._cut_before, index), with_kwargs=True)
+            for index, part in enumerate(self.parts)
+            if part.cut is not None
         ]
         try:
             yield
@@ -107,7 +109,7 @@ class Chunk:
             self._runs, self.step = {}, None
 
     def run(self, segment: int, inputs: Tensors) -> Tensors | Tensor:
-        """The part of the running microbatch's forward up to the next layer, or to its end."""
+        """The part of the running microbatch's forward up to the next cut, or to its end."""
         microbatch = self.running
         if len(self.segments) == 1:
             return self._forward_step(microbatch, inputs)
@@ -128,37 +130,44 @@ class Chunk:
             if run.reach is not None:
                 run.reach.passed((y,))
             handed = run.forward.resume(y)
+        if run.forward.dead and segment < len(self.parts) - 1:
+            raise ValueError(
+                f"{self.name} ends after {self.parts[segment].name}, without {self.parts[segment + 1].name}; "
+                "allowed: to call each layer once, or layers=lambda chunk: [] for a chunk that is not cut"
+            )
         self._check(run, (handed,) if isinstance(handed, Tensor) else handed)
         if run.reach is not None:
             run.reach.leave(inputs)
         if run.forward.dead:
             del self._runs[microbatch]
             self._checked |= torch.is_grad_enabled()
-            if segment < len(self.segments) - 1:
-                raise ValueError(
-                    f"{self.name} calls {segment + 1} of its {len(self.segments)} layers; "
-                    "allowed: each once, or layers=lambda chunk: [] for a chunk that is not cut"
-                )
         return handed
 
     def _check(self, run: _Run, outs: Sequence[Tensor]) -> None:
         if run.reach is not None:
-            run.reach.check(outs, self.segments, run.segment)
+            run.reach.check(outs, self.parts, run.segment)
 
-    def _cut(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a layer: leaves the forward, and goes on with new leaves for the tensors that the layer is given."""
+    def _cut_before(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Leaves the forward before a layer, which goes on with new leaves for the tensors that it is given."""
+        return self._cut(index, (args, kwargs), f"calls its layer of type {type(layer).__name__} without a tensor")
+
+    def _cut_behind(self, index: int, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Leaves the forward behind a layer, with new leaves for the tensors that it returns."""
+        return self._cut(index, output, f"has a last layer of type {type(layer).__name__} that returns no tensor")
+
+    def _cut(self, index: int, passed: Any, without: str) -> Any:
         run = self._runs.get(self.running)
         if run is None or getcurrent() is not run.forward:  # called by itself, or recomputed in a backward
             return None
         if index != run.segment + 1:
             raise ValueError(
-                f"{self.name} calls its layer {index} after layer {run.segment}; "
-                "allowed: each once, in order, or layers=lambda chunk: [] for a chunk that is not cut"
+                f"{self.name} comes to {self.parts[index].name} after {self.parts[run.segment].name}; "
+                "allowed: each layer once, in order, or layers=lambda chunk: [] for a chunk that is not cut"
             )
-        values, spec = tree_flatten((args, kwargs))
+        values, spec = tree_flatten(passed)
         at = [position for position, value in enumerate(values) if isinstance(value, Tensor)]
         if not at:
-            raise ValueError(f"{self.name} calls its layer {index} without a tensor; allowed: at least one")
+            raise ValueError(f"{self.name} {without}; allowed: one or more, or layers=lambda chunk: []")
         given = tuple(_output(values[position]) for position in at)
         leaves = run.forward.hand_out(given, ThreadState.capture(self.device))
         for position, leaf in zip(at, leaves, strict=True):
@@ -192,7 +201,7 @@ class Chunk:
 
 
 class Segment(nn.Module):
-    """One block of a stage: a chunk's forward from one layer to the next."""
+    """One block of a stage: a chunk's forward from one cut to the next."""
 
     def __init__(self, chunk: Chunk, index: int, held: nn.Module) -> None:
         super().__init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -12,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.plan import NodeCosts
+
+PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]
 Sync = Callable[[Any], object]
 
@@ -27,13 +32,28 @@ class ProcessGroups:
         pp: Ranks that hold the stages, in their order.
         ep: Ranks that share the experts; the same that the model's ``GroupedExperts`` were given.
         cp: Ranks that share a sequence; the loss is multiplied by their number.
+        tp: Ranks that share every layer.
+        dp: Ranks that hold the same with other data.
 
-    None stands for one rank. Whatever else a collection has is for ``finalize_model_grads_func``, which is handed it.
+    Those of ``tp``, ``cp`` and ``dp`` play one plan, so that collectives inside their layers and between their
+    gradients meet. None stands for one rank. Whatever else a collection has is for ``finalize_model_grads_func``, which
+    is handed it.
     """
 
     pp: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
     cp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+
+    @classmethod
+    def default(cls) -> object:
+        """Megatron-Core's own, where its ``parallel_state`` has been initialised in this process; else one rank."""
+        state: Any = sys.modules.get(PARALLEL_STATE)
+        if state is None or not state.model_parallel_is_initialized():
+            return cls()
+        collections: Any = importlib.import_module("megatron.core.process_groups_config")
+        return collections.ProcessGroupCollection.use_mpu_process_groups()
 
 
 @dataclass(frozen=True)
@@ -49,9 +69,13 @@ class Config:
     variable_seq_lengths: bool = False
     overlap_moe_expert_parallel_comm: bool = False
     microbatch_group_size_per_vp_stage: int | None = None
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
     enable_autocast: bool = False
     autocast_dtype: torch.dtype | None = None
+    num_moe_experts: int | None = None
+    moe_grad_scale_func: Callable[[], Tensor] | None = None
+    mtp_num_layers: int | None = None
+    mtp_grad_scale_func: Callable[[], Tensor] | None = None
+    experimental_attention_variant: str | None = None
     timers: Callable[..., Any] | None = None
     barrier_with_L1_time: bool = True  # noqa: N815 - Megatron-Core's name
 
@@ -87,6 +111,16 @@ def size_of(groups: object, name: str) -> int:
     """Ranks of a group."""
     group = group_of(groups, name)
     return 1 if group is None else group.size()
+
+
+def agreed(costs: NodeCosts | None, groups: object) -> NodeCosts | None:
+    """The costs of the first of all ranks along "tp", "cp" and "dp", all of which must call this."""
+    for name in ("tp", "cp", "dp"):
+        if (group := group_of(groups, name)) is not None:
+            held = [costs]
+            dist.broadcast_object_list(held, group=group, group_src=0)
+            (costs,) = held
+    return costs
 
 
 def mesh_of(groups: object, device: torch.device) -> DeviceMesh | None:

@@ -12,7 +12,9 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.engine.batch import Batch
 from overlap1f1b.engine.work import Microbatches, Work
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
-from overlap1f1b.plan import Node
+from overlap1f1b.integrations.megatron.config import agreed
+from overlap1f1b.integrations.megatron.scalers import MOE, scaled
+from overlap1f1b.plan import Node, NodeCosts
 from overlap1f1b.schedule import Program
 
 
@@ -22,14 +24,34 @@ class ChunkEngine(Engine):
     Args:
         chunks: Of this rank, by stage.
         program: What to play.
+        groups: Of this rank; those that play the same are told its costs.
+        costs: Of the nodes, instead of measuring them.
         options: Of the :class:`Engine`.
     """
 
-    def __init__(self, chunks: Mapping[int, Chunk], program: Program, **options: Any) -> None:
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        program: Program,
+        *,
+        groups: object,
+        costs: NodeCosts | None,
+        **options: Any,
+    ) -> None:
         blocks = {stage: chunk.segments for stage, chunk in chunks.items()}
-        super().__init__(blocks, program, loss_fn=_same, reduce=False, **options)
-        self.chunks = dict(chunks)
+        costs = agreed(costs, groups)
+        super().__init__(blocks, program, loss_fn=_same, reduce=False, costs=costs, **options)
+        self.chunks, self.groups = dict(chunks), groups
         self._auxiliary = 1.0
+
+    @property
+    def costs(self) -> NodeCosts | None:
+        """As of any engine, and the same on ranks that share layers, sequences or parameters."""
+        return self._plans.costs
+
+    @costs.setter
+    def costs(self, costs: NodeCosts | None) -> None:
+        self._plans.costs = agreed(costs, self.groups)
 
     def run(
         self,
@@ -37,7 +59,8 @@ class ChunkEngine(Engine):
         around: Callable[[Node], AbstractContextManager[object]] | None,
     ) -> None:
         """Plays a step, in ``around`` at every node; None plays its forwards alone."""
-        self._auxiliary = steps[0].losses.auxiliary_scale
+        losses = steps[0].losses
+        self._auxiliary = float(losses.scale_of(MOE))
 
         @contextmanager
         def telling(node: Node) -> Iterator[None]:
@@ -48,6 +71,7 @@ class ChunkEngine(Engine):
                 yield
 
         with ExitStack() as stepping:
+            stepping.enter_context(scaled(losses.config, losses.scale_of))
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
             self.player.around = telling

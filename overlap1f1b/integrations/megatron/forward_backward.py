@@ -15,7 +15,9 @@ from overlap1f1b.integrations.megatron.engine import ChunkEngine
 from overlap1f1b.integrations.megatron.layers import Layers
 from overlap1f1b.integrations.megatron.losses import Losses
 from overlap1f1b.integrations.megatron.names import CHUNKED, SCHEDULES, WITHOUT_INTERLEAVING
+from overlap1f1b.integrations.megatron.options import SIZES, check_options, check_sizes
 from overlap1f1b.integrations.megatron.sync import GradientSync
+from overlap1f1b.moe import Experts
 from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
@@ -110,12 +112,11 @@ class ForwardBackward:
                 raise ValueError(f"{name}={value}; allowed: 1 or more")
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
+        for chunk in models:
+            check_options(chunk, suspends=False)
+            # Costs that are given the same on all ranks need no group to agree on them.
+            check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.costs is None])
         config = Config.of(models[0])
-        if config.num_microbatches_with_partial_activation_checkpoints is not None:
-            raise ValueError(
-                "num_microbatches_with_partial_activation_checkpoints="
-                f"{config.num_microbatches_with_partial_activation_checkpoints}; allowed: None"
-            )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
@@ -174,6 +175,8 @@ class ForwardBackward:
             chunks[stage] = Chunk(
                 model, self.layers(model), stage=stage, last=last, passes_last_input=passes and not last
             )
+            if len(chunks[stage].parts) > 1 or any(isinstance(module, Experts) for module in model.modules()):
+                check_options(model, suspends=True)
         mesh = mesh_of(self.groups, next(iter(chunks.values())).device)
         if self._exchange is None:
             ep = group_of(self.groups, "ep")
@@ -181,6 +184,7 @@ class ForwardBackward:
         engine = ChunkEngine(
             chunks,
             program,
+            groups=self.groups,
             mesh=mesh,
             overlap=self.overlap,
             costs=self.costs,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
+from overlap1f1b.integrations.megatron.config import found
 from overlap1f1b.moe import Experts
 
 Layers = Callable[[nn.Module], Sequence[nn.Module]]
@@ -15,10 +17,16 @@ Layers = Callable[[nn.Module], Sequence[nn.Module]]
 def default_layers(chunk: nn.Module) -> Sequence[nn.Module]:
     """The children of an ``nn.Sequential``; else ``chunk.layers``, or ``chunk.decoder.layers``; else none.
 
-    A chunk is looked for through ``.module``, as far as something wraps it.
+    A chunk is looked for through ``.module``, as far as something wraps it. None also where its config has layers run
+    inside a checkpoint that nothing can cut: ``recompute_granularity="full"``, or any with layers of MTP, whose
+    embedding and output layer are those of the rest.
     """
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
+    config = found(chunk, "config")
+    recomputes = getattr(config, "recompute_granularity", None)
+    if recomputes == "full" or (recomputes is not None and getattr(config, "mtp_num_layers", None)):
+        return []
     if type(chunk).forward is nn.Sequential.forward:
         return list(chunk.children())
     for owner in (chunk, getattr(chunk, "decoder", None)):
@@ -28,24 +36,42 @@ def default_layers(chunk: nn.Module) -> Sequence[nn.Module]:
     return []
 
 
-def held_by(chunk: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """For each layer a module that holds it and its share of what lies outside all layers.
+class Part(NamedTuple):
+    """A part of a chunk's forward.
 
-    Modules that are registered after the layers are taken to run after them and go with the last. Of the others that
-    is not known, so they go with the first and the last: a parameter of both is complete with the first's backward.
-    Without at least two layers the chunk is one block.
+    Args:
+        name: For messages.
+        held: A module that holds the part's modules.
+        cut: The layer where it begins; None where the forward does.
+        behind: Whether it begins behind that layer.
+    """
+
+    name: str
+    held: nn.Module
+    cut: nn.Module | None = None
+    behind: bool = False
+
+
+def parts_of(chunk: nn.Module, layers: Sequence[nn.Module], *, ends: bool) -> list[Part]:
+    """The parts of a chunk that is cut at its layers; without any it is one part.
+
+    A layer is a part of its own. What runs before the first is one where it has parameters, what runs behind the last
+    where it has or where the model ``ends`` there: a head and a loss are so walked once, not once for each call of
+    experts before them. Modules that are registered after the layers are taken to run after them. Of the others that is
+    not known, so they go to both sides: a parameter of both is complete with the first part's backward.
 
     Raises:
-        ValueError: A layer that is not in the chunk, or twice.
+        ValueError: A layer that is not in the chunk, or twice; experts before the layers.
     """
-    if len(layers) < 2:
-        return [chunk]
+    if not layers:
+        return [Part("it", chunk)]
     every = set(chunk.modules())
     for layer in layers:
         if layer not in every or list(layers).count(layer) > 1:
             where = "twice" if layer in every else "not at all"
             raise ValueError(f"a layer of type {type(layer).__name__} is {where} in the chunk; allowed: once each")
-    parts: list[list[nn.Module]] = [[layer] for layer in layers]
+    before: list[nn.Module] = []
+    behind: list[nn.Module] = []
     direct: list[nn.Parameter] = []
     reached = False
 
@@ -54,18 +80,23 @@ def held_by(chunk: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
         if module in layers:
             reached = True
         elif not any(inner in layers for inner in module.modules()):
-            parts[-1].append(module)
+            behind.append(module)
             if not reached:
-                parts[0].append(module)
+                before.append(module)
         else:
             direct.extend(module.parameters(recurse=False))
             for child in module.children():
                 visit(child)
 
     visit(chunk)
-    if any(isinstance(inner, Experts) for module in parts[0][1:] for inner in module.modules()):
+    if any(isinstance(inner, Experts) for module in before for inner in module.modules()):
         raise ValueError("Experts before the layers of a chunk; allowed: in a layer, or layers=lambda chunk: []")
-    holders: list[nn.Module] = [nn.ModuleList(part) for part in parts]
-    for holder in (holders[0], holders[-1]):
-        holder.register_module("direct", nn.ParameterList(direct))
-    return holders
+    parts = [Part(f"layer {number}", layer, layer) for number, layer in enumerate(layers)]
+    head, tail = (nn.ModuleList([*modules, nn.ParameterList(direct)]) for modules in (before, behind))
+    if any(True for _ in head.parameters()):
+        parts.insert(0, Part("what precedes layer 0", head))
+    else:
+        parts[0] = parts[0]._replace(cut=None)
+    if ends or any(True for _ in tail.parameters()):
+        parts.append(Part(f"what follows layer {len(layers) - 1}", tail, layers[-1], behind=True))
+    return parts

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.integrations.megatron.config import Config
+from overlap1f1b.integrations.megatron.scalers import Scaler
 
 
 class Losses:
@@ -40,12 +41,15 @@ class Losses:
         """One for each microbatch that ended on this rank, in their order."""
         return [self._reports[microbatch] for microbatch in sorted(self._reports)]
 
-    @property
-    def auxiliary_scale(self) -> float:
-        """The gradient of an auxiliary loss that a layer attaches."""
-        scale = self.config.grad_scale_func
-        factor = 1.0 if scale is None else float(scale(torch.ones(1)))
-        return factor if self.config.calculate_per_token_loss else factor * self.cp / self.microbatches
+    def scale_of(self, scaler: Scaler) -> Tensor:
+        """The gradient of a loss ``[1]`` that a layer attaches: that of the main loss, but for its own factor."""
+        ones, config = torch.ones(1, device=self.tokens.device), self.config
+        own = getattr(config, scaler.own_scale, None)
+        given = own() if own is not None else ones if config.grad_scale_func is None else config.grad_scale_func(ones)
+        scale = torch.as_tensor(given, device=ones.device)
+        if config.calculate_per_token_loss:
+            return scale
+        return (scale * self.cp if scaler.by_sequence else scale) / self.microbatches
 
     def of(self, microbatch: int, output: Any, loss_func: Any) -> Tensor:
         """What the backward of a microbatch starts from; a placeholder where there is none."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from overlap1f1b.integrations.megatron.layers import Part
 
 
 class Reach:
@@ -29,10 +31,10 @@ class Reach:
         self._behind |= {id(part): part for part in (*self._here, *leaves)}
         self._here = []
 
-    def check(self, outs: Sequence[Any], parts: Sequence[nn.Module], part: int) -> None:
+    def check(self, outs: Sequence[Any], parts: Sequence[Part], part: int) -> None:
         """Raises ``ValueError`` if a tensor's graph reaches behind the last cut, or another part's parameters."""
-        own = {id(p) for p in parts[part].parameters()}
-        others = {id(p): name for other in parts for name, p in other.named_parameters() if id(p) not in own}
+        own = {id(p) for p in parts[part].held.parameters()}
+        others = {id(p): name for other in parts for name, p in other.held.named_parameters() if id(p) not in own}
         seen: set[Any] = set()
         waiting: list[Any] = [out.grad_fn for out in outs if isinstance(out, Tensor) and out.grad_fn is not None]
         while waiting:
@@ -43,9 +45,10 @@ class Reach:
             part_of = getattr(node, "variable", node)  # a node that only adds to a leaf is the same for all layers
             if id(part_of) in self._behind or id(part_of) in others:
                 what = f"parameter {others[id(part_of)]}" if id(part_of) in others else "a tensor of an earlier layer"
+                way = "result" if parts[part].behind else "arguments"
                 raise ValueError(
-                    f"{self.name}: {what} gets a gradient from layer {part} by another way than the layer's arguments; "
-                    "allowed: no such tensor, or layers=lambda chunk: [] for a chunk that is not cut"
+                    f"{self.name}: {what} gets a gradient from {parts[part].name} by another way than the layer's "
+                    f"{way}; allowed: no such tensor, or layers=lambda chunk: [] for a chunk that is not cut"
                 )
             waiting += [following for following, _ in node.next_functions if following is not None]
         self._here += [node for node in seen if not hasattr(node, "variable")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from overlap1f1b.engine import DEFAULT_OVERLAP
-from overlap1f1b.integrations.megatron.config import ProcessGroups, size_of
+from overlap1f1b.integrations.megatron.config import PARALLEL_STATE, ProcessGroups, size_of
 from overlap1f1b.integrations.megatron.forward_backward import ForwardBackward
 from overlap1f1b.integrations.megatron.layers import Layers, default_layers
 from overlap1f1b.integrations.megatron.names import (
@@ -41,16 +43,17 @@ def get_forward_backward_func(
     As in Megatron-Core (``megatron/core/pipeline_parallel``) ``pp_size`` and ``vp_size`` choose among
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
 
-    A chunk is cut before each of its ``layers``, so that each is a block. In one block of several MoE layers, the
-    gradient of each one's experts would be looked for through all layers after it, once for each: a step of 8 layers in
-    one block took 1.7 times as long as in 8. Whatever a layer needs a gradient for must come by its arguments, which
-    the first forward is checked for.
+    A chunk is cut before each of its ``layers`` and behind the last, so that each is a block. In one block of several
+    MoE layers, the gradient of each one's experts would be looked for through all layers after it, once for each: a
+    step of 8 layers in one block took 1.7 times as long as in 8. Whatever a layer needs a gradient for must come by its
+    arguments, which the first forward is checked for.
 
     Args:
         pp_size: Pipeline ranks; None for those of the group ``pp``.
-        vp_size: Chunks of a rank, if interleaved.
-        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep`` and ``cp``.
-            Nothing is taken from a global.
+        vp_size: Chunks of a rank, if interleaved; without any of the three as Megatron-Core was initialised.
+        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
+            and ``dp``. By default those of Megatron-Core's ``parallel_state``, as in Megatron-Core, where it has been
+            initialised; else this rank alone.
         schedule: One of ``SCHEDULES``, in place of the choice.
         overlap, costs, timeout: See :class:`~overlap1f1b.engine.Engine`.
         layers: The layers of a chunk in order; none leaves it whole.
@@ -60,8 +63,10 @@ def get_forward_backward_func(
     Raises:
         ValueError: Sizes that do not fit the groups, or an unknown schedule.
     """
-    groups = ProcessGroups() if pg_collection is None else pg_collection
+    groups = ProcessGroups.default() if pg_collection is None else pg_collection
     held = size_of(groups, "pp")
+    if pg_collection is None and pp_size is None and vp_size is None and not isinstance(groups, ProcessGroups):
+        vp_size = sys.modules[PARALLEL_STATE].get_virtual_pipeline_model_parallel_world_size()
     if pp_size not in (None, held):
         raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")
     if vp_size is not None and vp_size < 1:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.integrations.transformers.finding import counters, routing_names
+from overlap1f1b.integrations.transformers.finding import adapter_around, counters, routing_names
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
@@ -65,12 +65,20 @@ class OwnExperts(Experts):
         return result.reshape(rows.shape)
 
 
-def adopt(module: nn.Module, count: int, group: dist.ProcessGroup | None, name: str, *, grouped: bool) -> None:
-    """Makes a model's experts module one of the engine's, with this rank's part of its weights.
+def adopt(
+    model: nn.Module, module: nn.Module, count: int, group: dist.ProcessGroup | None, name: str, *, grouped: bool
+) -> None:
+    """Makes an experts module of a model, called so, one of the engine's, with this rank's part of its weights.
 
     Raises:
-        ValueError: The experts are not divisible by the ranks, or a parameter is not by the experts.
+        ValueError: The experts have an adapter, such as LoRA's, they are not divisible by the ranks, or a parameter is
+            not by the experts.
     """
+    if (adapter := adapter_around(model, name)) is not None:
+        raise ValueError(
+            f"{adapter[0]} ({type(adapter[1]).__name__}) is an adapter of experts, whose weights are not divided by "
+            "experts and which the engine would not call; allowed: adapters of other layers, or merged into the experts"
+        )
     names = routing_names(module)
     assert names is not None
     own = type(module)

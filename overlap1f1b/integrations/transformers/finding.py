@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from overlap1f1b.moe import Experts
 
@@ -128,6 +129,35 @@ _CONVOLUTIONS = nn.modules.conv._ConvNd
 
 def _some(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def wraps(module: nn.Module) -> bool:
+    """Whether a module adds weights to one that it holds, or to itself, as the adapters of PEFT do."""
+    held = (getattr(module, name, None) for name in ("base_layer", "original_module"))
+    names = (*module._parameters, *module._modules)
+    added = any(name.startswith("lora_") for name in names) or parametrize.is_parametrized(module)
+    return added or any(isinstance(inner, nn.Module) for inner in held)
+
+
+def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first adapter of a model, by its name; the model itself, where PEFT holds it."""
+    for name, module in model.named_modules():
+        if wraps(module) or any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+            return name, module
+    return None
+
+
+def adapter_around(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """The outermost adapter around a module of a model, or else the first inside it, by its name."""
+    path = name.split(".")
+    for length in range(len(path)):
+        outer = ".".join(path[:length])
+        if wraps(module := model.get_submodule(outer)):
+            return outer, module
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if wraps(module):
+            return inner, module
+    return None
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers.experts import adopt
-from overlap1f1b.integrations.transformers.finding import Found, find
+from overlap1f1b.integrations.transformers.finding import Found, adapter_in, find
 from overlap1f1b.integrations.transformers.loading import load_stages
 from overlap1f1b.integrations.transformers.saving import save_stage, write_index
 from overlap1f1b.integrations.transformers.shell import Shell
@@ -87,7 +87,15 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
         No rank holds more than its stages, with all experts of one of them. Weights of an earlier save in the folder
         are replaced.
+
+        Raises:
+            ValueError: The model has adapters, such as LoRA's.
         """
+        if (adapter := adapter_in(self.model)) is not None:  # somewhere in it, so that all ranks say so
+            raise ValueError(
+                f"{adapter[0] or 'the model'} ({type(adapter[1]).__name__}) is an adapter, and what would be written "
+                "neither one nor a model; allowed: adapters that are merged first, or state_dict() of each rank"
+            )
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
             if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
@@ -166,7 +174,8 @@ def split_model(
         program: What will be played; its placement says which rank holds which stage.
         mesh: With any of the dimensions "pp", "dp" and "ep"; None for one rank.
         inputs: Names of the model's arguments that a step's inputs are, in their order: ``input_ids`` and, for example,
-            ``attention_mask`` or ``position_ids``.
+            ``attention_mask`` or ``position_ids``. A step takes them as a tuple, or as a mapping by these names, such
+            as what a tokenizer returns; None is one that is not given this step.
         weights: Of the layers, where stages are not to have equally many.
         grouped: Whether experts whose weights are laid out in the usual way (``gate_up_proj [E, 2·I, H]``, ``down_proj
             [E, H, I]``) run as the engine's grouped products, with their weight gradients apart, instead of by the
@@ -175,7 +184,8 @@ def split_model(
 
     Raises:
         ValueError: A dense, quantised or encoder-decoder model, one whose experts or layers are not recognised, more
-            stages than layers, or experts that are not divisible by the ranks.
+            stages than layers, experts that are not divisible by the ranks, or, where these are made the engine's,
+            experts with an adapter.
     """
     found = find(model)
     placement = program.placement
@@ -194,7 +204,7 @@ def split_model(
     group = mesh.get_group("ep") if mesh is not None and "ep" in coordinate and mesh["ep"].size() > 1 else None
     if group is not None or grouped:
         for name, (module, count) in found.experts.items():
-            adopt(module, count, group, name, grouped=grouped is not False)
+            adopt(model, module, count, group, name, grouped=grouped is not False)
     ties = _untie(shell, found, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
+from overlap1f1b.engine.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.shell import Call, Shell
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
@@ -39,19 +40,25 @@ class Place:
     last: bool
     inputs: tuple[str, ...]
 
-    def calls(self, given: tuple[Tensor, ...], like: Tensor, microbatch: Microbatch | None) -> list[Call]:
+    def named(self, given: OptionalTensors) -> dict[str, Tensor]:
+        """Those of the model's inputs that are given, by name."""
+        if len(given) != len(self.inputs):
+            raise ValueError(f"{len(given)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
+        if given[0] is None:
+            raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
+        return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
+
+    def calls(self, given: OptionalTensors, like: Tensor, microbatch: Microbatch | None) -> list[Call]:
         """What the layers are given for a microbatch, whose blocks share it."""
         kept = None if microbatch is None else microbatch.memo.get(self)
         if kept is None:
-            kept = self.shell.calls(dict(zip(self.inputs, given, strict=True)), like, self.end - 1)
+            kept = self.shell.calls(self.named(given), like, self.end - 1)
             self._keep(kept, microbatch)
         return kept
 
-    def begin(self, given: tuple[Tensor, ...], microbatch: Microbatch | None) -> tuple[Tensor, list[Call]]:
+    def begin(self, given: OptionalTensors, microbatch: Microbatch | None) -> tuple[Tensor, list[Call]]:
         """The hidden states before the first layer, and the calls."""
-        if len(given) != len(self.inputs):
-            raise ValueError(f"{len(given)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
-        hidden, calls = self.shell.begin(dict(zip(self.inputs, given, strict=True)), self.end - 1)
+        hidden, calls = self.shell.begin(self.named(given), self.end - 1)
         self._keep(calls, microbatch)
         return hidden, calls
 
@@ -63,8 +70,8 @@ class Place:
 class Layer(MicrobatchBlock):
     """A block of a stage: a decoder layer, with the embedding before the first and norm, head and loss after the last.
 
-    Takes and returns ``(hidden [B, S, H], *inputs of the model, *router logits [T, E] of the layers so far)``; the
-    first of all takes the model's inputs alone, the last returns its logits, behind its loss if there is a target.
+    Takes and returns ``(hidden [B, S, H], *inputs of the model or None, *router logits [T, E] of the layers so far)``;
+    the first of all takes the model's inputs alone, the last returns its logits, behind its loss if there is a target.
     Between stages router logits are one tensor ``[layers, T, E]``.
 
     Args:
@@ -84,12 +91,13 @@ class Layer(MicrobatchBlock):
         beside: list[nn.Module],
     ) -> None:
         super().__init__()
+        self.input_names = place.inputs
         self.place, self.number, self.layer, self.beside = place, number, layer, nn.ModuleList(beside)
         for gate, index in gates:
             gate.register_forward_hook(_recorder(index))
         self._checked = False
 
-    def forward(self, *inputs: Tensor, microbatch: Microbatch | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Any, microbatch: Microbatch | None = None) -> OptionalTensors:
         place, known = self.place, len(self.place.inputs)
         routed: tuple[Tensor, ...] = ()
         if place.first and self.number == place.start:
@@ -117,14 +125,14 @@ class Layer(MicrobatchBlock):
         if not place.last:
             return self._checked_outputs(hidden, *given, *([torch.stack(routed)] if routed else []))
         labels = microbatch.target[0] if microbatch is not None and microbatch.target else None
-        named = dict(zip(place.inputs, given, strict=True))
+        named = place.named(given)
         return self._checked_outputs(*place.shell.end(named, hidden, routed, labels))
 
-    def _checked_outputs(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def _checked_outputs(self, *outputs: Tensor | None) -> OptionalTensors:
         """The first time, outputs must not depend on parameters of other blocks: their gradients would be lost."""
         if not self._checked and torch.is_grad_enabled():
             own = {id(p) for p in self.parameters()}
-            for parameter in _reached(outputs):
+            for parameter in _reached([t for t in outputs if t is not None]):
                 if id(parameter) not in own:
                     raise ValueError(
                         f"layer {self.number} ({type(self.layer).__name__}) depends on a parameter "
@@ -154,7 +162,7 @@ class LanguageModelStage(nn.Module):
         for name, module in self.__dict__["kept"].items():
             _hang(root, name, module)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor | None) -> Any:
         """Runs the stage by itself: the same in and out as its blocks'."""
         handed: Any = inputs
         for block in self.__dict__["blocks"]:

@@ -1,0 +1,79 @@
+"""What has to be equal on ranks that train together, as facts for :meth:`Mesh.agree`.
+
+Ranks that differ in an option wait for each other for ever, or train on with wrong gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from overlap1f1b.engine.mesh import Mesh
+from overlap1f1b.engine.stage import Stage
+from overlap1f1b.schedule import Program
+
+Facts = dict[str, object]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def options(program: Program, **others: object) -> Facts:
+    """The options of an engine."""
+    order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
+    text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
+    return {"program": text} | {name: value if value is None else repr(value) for name, value in others.items()}
+
+
+def structure(stages: Mapping[int, Stage]) -> Facts:
+    """Shapes and dtypes of the parameters, and which of them are trained."""
+    return {
+        place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
+        for place, p, _ in _parameters(stages)
+    }
+
+
+def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
+    """A sum over the bits of every parameter, the same in whatever order it is computed; shards of FSDP2 are left out.
+
+    Args:
+        stages: Of this rank.
+        ties: Parameters that other stages hold, too, by names that all of them use.
+        mesh: Ranks of the engine; those with another place along "ep" have other experts.
+    """
+    held = [
+        (f"{place} of the experts on ep {mesh.rank('ep')}" if expert and mesh.size("ep") > 1 else place, p)
+        for place, p, expert in _parameters(stages)
+    ]
+    held += [(f"tied parameter {name}", p) for name, p in ties.items()]
+    kept = [(place, p) for place, p in held if not isinstance(p, DTensor) and not p.is_meta]
+    if not kept:
+        return {}
+    sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
+    return {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+
+
+def calls(stages: Mapping[int, Stage]) -> Facts:
+    """What the experts were called with: sizes that a call has on every rank."""
+    return {
+        f"call {seam} of experts in {stage.names[block]} of stage {number}": text
+        for number, stage in stages.items()
+        for (block, seam), text in stage.calls.items()
+    }
+
+
+def _parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Each parameter with its place in the model, and whether it is an expert's."""
+    for number, stage in stages.items():
+        for index, block in enumerate(stage.blocks):
+            experts = {id(p) for module in stage.experts_of(index) for p in module.parameters()}
+            for name, parameter in block.named_parameters():
+                yield f"parameter {name} of {stage.names[index]} of stage {number}", parameter, id(parameter) in experts
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    whole: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return whole.contiguous().view(_INTEGERS[whole.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,188 @@
+"""The numbers of an optimizer's parameter groups, as JSON, by the names of the parameters that they hold for.
+
+    content = described([groups_of(optimizer, names) for each rank])
+    set_groups(optimizer, Stored.read(content).chosen(optimizer, names))
+
+Ranks of another layout hold other parameters of a group, and a group may have none on one of them: so a group takes the
+numbers of its own parameters, and only one without a parameter those of its place among the groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Json = Any
+Numbers = dict[str, Json]
+
+# Which parameters there are, and how a step is computed: both are the business of the optimizer that loads.
+_NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+def encoded(value: object) -> Json:
+    """A number, a string, None, a tensor of no dimension, or a list or tuple of such, as JSON that tells them apart.
+
+    Raises:
+        TypeError: Anything else.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return {"tensor": encoded(value.item()), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list):
+        return [encoded(one) for one in value]
+    if type(value) is tuple:
+        return {"tuple": [encoded(one) for one in value]}
+    raise TypeError(type(value).__name__)
+
+
+def decoded(content: Json) -> Any:
+    """The value that :func:`encoded` was given.
+
+    Raises:
+        ValueError: JSON that it does not give.
+    """
+    if isinstance(content, list):
+        return [decoded(one) for one in content]
+    if not isinstance(content, dict):
+        return content
+    match content:
+        case {"float": "inf" | "-inf" | "nan" as text}:
+            return float(text)
+        case {"tuple": list(values)}:
+            return tuple(decoded(one) for one in values)
+        case {"tensor": number, "dtype": str(name)} if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            value = decoded(number)
+            if isinstance(value, bool | int | float):
+                return torch.tensor(value, dtype=dtype)
+    raise ValueError("a hyperparameter is none")
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[tuple[Numbers, tuple[str, ...]]]:
+    """Of each group what can be stored, and the names of its parameters."""
+    found = []
+    for group in optimizer.param_groups:
+        numbers: Numbers = {}
+        for key, value in group.items():
+            if key not in _NOT_STORED:
+                try:
+                    numbers[key] = encoded(value)
+                except TypeError:  # a function, say, which the loading optimizer has as well
+                    continue
+        found.append((numbers, tuple(names[parameter] for parameter in group["params"])))
+    return found
+
+
+def described(ranks: Sequence[Sequence[tuple[Numbers, tuple[str, ...]]]]) -> Json:
+    """The groups of all ranks: each numbers once, which parameter has which, and which stand in which place."""
+    table: dict[str, int] = {}
+
+    def place(numbers: Numbers) -> int:
+        return table.setdefault(json.dumps(numbers, sort_keys=True), len(table))
+
+    of: dict[str, int] = {}
+    for numbers, names in (group for groups in ranks for group in groups):
+        for name in names:
+            of.setdefault(name, place(numbers))
+    places = None
+    if len({len(groups) for groups in ranks}) == 1:
+        columns = zip(*ranks, strict=True)
+        places = [place(next((n for n, names in groups if names), groups[0][0])) for groups in columns]
+    return {"groups": [json.loads(text) for text in table], "of": of, "places": places}
+
+
+class Stored(NamedTuple):
+    """What :func:`described` gave.
+
+    Args:
+        of: The numbers of each parameter; parameters of one group have the same dictionary.
+        places: The numbers of each place among the groups; None where ranks had different numbers of groups.
+    """
+
+    of: dict[str, dict[str, Any]]
+    places: list[dict[str, Any]] | None
+
+    @classmethod
+    def read(cls, content: Json) -> Stored:
+        """Of the JSON of a checkpoint.
+
+        Raises:
+            ValueError: :func:`described` does not give that.
+        """
+        try:
+            table = [{str(key): decoded(value) for key, value in dict(one).items()} for one in content["groups"]]
+            places = content["places"]
+            return cls(
+                {name: table[place] for name, place in content["of"].items()},
+                None if places is None else [table[place] for place in places],
+            )
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"no groups of an optimizer ({type(error).__name__})") from None
+
+    def check_count(self, here: Sequence[int]) -> None:
+        """Refuses another number of groups than was stored, where all ranks have the same.
+
+        Raises:
+            ValueError: It is another.
+        """
+        if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
+            raise ValueError(
+                f"the optimizer has {here[0]} parameter groups, the checkpoint has {len(self.places)}; "
+                "allowed: the same groups as it was saved with"
+            )
+
+    def chosen(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+    ) -> list[dict[str, Any] | None]:
+        """For each group the numbers to set; None where nothing is said of it.
+
+        Raises:
+            ValueError: One group here has parameters that had different numbers.
+        """
+        found: list[dict[str, Any] | None] = []
+        for number, group in enumerate(optimizer.param_groups):
+            mine = [(name, self.of[name]) for p in group["params"] if (name := names[p]) in self.of]
+            for name, numbers in mine[1:]:
+                if numbers is not mine[0][1] and (key := _difference(mine[0][1], numbers)) is not None:
+                    raise ValueError(
+                        f"group {number} of the optimizer has {mine[0][0]} and {name}, of which the checkpoint has "
+                        f"{key}={mine[0][1].get(key)} and {key}={numbers.get(key)}; "
+                        "allowed: the same groups as it was saved with"
+                    )
+            by_place = self.places if self.places and len(self.places) == len(optimizer.param_groups) else None
+            found.append(mine[0][1] if mine else by_place[number] if by_place else None)
+        return found
+
+
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    every = {**first, **other}
+    return next((k for k in every if k not in first or k not in other or first[k] != other[k]), None)
+
+
+def set_groups(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, Any] | None]) -> None:
+    """Sets them; a tensor stays the same tensor, which a captured graph may read."""
+    for group, new in zip(optimizer.param_groups, numbers, strict=True):
+        for key, value in (new or {}).items():
+            if key not in _NOT_STORED:
+                group[key] = _set(group[key], value) if key in group else value
+
+
+@torch.no_grad()
+def _set(here: Any, value: Any) -> Any:
+    if isinstance(here, Tensor):
+        return here.copy_(torch.as_tensor(value)) if here.ndim == 0 else here
+    if isinstance(here, tuple | list) and isinstance(value, tuple | list) and len(here) == len(value):
+        return type(value)(_set(*pair) for pair in zip(here, value, strict=True))
+    return value.item() if isinstance(value, Tensor) and isinstance(here, Real) else value

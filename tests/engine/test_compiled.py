@@ -1,0 +1,156 @@
+"""Blocks under ``torch.compile``: the engine leaves their graphs where it switches and queues."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.plan import NodeCosts, Recompute
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+MICROBATCHES = 3
+Compile = Callable[[nn.Sequential, str], nn.Sequential]
+
+
+def in_place(model: nn.Sequential, backend: str, **options: Any) -> nn.Sequential:
+    for block in model[1:3]:  # with experts, and without
+        block.compile(backend=backend, **options)
+    return model
+
+
+def wrapped(model: nn.Sequential, backend: str, **options: Any) -> nn.Sequential:
+    middle = [torch.compile(block, backend=backend, **options) for block in model[1:3]]
+    return nn.Sequential(model[0], *middle, *model[3:])
+
+
+WAYS: list[Compile] = [in_place, wrapped]
+
+
+class Hooked(models.Block):
+    """A hook behind the experts that changes the gradient, in a part that the engine walks twice, and an autocast."""
+
+    hooked = 0
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            y: Tensor = experts(tokens, indices, weights)
+        if y.requires_grad:
+            y.register_hook(self._halve)
+        return y
+
+    def _halve(self, grad: Tensor) -> Tensor:
+        self.hooked += 1
+        return grad * 0.5
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[n] - grad).norm() / (grad.norm() + 1e-12)) for n, grad in expected.items())
+
+
+def engine_of(model: nn.Sequential, **options: Any) -> Engine:
+    program = build_schedule("zb_h1", microbatches=MICROBATCHES)
+    return Engine(model, program, loss_fn=models.loss_fn, **({"costs": COSTS, "timeout": 60} | options))
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("compiled", WAYS)
+def test_gradients_are_those_of_the_plain_model_and_come_once(compiled: Compile, recompute: Recompute) -> None:
+    data = models.batch(MICROBATCHES)
+    found: list[dict[str, Tensor]] = []
+    counts: list[tuple[int, ...]] = []
+    for compiles in (False, True):
+        model = models.build(layers=1, block=Hooked)
+        calls: list[int] = []
+        model[1].mix.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))
+        if compiles:
+            engine = engine_of(compiled(model, "aot_eager"), recompute=recompute)
+            engine.step(data[0], target=data[1])
+        else:
+            models.plain_gradients(model, *data, MICROBATCHES)
+        found.append(models.gradients(model))
+        counts.append((len(calls), model[1].hooked))
+    assert worst(found[1], found[0]) < 1e-6
+    assert counts == [(MICROBATCHES,) * 2] * 2
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_a_block_runs_with_and_without_the_engine_in_turns(compiled: Compile) -> None:
+    data = models.batch(MICROBATCHES)
+    _, expected = models.plain_gradients(models.build(layers=1), *data, MICROBATCHES)
+    model = models.build(layers=1)
+    given = compiled(model, "eager")
+    engine = engine_of(given)
+    for turn in range(4):
+        model.zero_grad()
+        if turn % 2:
+            engine.step(data[0], target=data[1])
+        else:
+            models.plain_gradients(given, *data, MICROBATCHES)
+        assert worst(models.gradients(model), expected) < 1e-6
+
+
+def test_weight_gradients_wait_for_their_own_node() -> None:
+    x, y = models.batch(1)
+    model = in_place(models.build(layers=1), "aot_eager")
+    stage = Stage(model)
+    microbatch = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    combined_forward_backward_step(microbatch, None)
+    combined_forward_backward_step(None, microbatch, split=True)
+    assert model[1].mix.weight.grad is None
+    assert model[1].experts[0].gate_up.grad is None
+    microbatch.accumulate_weights()
+    _, expected = models.plain_gradients(models.build(layers=1), x, y, 1)
+    assert worst(models.gradients(model), expected) < 1e-6
+
+
+def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute) -> float:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(MICROBATCHES, seed=rank)
+    found = []
+    for compiles in (False, True):
+        model = models.build(mesh.get_group("ep"), layers=1, seams=2)
+        given = wrapped(model, backend) if compiles else model
+        engine_of(given, mesh=mesh, recompute=recompute).step(data[0], target=data[1])
+        found.append(models.gradients(model))
+    assert all(float(grad.norm()) for name, grad in found[0].items() if "mix" in name)
+    return worst(found[1], found[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
+def test_two_ranks_equal_the_engine_without_it(ranks2: Ranks, recompute: Recompute) -> None:
+    assert max(ranks2.run(_two_ranks, "aot_eager", recompute, timeout=240)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_two_ranks_under_inductor(ranks2: Ranks) -> None:
+    assert max(ranks2.run(_two_ranks, "inductor", "block", timeout=300)) < 2e-6
+
+
+@pytest.mark.parametrize("compiled", WAYS)
+def test_a_whole_graph_is_refused_in_one_line(compiled: Any) -> None:
+    data = models.batch(MICROBATCHES)
+    model = models.build(layers=1)
+    given = compiled(model, "eager", fullgraph=True)
+    kind = type(given[1]).__name__
+    with pytest.raises(ValueError, match="fullgraph") as caught:
+        engine_of(given).step(data[0], target=data[1])
+    assert str(caught.value) == (
+        f"block 1 ({kind}) is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
+        "the graph; allowed: torch.compile without fullgraph"
+    )

@@ -1,0 +1,193 @@
+"""A step's inputs by the names that a model was split with, and inputs that are not given."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from transformers import BatchEncoding
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.plan import NodeCosts
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.integrations.transformers import tiny
+from tests.integrations.transformers.test_split import problems_of
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+NAMES = ("input_ids", "attention_mask", "position_ids")
+MICROBATCHES = 3
+
+
+def given_of(rows: int = 6) -> tuple[dict[str, Tensor], Tensor]:
+    """Padded on the left, and labels."""
+    tokens, labels = tiny.batch(rows)
+    mask = torch.ones(rows, tiny.S, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, : row % 4] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    return {"position_ids": positions, "input_ids": tokens, "attention_mask": mask}, labels
+
+
+def forms(given: Mapping[str, Tensor], left_out: tuple[str, ...]) -> dict[str, Any]:
+    """The same inputs in all forms that a step takes."""
+    named: dict[str, Tensor | None] = {n: None if n in left_out else v for n, v in given.items()}
+    parts = [
+        {n: None if v is None else v.chunk(MICROBATCHES)[i] for n, v in named.items()} for i in range(MICROBATCHES)
+    ]
+    return {
+        "dict": named,
+        "encoding": BatchEncoding(named),
+        "mapping": UserDict(named),
+        "tuple": tuple(named[name] for name in NAMES),
+        "dicts": parts,
+        "mixed": [parts[0], tuple(parts[1][name] for name in NAMES), UserDict(parts[2])],
+    }
+
+
+LEFT_OUT = [(), ("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")]
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=lambda names: "+".join(names) or "none")
+def test_every_form_gives_the_models_own_gradients(left_out: tuple[str, ...]) -> None:
+    given, labels = given_of()
+    own = {name: value for name, value in given.items() if name not in left_out}
+    losses, expected = tiny.own_gradients(tiny.build("qwen3_moe"), own, labels, MICROBATCHES)
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+    stages = split_model(tiny.build("qwen3_moe"), program, inputs=NAMES, grouped=True)
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS, recompute="block")
+    for inputs in forms(given, left_out).values():
+        for parameter in stages.parameters():
+            parameter.grad = None
+        result = engine.step(inputs, target=labels)
+        torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=1e-6, atol=0)
+        assert problems_of(stages, expected, 1e-5) == []
+        again = engine.evaluate(inputs, target=labels)
+        torch.testing.assert_close(torch.stack(again.losses), torch.stack(losses), rtol=1e-6, atol=0)
+
+
+def _pipeline(rank: int, size: int, dynamic: bool) -> list[str]:
+    """Steps that are given more and less, over ranks; every second microbatch without a mask in the last ones."""
+    pp = 2
+    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("combined_1f1b", ranks=pp, microbatches=MICROBATCHES)
+    stages = split_model(tiny.build("mixtral"), program, mesh, inputs=NAMES)
+    options: dict[str, Any] = {"costs": COSTS, "timeout": 30, "dynamic_shapes": dynamic}
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, **options)
+    given, labels = given_of()
+    problems = []
+    for left_out in LEFT_OUT if dynamic else [LEFT_OUT[1]] * 3:
+        whole = tiny.build("mixtral")
+        parts = [{n: v.chunk(MICROBATCHES)[i] for n, v in given.items()} for i in range(MICROBATCHES)]
+        for index, part in enumerate(parts):
+            own = {n: v for n, v in part.items() if n not in left_out or index == 1}
+            losses, expected = tiny.own_gradients(whole, own, labels.chunk(MICROBATCHES)[index], 1, 1 / MICROBATCHES)
+        inputs = [
+            {n: v if n not in left_out or i == 1 else None for n, v in part.items()} for i, part in enumerate(parts)
+        ]
+        for parameter in stages.parameters():
+            parameter.grad = None
+        result = engine.step(inputs if rank // (size // pp) == 0 else None, target=labels)
+        problems += problems_of(stages, expected, 1e-5)
+        evaluated = engine.evaluate(inputs, target=labels)
+        for loss in (*result.losses[-1:], *evaluated.losses[-1:]):
+            problems += [f"loss {loss} and {losses[-1]}"] * (abs(float(loss - losses[-1])) > 1e-5)
+    if not dynamic:
+        for asked in (given, {**given, "attention_mask": None, "position_ids": None}):
+            found = engine.evaluate(asked, target=labels)
+            problems += ["no loss"] * (rank >= size // pp and len(found.losses) != MICROBATCHES)
+    return problems
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_over_two_stages(ranks2: Ranks, dynamic: bool) -> None:
+    assert ranks2.run(_pipeline, dynamic) == [[]] * 2
+
+
+def test_over_two_stages_of_two_expert_ranks(ranks4: Ranks) -> None:
+    assert ranks4.run(_pipeline, False) == [[]] * 4
+
+
+def _changing(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    program = build_schedule("1f1b", ranks=size, microbatches=MICROBATCHES)
+    stages = split_model(tiny.build("mixtral"), program, mesh, inputs=NAMES[:2])
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=20)
+    given, labels = given_of()
+    del given["position_ids"]
+    engine.step(given, target=labels)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.step({**given, "attention_mask": None}, target=labels)
+    return str(caught.value)
+
+
+def test_another_choice_in_a_later_step_says_what_allows_it(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_changing)
+    assert first == (
+        "stage 0 passes on float32[2, 8, 32], int64[2, 8], None, in the first step float32[2, 8, 32], int64[2, 8], "
+        "int64[2, 8]; allowed: the same, or an Engine with dynamic_shapes=True"
+    )
+    assert "rank pp 0 failed" in second
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda x: {"input_ids": x}, "inputs named input_ids; allowed: exactly input_ids, attention_mask, None for one"),
+    (
+        lambda x: {"input_ids": x, "attention_mask": x, "labels": x},
+        "inputs named input_ids, attention_mask, labels; allowed: exactly input_ids, attention_mask, None for one",
+    ),
+    (lambda x: {}, "inputs named nothing; allowed: exactly input_ids, attention_mask, None for one"),
+    (
+        lambda x: {"input_ids": x.tolist(), "attention_mask": None},
+        "inputs: input_ids of type list; allowed: a tensor, or None where it is not given",
+    ),
+    (lambda x: (None, x), "input_ids is None; allowed: a tensor, only other inputs may be left out"),
+    (lambda x: (None, None), "inputs: no tensor; allowed: at least one"),
+    (lambda x: [{"input_ids": None, "attention_mask": None}] * 3, "input_ids is None; allowed: a tensor, only other"),
+    (lambda x: x, "1 inputs; allowed: 2, input_ids, attention_mask"),
+    (
+        lambda x: (x, 3),
+        "inputs of type tuple of Tensor, int; allowed: a tensor, a tuple or a dict of input_ids, attention_mask, a",
+    ),
+    (lambda x: [{"input_ids": x}] * 3, "inputs named input_ids; allowed: exactly input_ids, attention_mask, None for"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "said"), REFUSED)
+def test_other_names_are_refused(inputs: Any, said: str) -> None:
+    program = build_schedule("1f1b", microbatches=MICROBATCHES)
+    stages = split_model(tiny.build("mixtral"), program, inputs=NAMES[:2])
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS)
+    tokens, labels = tiny.batch(6)
+    for call in (engine.step, engine.evaluate):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            call(inputs(tokens), target=labels)
+        assert str(caught.value).startswith(said)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "found"),
+    [
+        (lambda x: {"x": x}, "dict"),
+        (lambda x: (x, None), "tuple of Tensor, NoneType"),
+        (lambda x: [{"x": x}] * 2, "dict"),
+        (lambda x: BatchEncoding({"input_ids": x}), "BatchEncoding"),
+    ],
+)
+def test_a_model_without_names_takes_tensors_alone(inputs: Any, found: str) -> None:
+    engine = Engine(models.build(), build_schedule("1f1b", microbatches=2), loss_fn=models.loss_fn, costs=COSTS)
+    x, y = models.batch(2)
+    with pytest.raises(ValueError, match="inputs") as caught:
+        engine.step(inputs(x), target=y)
+    assert str(caught.value) == (f"inputs of type {found}; allowed: a tensor, a tuple of tensors, a list of either")

@@ -1,0 +1,68 @@
+"""The script of faults finds what it looks for, and its faults are a hundred."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
+
+
+@pytest.fixture(scope="module")
+def faults() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("faults", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["faults"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GOOD = "LostRankError: dispatch.f[1] m2 failed: StruckError: the rank broke\nrank pp 0, ep 0 failed at dispatch.f[1] m2"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "text", "wrong"),
+    [
+        ([1, 1, 1, 1], GOOD, []),
+        ([1, -6, 1, 1], GOOD + "\nterminate called without an active exception", ["aborted", "rank 1 ended with -6"]),
+        ([1, None, 1, 1], GOOD, ["hung: ranks [1]"]),
+        ([1, 0, 1, 1], GOOD, ["silent: rank 1 went on"]),
+        ([1, 1, 1, 1], GOOD.replace("StruckError", "Error"), ["rank 1 does not tell the cause"]),
+        ([1, 1, 1, 1], GOOD.replace("pp 0, ep 0", "1"), ["rank 1 does not tell the rank"]),
+        ([0, 1, 1, 1], GOOD, ["rank 0 ended with 0, not 1"]),
+    ],
+)
+def test_what_is_wrong_is_said(
+    faults: ModuleType, tmp_path: Path, statuses: list[Any], text: str, wrong: list[str]
+) -> None:
+    fault = faults.Fault(0, "raise", "forward 2", 0)
+    found = faults.judged(faults.Outcome(fault, statuses, [text] * 4, 1.0)).wrong
+    assert len(found) >= len(wrong)
+    assert bool(found) == bool(wrong)
+    for part in wrong:
+        assert any(part in said for said in found), found
+
+
+def test_there_are_a_hundred_faults_of_every_act_phase_and_option(faults: ModuleType) -> None:
+    every = faults.every_fault()
+    assert len(every) == 100
+    assert [fault.number for fault in every] == list(range(100))
+    assert {(f.act, f.phase) for f in every} >= {(act, phase) for act in faults.ACTS for phase in faults.PHASES}
+    assert {f.phase for f in every if f.act == "differ"} == set(faults.OTHERS)
+    assert {f.culprit for f in every} == set(range(faults.RANKS))
+
+
+@pytest.mark.slow
+def test_one_fault_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--only", "12"], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 faults, 0 wrong" in done.stdout
