@@ -335,7 +335,7 @@ def _untold(fault: Fault, text: str) -> list[str]:
     elif fault.act == "raise" and fault.phase != "construct":  # before there is an engine that could tell it
         told["the cause"] = "StruckError: the rank broke"
     if fault.phase.partition(" ")[0] in ("forward", "backward", "reduce", "evaluate") and fault.act != "differ":
-        told["the node"] = r"failed at |at .* m\d"
+        told["the node"] = r"failed (at .* m\d|in \w+|before)"
     return [what for what, pattern in told.items() if not re.search(pattern, text)]
 
 

@@ -29,11 +29,17 @@ def options(program: Program, **others: object) -> Facts:
 
 
 def structure(stages: Mapping[int, Stage]) -> Facts:
-    """Shapes and dtypes of the parameters, and which of them are trained."""
-    return {
+    """Blocks of the stages; shapes and dtypes of their parameters, and which of them are trained."""
+    facts: Facts = {
         place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
         for place, p, _ in _parameters(stages)
     }
+    for number, stage in stages.items():
+        facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
+        for name, shape in zip(stage.names, stage.shape, strict=True):
+            facts[f"the number of experts' calls in {name} of stage {number}"] = shape.seams
+            facts[f"whether {name} of stage {number} has layers with weight gradients apart"] = shape.split
+    return facts
 
 
 def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:

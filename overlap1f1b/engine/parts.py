@@ -155,22 +155,10 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = T
 
 
 def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
-    """The shapes of every stage, from the ranks that hold them.
+    """The shapes of every stage, from the ranks that hold them; ranks that hold the same one have agreed on it."""
 
-    Raises:
-        ValueError: Ranks that hold the same stage with other blocks.
-    """
-
-    def merged(dimension: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
-        shapes: dict[int, StageShape] = {}
-        for table in tables:
-            for stage, shape in table.items():
-                if shapes.setdefault(stage, shape) != shape:
-                    raise ValueError(
-                        f"stage {stage} has other blocks on other ranks along {dimension!r}: {shape} and "
-                        f"{shapes[stage]}; allowed: the same"
-                    )
-        return shapes
+    def merged(_: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
+        return {stage: shape for table in tables for stage, shape in table.items()}
 
     shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
     return tuple(shapes[stage] for stage in range(placement.stages))

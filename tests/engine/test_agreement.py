@@ -27,9 +27,11 @@ OPTIONS: dict[str, Any] = {
     "count_tokens": lambda y: y.numel(),
     "reduce": False,
     "costs": NodeCosts(),
-    "weights": [1.0] * 5,
+    "weights": [1.0, 1.0, 1.0, 1.0, 2.0],
     "check_parameters": False,
 }
+
+OTHERS = ("program", "microbatches", "seed", "top_k", "frozen", "layers", "loss_scale")
 
 
 def one_choice(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +48,7 @@ def _differing(rank: int, size: int, what: str, culprit: int) -> str:
     count = 6 if mine and what == "microbatches" else 4
     program = build_schedule(schedule, ranks=2, microbatches=count)
     choose = {"choose": (one_choice,)} if mine and what == "top_k" else {"choose": (models.top_k,)}
-    model = models.build(mesh.get_group("ep"), **choose)
+    model = models.build(mesh.get_group("ep"), layers=4 if mine and what == "layers" else 2, **choose)
     with torch.no_grad():
         if mine and what == "seed":
             for block in model:
@@ -68,7 +70,7 @@ def _names(block: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("culprit", [0, 3])
-@pytest.mark.parametrize("what", [*OPTIONS, "program", "microbatches", "seed", "top_k", "frozen", "loss_scale"])
+@pytest.mark.parametrize("what", [*OPTIONS, *OTHERS])
 def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, culprit: int) -> None:
     name = f"rank pp {culprit // 2}, ep {culprit % 2}"
     for said in ranks4.run(_differing, what, culprit, timeout=3 * LIMIT):
