@@ -3,6 +3,7 @@
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.engine.failures import LostRankError
 from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock
 from overlap1f1b.engine.parts import split_blocks
 from overlap1f1b.engine.profile import Profile
@@ -16,6 +17,7 @@ __all__ = [
     "CapacityOverflowError",
     "Engine",
     "LossFunction",
+    "LostRankError",
     "Microbatch",
     "MicrobatchBlock",
     "Profile",
