@@ -137,6 +137,8 @@ def _run_rank(options: RunOptions) -> int:
         except ValueError as error:
             return _fail(error) if _first_to_fail(rank) else 2
         except RuntimeError as error:
+            if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
+                return 128 + signal.SIGINT  # of another rank, and soon of this one
             if rank.size == 1 or (how := _lost(error)) is None:
                 raise
             sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")

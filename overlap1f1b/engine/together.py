@@ -67,9 +67,11 @@ class Together:
         except BaseException as caught:  # the others must not wait for a rank that is interrupted either
             cause = caught
             outcome = self._failure(caught, error, every=every)
-        outcomes = self._exchanged(outcome)
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause
+        try:
+            outcomes = self._exchanged(outcome)
+        finally:
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause  # an interrupt, whether or not the others have heard of it
         for other in outcomes:
             if other.error is not None:
                 raise other.error(other.text) from cause
