@@ -1,4 +1,4 @@
-"""The script of faults finds what it looks for, and its faults are a hundred."""
+"""The script of faults finds what it looks for, and its faults are of every kind."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ def test_what_is_wrong_is_said(
         assert any(part in said for said in found), found
 
 
-def test_there_are_a_hundred_faults_of_every_act_phase_and_option(faults: ModuleType) -> None:
+def test_there_are_over_a_hundred_faults_of_every_act_phase_and_option(faults: ModuleType) -> None:
     every = faults.every_fault()
-    assert len(every) == 100
-    assert [fault.number for fault in every] == list(range(100))
+    assert [fault.number for fault in every] == list(range(107))
     assert {(f.act, f.phase) for f in every} >= {(act, phase) for act in faults.ACTS for phase in faults.PHASES}
     assert {f.phase for f in every if f.act == "differ"} == set(faults.OTHERS)
     assert {f.culprit for f in every} == set(range(faults.RANKS))

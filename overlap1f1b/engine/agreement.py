@@ -25,7 +25,7 @@ def options(program: Program, **others: object) -> Facts:
     """The options of an engine."""
     order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
     text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
-    return {"program": text} | {name: value if value is None else repr(value) for name, value in others.items()}
+    return {"program": text, **others}
 
 
 def structure(stages: Mapping[int, Stage]) -> Facts:

@@ -35,6 +35,7 @@ from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 
 DEFAULT_OVERLAP = 3
+Failing = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class Engine:
@@ -72,7 +73,8 @@ class Engine:
         dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; that of FSDP2's process groups becomes the same.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
-        exchange: To share one between engines, or to measure with another; by default one over groups of its own.
+        exchange: To share one between engines, which a failure of one ends for all, or to measure with another; by
+            default one over groups of its own.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
@@ -102,14 +104,8 @@ class Engine:
         exchange: Exchange | None = None,
         pace: Pace | None = None,
     ) -> None:
-        program.check()
-        if program.forward_only:
-            raise ValueError(
-                f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
-            )
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
-        self.overlap = planning.parse_overlap(overlap)
         limit = timedelta(seconds=timeout)
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit)
@@ -118,8 +114,14 @@ class Engine:
         self._aborts: list[Callable[[], None]] = [self.mesh.abort]
         self._steps = 0
         self._warm = self._failed = False
-        self._check_parameters = check_parameters and reduce and bool(self.mesh.labels)
+        self._check_parameters = check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
+            program.check()
+            if program.forward_only:
+                raise ValueError(
+                    f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
+                )
+            self.overlap = planning.parse_overlap(overlap)
             self.mesh.agree(
                 options(
                     program,
@@ -269,7 +271,10 @@ class Engine:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
             if measuring:
                 self._measure(True)
+            same = self.mesh.compared(loss_scale)
             result = self._capacity.played(play, self.parameters())
+            if not same():  # a gradient scaler of its own on some rank
+                self.mesh.agree({"loss_scale": loss_scale})
             if not self._steps:
                 self.mesh.agree(calls(self.stages))
             if measuring and self._warm:
@@ -302,12 +307,12 @@ class Engine:
             return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
-    def guarded(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
+    def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
         """A context in which a failure leaves the model as it was, ends the waits of all other ranks, and this engine.
 
         Args:
             where: What this rank was doing, for messages.
-            of: Failures that do; after others the engine can go on.
+            of: Failures that do, by default all; after others the engine can go on.
         """
         if self._failed:
             raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
@@ -325,14 +330,14 @@ class Engine:
             self._measure(False)
 
     @contextlib.contextmanager
-    def _telling(self, where: Callable[[], str], of: type[BaseException] = BaseException) -> Iterator[None]:
+    def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
         """A context in which a failure is told to the other ranks, and ends their waits."""
         try:
             yield
         except CapacityOverflowError:
             raise
         except of as error:
-            self._failed = bool(self.mesh.labels)
+            self._failed = self.mesh.several
             self.failures.tell(error, f"{self.mesh.label} failed {where()}")
             for abort in self._aborts if self._failed else ():
                 abort()

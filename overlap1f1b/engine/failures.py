@@ -2,30 +2,91 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
+
 _GRACE_S = 0.5  # how long a rank that lost another waits for the cause, before it raises
 _ROLL_CALL_S = 2.0  # and how long for a word of every rank, before it says which are silent
+_ANSWER_S = 2.0  # how long the store may take to answer, before it counts as gone
 
 
 class LostRankError(RuntimeError):
     """Another rank failed, or did not answer within the limit."""
 
 
+class Store:
+    """The process group's store, whose calls may fail but not hang: the rank that holds it may be stopped or gone.
+
+    Args:
+        place: Prefix of all keys.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place, self._store = place, dist.distributed_c10d._get_default_store()
+        self._lock = threading.Lock()
+        self.gone = False
+        """Whether a call failed or had no answer; no other is made then."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a value."""
+        self._ask(lambda: self._store.set(self.place + key, value), None)
+
+    def get(self, key: str) -> str | None:
+        """The value of a key; None where there is none."""
+        key = self.place + key
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
+
+    def claim(self, key: str, value: str) -> None:
+        """Sets a value, unless another rank has set one."""
+        self._ask(lambda: self._store.compare_set(self.place + key, "", value), None)
+
+    def count(self, key: str) -> int:
+        """Adds one to a number and returns it."""
+        return self._ask(lambda: int(self._store.add(self.place + key, 1)), 0)
+
+    def wait(self, key: str, limit: timedelta) -> bool:
+        """Whether a key is there within the limit."""
+        try:
+            self._store.wait([self.place + key], limit)
+        except RuntimeError:
+            return False
+        return True
+
+    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+        """What a call gives; ``otherwise`` once the store is gone. A call without an answer is left to its thread."""
+        with self._lock:
+            if self.gone:
+                return otherwise
+            answers: list[T] = []
+
+            def ask() -> None:
+                with suppress(RuntimeError, ValueError):
+                    answers.append(call())
+
+            thread = threading.Thread(target=ask, name="overlap1f1b-store", daemon=True)
+            thread.start()
+            thread.join(_ANSWER_S)
+            self.gone = not answers
+            return answers[0] if answers else otherwise
+
+
 class Failures:
     """What ranks tell each other on the process group's store: the first cause of a failure, and a word of each rank.
 
-    A rank leaves a word when it fails and when its process ends. One that is killed or stopped leaves none: so the
-    others know which one it was.
+    A rank leaves a word when it fails, and when an error ends its process. One that is killed or stopped leaves none:
+    so the others know which one it was.
 
     Args:
         name: The same on all ranks that wait for each other, and on no others; None where they have none.
@@ -36,13 +97,12 @@ class Failures:
         self.labels = dict(labels or {})
         self.failed = False
         """Whether this rank failed, so that nothing that is under way will end."""
-        self._place = f"overlap1f1b/{name}/"
-        self._store: Any = None
-        self._finalizer: Callable[[], object] = lambda: None
+        self._store: Store | None = None
+        self._leave_word: Callable[[], object] = lambda: None
         if name is not None and dist.is_initialized():
-            self._store = dist.distributed_c10d._get_default_store()
-            self._mine = f"{self._place}word/{dist.get_rank()}"
-            self._finalizer = weakref.finalize(self, _ended, self._store, self._mine)
+            self._rank = dist.get_rank()
+            self._store = Store(f"overlap1f1b/{name}/")
+            self._leave_word = weakref.finalize(self, _ended, self._store, f"word/{self._rank}", os.getpid())
 
     def meet(self, limit: timedelta) -> None:
         """Waits until every rank is here.
@@ -50,88 +110,87 @@ class Failures:
         Raises:
             LostRankError: Some did not come within the limit.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
-        here, everyone = f"{self._place}here", f"{self._place}everyone"
-        self._store.set(f"{here}/{dist.get_rank()}", "1")
-        if self._store.add(here, 1) == len(self.labels):
-            self._store.set(everyone, "1")
-        try:
-            self._store.wait([everyone], limit)
-        except RuntimeError:
-            missing = [label for rank, label in self.labels.items() if not self._store.check([f"{here}/{rank}"])]
+        store.set(f"here/{self._rank}", "1")
+        if store.count("here") == len(self.labels):
+            store.set("everyone", "1")
+        if store.gone or not store.wait("everyone", limit):
+            missing = [label for rank, label in self.labels.items() if store.get(f"here/{rank}") is None]
+            who = self._without_a_store() if store.gone else ", ".join(missing)
             raise LostRankError(
-                f"{', '.join(missing) or 'the store'} did not come to the construction of an engine within "
-                f"{limit.total_seconds():g} s"
-            ) from None
+                f"{who} did not come to the construction of an engine within {limit.total_seconds():g} s; all ranks "
+                "make their engines in one order"
+            )
 
     def end(self) -> None:
-        """Leaves word that this rank has ended, unless it left another before."""
+        """At the end of the process: leaves word of the error that ended it, unless there is another word."""
         self.failed |= getattr(sys, "last_value", None) is not None
-        self._finalizer()
+        self._leave_word()
 
     def tell(self, error: BaseException, message: str) -> None:
         """Notes on an error where it happened, and leaves word of it; a cause, unless another rank was lost."""
         self.failed = True
         error.add_note(message)
         if self._store is not None:
-            with suppress(RuntimeError, ValueError):  # the store went down with the rank that held it
-                if not _is_loss(error) and self.read() is None:
-                    self._store.set(f"{self._place}cause", f"{message}: {headline(error)}")
-                self._store.set(self._mine, f"{message}: {headline(error)}")
+            word = f"{message}: {headline(error)}"
+            if not _is_loss(error):
+                self._store.claim("cause", word)
+            self._store.set(f"word/{self._rank}", word)
 
     def explain(self, error: BaseException) -> None:
         """Notes on an error that came of another rank which one failed first, or which are silent or have ended."""
         if self._store is None or not _is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while (cause := self.read()) is None and time.monotonic() < deadline and len(self._words()) < len(self.labels):
+        deadline, words = time.monotonic() + _ROLL_CALL_S, self._words({})
+        while (cause := self.read()) is None and time.monotonic() < deadline and len(words) < len(self.labels):
             time.sleep(0.05)
+            words = self._words(words)
         if cause is not None:
             if cause not in said:
                 error.add_note(f"the first to fail: {cause}")
-            return
-        words = self._words()
-        silent = [label for rank, label in self.labels.items() if rank not in words]
-        if silent:
-            error.add_note(f"no word, within {_ROLL_CALL_S:g} s, from {', '.join(silent)}: killed, stopped or busy")
-        for rank, word in words.items():
-            if word.startswith("ended"):
-                error.add_note(f"{self.labels[rank]} has {word}")
+        elif self._store.gone:
+            error.add_note(f"{self._without_a_store()} gives no word")
+        else:
+            silent = [label for rank, label in self.labels.items() if rank not in words and rank != self._rank]
+            if silent:
+                text = f"no word, within {_ROLL_CALL_S:g} s, from {', '.join(silent)}: killed, stopped, ended or busy"
+                error.add_note(text)
+            for rank, word in words.items():
+                if word.startswith("ended"):
+                    error.add_note(f"{self.labels[rank]} has {word}")
 
-    def _words(self) -> dict[int, str]:
+    def _without_a_store(self) -> str:
+        holder = self.labels.get(0)
+        return "the process group's store" + ("" if holder is None else f", which {holder} may hold,")
+
+    def _words(self, known: dict[int, str]) -> dict[int, str]:
         """What each rank left, of those that did."""
-        words = {}
-        with suppress(RuntimeError, ValueError):
-            for rank in self.labels:
-                key = f"{self._place}word/{rank}"
-                if self._store.check([key]):
-                    words[rank] = self._store.get(key).decode()
-        return words
+        assert self._store is not None
+        for rank in self.labels.keys() - known.keys():
+            if (word := self._store.get(f"word/{rank}")) is not None:
+                known[rank] = word
+        return known
 
     def read(self, *, wait: bool = False) -> str | None:
         """The first cause of a failure; ``wait`` gives another rank a moment to tell it."""
         deadline = time.monotonic() + (_GRACE_S if wait else 0.0)
-        key = f"{self._place}cause"
-        while self._store is not None:
-            try:
-                if self._store.check([key]):
-                    return str(self._store.get(key).decode())
-            except (RuntimeError, ValueError):
-                return None
+        while self._store is not None and not self._store.gone:
+            if (cause := self._store.get("cause")) is not None:
+                return cause
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
         return None
 
 
-def _ended(store: Any, key: str) -> None:
-    """Leaves word that a rank has ended, unless it left another before."""
-    error = getattr(sys, "last_value", None)  # what ends the process, if it is an error
-    with suppress(RuntimeError, ValueError):
-        if not store.check([key]):
-            store.set(key, "ended" if error is None else f"ended by {headline(error)}")
+def _ended(store: Store, key: str, process: int) -> None:
+    """Leaves word of the error that ends the process, unless there is another word."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and os.getpid() == process and store.get(key) is None:
+        store.set(key, f"ended by {headline(error)}")
 
 
 def _is_loss(error: BaseException) -> bool:

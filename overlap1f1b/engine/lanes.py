@@ -82,7 +82,7 @@ class Flight(Generic[T]):
     def _raise(self, error: BaseException) -> None:
         limit = self.lane.timeout.total_seconds()
         cause = self.lane.failures.read(wait=True)
-        why = cause or f"{headline(error)} (limit {limit:g} s)"
+        why = cause or (str(error) if isinstance(error, LostRankError) else f"{headline(error)} (limit {limit:g} s)")
         raise LostRankError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
 
     @property
@@ -175,7 +175,7 @@ class Lane:
         background: Whether threads of its own start and await.
         failures: Where other ranks say that they failed.
         stamp: Notes now on the device's clock, where that is not the thread's.
-        abort: Ends what is under way on the lane's groups.
+        abort: Ends what is under way on the lane's groups, where the process ends.
 
     A ``recorder`` is told what is waited for, and by the threads what is in flight.
     """
@@ -242,7 +242,9 @@ class _Crew:
     """
 
     def __init__(self, timeout: timedelta, failures: Failures, abort: Callable[[], None]) -> None:
-        self.timeout, self.failures, self.abort = timeout, failures, abort
+        self.timeout = timeout
+        self.failures: Failures | None = failures
+        self.abort: Callable[[], None] | None = abort
         self.starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
         self._landing: SimpleQueue[Flight[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -263,11 +265,13 @@ class _Crew:
 
     def _leave(self) -> None:
         """At exit: sees to it that no thread is left."""
+        failures, abort = self.failures, self.abort
         self.dismiss()
-        self.failures.end()
-        self._join(0.0 if self.failures.failed else self.timeout.total_seconds())
-        if any(thread.is_alive() for thread in self._threads):
-            self.abort()
+        if failures is not None:
+            failures.end()
+        self._join(0.0 if failures is not None and failures.failed else self.timeout.total_seconds())
+        if abort is not None and any(thread.is_alive() for thread in self._threads):
+            abort()
             self._join(_ABORTED_S)
 
     def _join(self, seconds: float) -> None:
@@ -289,4 +293,6 @@ class _Crew:
         while (flight := self._landing.get()) is not None:
             flight.land()
             del flight
+        # What these hold may end with them, groups of gloo among it: here, as long as the exit waits for this thread.
+        self.failures = self.abort = None
         atexit.unregister(self._leave)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from overlap1f1b.schedule import Program
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep"]
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "dp", "ep")
+_MOST = 80  # characters of a value in a message
 
 
 class Mesh:
@@ -61,6 +63,7 @@ class Mesh:
             for position, dimension in enumerate(DIMENSIONS):
                 if dimension not in names:
                     self._ranks = self._ranks.unsqueeze(position)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.labels = self._labels()
         """What messages call each rank, by its number in the default group."""
         self._own: Groups | None = None
@@ -88,7 +91,12 @@ class Mesh:
     @property
     def label(self) -> str:
         """What messages call this rank."""
-        return self.labels.get(dist.get_rank(), "rank 0") if self.labels else "rank 0"
+        return self.labels.get(self._rank, "rank 0")
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other ranks."""
+        return len(self.labels) > 1
 
     def abort(self) -> None:
         """Ends every transfer of this mesh's own groups on gloo, on its other ranks too."""
@@ -167,14 +175,36 @@ class Mesh:
             if dimension in self._control:
                 self._compare(self._along(dimension), self.gathered(dimension, dict(facts)))
 
+    def compared(self, number: float) -> Callable[[], bool]:
+        """Starts to compare a number over all ranks; what it returns waits, and says whether it is the same on all.
+
+        Raises:
+            LostRankError: When called: a rank failed, or did not answer within the limit.
+        """
+        works = []
+        for dimension, group in self._control.items():
+            ends = torch.tensor([number, -number], dtype=torch.float64)
+            options: Any = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            works.append((dimension, ends, group.allreduce([ends], options)))
+
+        def same() -> bool:
+            for dimension, _, work in works:
+                with _naming(dimension):
+                    work.wait()
+            return all(ends[0] == -ends[1] for _, ends, _ in works)
+
+        return same
+
     def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]]) -> None:
         first: dict[str, tuple[object, int]] = {}
         for rank, facts in zip(ranks, every, strict=True):
             for name, fact in facts.items():
                 other, whose = first.setdefault(name, (fact, rank))
                 if other != fact:
+                    one, two = _differing(str(other), str(fact))
                     raise ValueError(
-                        f"{name} is {_short(other)} on {self.labels[whose]} and {_short(fact)} on {self.labels[rank]}; "
+                        f"{name} is {one} on {self.labels[whose]} and {two} on {self.labels[rank]}; "
                         "allowed: the same on all ranks"
                     )
 
@@ -208,6 +238,12 @@ def _naming(dimension: str) -> Iterator[None]:
         raise LostRankError(f"the ranks along {dimension!r} did not meet: {headline(error)}") from error
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"
+def _differing(one: str, other: str) -> tuple[str, str]:
+    """Both texts from a little before where they begin to differ, if they are long."""
+    if max(len(one), len(other)) <= _MOST:
+        return one, other
+    same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, same - 20)
+    parts = (text[start : start + _MOST] for text in (one, other))
+    first, second = (f"{'…' if start else ''}{part}{'…' if len(part) == _MOST else ''}" for part in parts)
+    return first, second

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,8 @@ class Player:
     ) -> None:
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
-            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=exchange.abort)
+            ends = partial(exchange.abort, ending=True)
+            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=ends)
 
         back = lane("combine")
         self.lanes = {

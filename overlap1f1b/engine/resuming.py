@@ -54,7 +54,7 @@ def save_checkpoint(
         RuntimeError: Anything else failed on a rank, which is named on every rank; a LostRankError where a rank did not
             answer within the engine's limit, in which the slowest must have written its part.
     """
-    with engine.guarded(lambda: "in save_checkpoint", LostRankError):
+    with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         return checkpoint.save(
             Path(directory), step, engine.mesh, lambda: _held(engine, optimizer), config=config or {}, keep=keep
         )
@@ -85,7 +85,7 @@ def load_checkpoint(
     """
     directory = Path(directory)
     path: Path | None = directory
-    with engine.guarded(lambda: "in load_checkpoint", LostRankError):
+    with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
         if not directory.name.startswith("step-"):
             path = Together(engine.mesh, f"{directory} cannot be looked through").first(lambda: latest(directory))
         if path is None:

@@ -50,7 +50,15 @@ def grad_of(
 ) -> tuple[Tensor | None, ...]:
     # Its type allows tensors or edges, the function itself both together.
     mixed = cast("Sequence[Tensor]", roots)
-    return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
+    try:
+        return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
+    except RuntimeError as error:
+        if "Checkpointing is not compatible" not in str(error):
+            raise
+        raise ValueError(
+            "a checkpoint with use_reentrant=True in a block whose weight gradients are computed apart; "
+            "allowed: use_reentrant=False, or recompute= of the engine"
+        ) from error
 
 
 def gradients(

@@ -20,6 +20,7 @@ class _Outcome(NamedTuple):
     value: Any = None
     error: type[Exception] | None = None
     text: str = ""
+    interrupted: bool = False
 
 
 class Together:
@@ -52,7 +53,7 @@ class Together:
             ValueError: That of the first rank that raised one, on all ranks, with its number.
             OSError: Likewise.
             Exception: ``error`` for any other exception, on all ranks, with its type, text and rank.
-            LostRankError: A rank did not answer within the limit.
+            LostRankError: A rank did not answer within the limit, or was interrupted.
         """
         return self._shared(work, error, every=True)
 
@@ -73,12 +74,17 @@ class Together:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause  # an interrupt, whether or not the others have heard of it
         for other in outcomes:
+            if other.interrupted:
+                raise LostRankError(other.text)
+        for other in outcomes:
             if other.error is not None:
                 raise other.error(other.text) from cause
         return [other.value for other in outcomes]
 
     def _failure(self, error: BaseException, otherwise: type[Exception], *, every: bool) -> _Outcome:
         rank = f"{self.mesh.label}: " if self.size > 1 else ""
+        if not isinstance(error, Exception):
+            return _Outcome(text=f"{self.failed}: {self.mesh.label} was interrupted", interrupted=True)
         if isinstance(error, ValueError):  # which says by itself what is wrong; what the first rank refuses is for all
             return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
         kind = OSError if isinstance(error, OSError) else otherwise

@@ -117,8 +117,11 @@ class Exchange(Protocol):
         """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
         ...
 
-    def abort(self) -> None:
-        """Ends every transfer that is under way, where groups of one's own carry it; nothing can be sent any more."""
+    def abort(self, *, ending: bool = False) -> None:
+        """Ends every transfer that is under way; nothing can be sent any more.
+
+        Groups of the user's are left alone, unless the process is ``ending``.
+        """
         return None
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
@@ -163,9 +166,9 @@ class PeerExchange(Exchange):
         # Each rank starts with its next neighbour, so that not all of them send to the same one first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def abort(self) -> None:
+    def abort(self, *, ending: bool = False) -> None:
         for group in (self.up, self.down, *self.control[:1]):
-            if isinstance(group, dist.ProcessGroupGloo):  # a registered one is the user's
+            if ending or isinstance(group, dist.ProcessGroupGloo):  # a registered one is the user's
                 abort(group)
 
     def rows(

@@ -138,6 +138,16 @@ def _devices(backend: Any) -> list[Any]:
     return [backend.create_device(interface=name) for name in _interfaces()] or [backend.create_default_device()]
 
 
+def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
+    """The values of ranks of the default group, in the order given; all of them must call this.
+
+    Raises:
+        RuntimeError: One did not within the limit.
+    """
+    values = gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), value)
+    return [values[sorted(ranks).index(rank)] for rank in ranks]
+
+
 def gather_objects(group: Group, value: T) -> list[T]:
     """The values of all ranks, which must be picklable, by their numbers in a group on gloo."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

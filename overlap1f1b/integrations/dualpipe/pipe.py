@@ -18,6 +18,7 @@ from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 from overlap1f1b.integrations.dualpipe.cut import CutModules
 from overlap1f1b.integrations.dualpipe.walk import WeightStore
 from overlap1f1b.integrations.dualpipe.whole import WholeModules
+from overlap1f1b.moe.groups import gathered
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 
@@ -77,8 +78,9 @@ class Pipeline(nn.Module):
         self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
         self.group = process_group or dist.distributed_c10d._get_default_group()
         device = next((p.device.type for p in self.module.parameters()), "cpu")
-        self.mesh = _mesh(self.group, rank_mapping, expert_group, device)
-        spanned = Mesh(self.mesh, timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        self.mesh = _mesh(self.group, rank_mapping, expert_group, device, limit)
+        spanned = Mesh(self.mesh, limit)
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
         placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
@@ -200,6 +202,7 @@ def _mesh(
     rank_mapping: Sequence[int] | None,
     expert_group: dist.ProcessGroup | None,
     device: str,
+    limit: timedelta,
 ) -> DeviceMesh:
     """The ranks of the pipelines that share experts, "pp" × "ep"."""
     size = group.size()
@@ -207,11 +210,10 @@ def _mesh(
     if sorted(order) != list(range(size)):
         raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
     experts = [dist.get_rank()] if expert_group is None else dist.get_process_group_ranks(expert_group)
-    rows: list[list[int]] = [[]] * size
-    dist.all_gather_object(rows, experts, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    rows = gathered(ranks, experts, limit)
     grid = [rows[order.index(rank)] for rank in range(size)]
     column = experts.index(dist.get_rank())
-    ranks = dist.get_process_group_ranks(group)
     if [row[column : column + 1] for row in grid] != [[ranks[order.index(rank)]] for rank in range(size)]:
         raise ValueError(f"pipeline ranks {ranks} with experts over {grid}; allowed: a grid, one rank of each in both")
     if expert_group is None:

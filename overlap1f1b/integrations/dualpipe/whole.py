@@ -93,7 +93,7 @@ class WholeModules:
         except BaseException as error:
             walk.drain()
             self.failures.tell(error, f"{self.mesh.label} failed at {walk.position}")
-            self._failed = bool(self.mesh.labels)
+            self._failed = self.mesh.several
             if self._failed:
                 self.mesh.abort()
             self.failures.explain(error)

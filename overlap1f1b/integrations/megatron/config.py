@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.moe.groups import gathered
 from overlap1f1b.plan import NodeCosts
 
 PARALLEL_STATE = "megatron.core.parallel_state"
@@ -113,17 +115,15 @@ def size_of(groups: object, name: str) -> int:
     return 1 if group is None else group.size()
 
 
-def agreed(costs: NodeCosts | None, groups: object) -> NodeCosts | None:
+def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCosts | None:
     """The costs of the first of all ranks along "tp", "cp" and "dp", all of which must call this."""
     for name in ("tp", "cp", "dp"):
         if (group := group_of(groups, name)) is not None:
-            held = [costs]
-            dist.broadcast_object_list(held, group=group, group_src=0)
-            (costs,) = held
+            costs = gathered(dist.get_process_group_ranks(group), costs, limit)[0]
     return costs
 
 
-def mesh_of(groups: object, device: torch.device) -> DeviceMesh | None:
+def mesh_of(groups: object, device: torch.device, limit: timedelta) -> DeviceMesh | None:
     """The mesh of "pp" and "ep" that this rank is in; None for one rank. All ranks along "ep" must call it.
 
     Raises:
@@ -133,9 +133,8 @@ def mesh_of(groups: object, device: torch.device) -> DeviceMesh | None:
     line = dist.get_process_group_ranks(pp) if pp is not None else [dist.get_rank()] if ep is not None else []
     lines: list[Any] = [line]
     if ep is not None:
-        lines = [None] * ep.size()
-        dist.all_gather_object(lines, line, group=ep)
         own, column = 0 if pp is None else pp.rank(), dist.get_process_group_ranks(ep)
+        lines = gathered(column, line, limit)
         if [every[own : own + 1] for every in lines] != [[rank] for rank in column]:
             raise ValueError(f"pp groups {lines} of the ep group {column}; allowed: a grid, one rank of ep in each")
     ranks = torch.tensor(lines).T  # [pp, ep]

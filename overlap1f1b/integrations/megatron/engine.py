@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +40,8 @@ class ChunkEngine(Engine):
         **options: Any,
     ) -> None:
         blocks = {stage: chunk.segments for stage, chunk in chunks.items()}
-        costs = agreed(costs, groups)
+        self._agreement_limit = timedelta(seconds=options["timeout"])
+        costs = agreed(costs, groups, self._agreement_limit)
         super().__init__(blocks, program, loss_fn=_same, reduce=False, costs=costs, **options)
         self.chunks, self.groups = dict(chunks), groups
         self._auxiliary = 1.0
@@ -51,7 +53,7 @@ class ChunkEngine(Engine):
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._plans.costs = agreed(costs, self.groups)
+        self._plans.costs = agreed(costs, self.groups, self._agreement_limit)
 
     def run(
         self,

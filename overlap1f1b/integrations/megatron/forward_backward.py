@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -122,7 +124,8 @@ class ForwardBackward:
         key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare(models, config, num_microbatches)
+            with self._ending():
+                prepared = self._prepared[key] = self._prepare(models, config, num_microbatches)
         elif prepared.sizes != sizes:
             prepared.engine.boundary.forget()
         prepared.sizes = sizes
@@ -136,18 +139,23 @@ class ForwardBackward:
         )
         marks_first = not forward_only or first_val_step is None or first_val_step
         steps = [Step(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
-        try:
+        with self._ending():
             self._run(prepared, steps, config, forward_only=forward_only)
-        except BaseException:
-            # Its engine plays no more, and what was under way may still arrive in the exchange that all of them share.
-            self._prepared, self._exchange = {}, None
-            raise
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = losses.tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return losses.reports
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """After a failure no engine plays any more: what was under way may still arrive in the exchange they share."""
+        try:
+            yield
+        except BaseException:
+            self._prepared, self._exchange = {}, None
+            raise
 
     def _run(self, prepared: _Prepared, steps: list[Step], config: Config, *, forward_only: bool) -> None:
         engine = prepared.engine
@@ -177,10 +185,11 @@ class ForwardBackward:
             )
             if len(chunks[stage].parts) > 1 or any(isinstance(module, Experts) for module in model.modules()):
                 check_options(model, suspends=True)
-        mesh = mesh_of(self.groups, next(iter(chunks.values())).device)
+        limit = timedelta(seconds=self.timeout)
+        mesh = mesh_of(self.groups, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
             ep = group_of(self.groups, "ep")
-            self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3)))
+            self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
         engine = ChunkEngine(
             chunks,
             program,
