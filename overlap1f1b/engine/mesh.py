@@ -176,23 +176,26 @@ class Mesh:
                 self._compare(self._along(dimension), self.gathered(dimension, dict(facts)))
 
     def compared(self, number: float) -> Callable[[], bool]:
-        """Starts to compare a number over all ranks; what it returns waits, and says whether it is the same on all.
+        """Starts to compare a number over all ranks; what it returns waits, and says on all ranks whether all are one.
 
         Raises:
             LostRankError: When called: a rank failed, or did not answer within the limit.
         """
-        works = []
-        for dimension, group in self._control.items():
-            ends = torch.tensor([number, -number], dtype=torch.float64)
-            options: Any = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            works.append((dimension, ends, group.allreduce([ends], options)))
+        ends = torch.tensor([number, -number], dtype=torch.float64)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        groups = iter(self._control.items())
+        first = next(groups, None)
+        work = None if first is None else first[1].allreduce([ends], options)
 
         def same() -> bool:
-            for dimension, _, work in works:
-                with _naming(dimension):
+            if first is not None and work is not None:
+                with _naming(first[0]):
                     work.wait()
-            return all(ends[0] == -ends[1] for _, ends, _ in works)
+            for dimension, group in groups:  # each of what the one before gave, or some ranks would not hear of it
+                with _naming(dimension):
+                    group.allreduce([ends], options).wait()
+            return bool(ends[0] == -ends[1])
 
         return same
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,8 +16,8 @@ from overlap1f1b.engine import Engine, Stage
 from overlap1f1b.engine.agreement import calls, options, structure, values
 from overlap1f1b.engine.failures import LostRankError
 from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.plan import NodeCosts
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.plan import NodeCosts, Op
+from overlap1f1b.schedule import Kind, build_schedule
 from tests import models
 from tests.ranks import Ranks
 
@@ -31,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "check_parameters": False,
 }
 
+_BY_NODE = [((Op.EXPERTS, Kind.F, 0, 0, 0), 1.0), ((Op.EXPERTS, Kind.I, 0, 0, 0), 2.0)]
 OTHERS = ("program", "microbatches", "seed", "top_k", "frozen", "layers", "loss_scale")
 
 
@@ -63,6 +67,106 @@ def _differing(rank: int, size: int, what: str, culprit: int) -> str:
     except (ValueError, LostRankError) as error:
         return "\n".join([str(error), *error.__notes__])
     return "it trained"
+
+
+def _later(rank: int, size: int) -> list[str]:
+    """A gradient scaler of its own on one rank, from the fifth step on; nothing else is exchanged between steps."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
+    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT)
+    inputs, target = models.batch(4, seed=rank)
+    for step in range(6):
+        try:
+            engine.step(inputs, target=target, loss_scale=2.0 if rank == 1 and step == 4 else 1.0)
+        except (ValueError, LostRankError) as error:
+            return [str(step), "\n".join([str(error), *error.__notes__])]
+    return said
+
+
+def test_a_scale_that_differs_in_a_later_step_is_told(ranks4: Ranks) -> None:
+    for step, said in ranks4.run(_later, timeout=3 * LIMIT):
+        assert step == "4"
+        assert "loss_scale is 1.0 on rank pp 0, ep 0 and 2.0 on rank pp 0, ep 1" in said
+
+
+def _refused_alone(rank: int, size: int) -> list[str]:
+    """A value that one rank refuses is told to the other; the next engine works."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    program, said = build_schedule("sequential", microbatches=2), []
+    for overlap in ("bogus" if rank == 0 else 3, 3):
+        model = models.build(mesh.get_group("ep"))
+        try:
+            engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, timeout=LIMIT)  # type: ignore[arg-type]
+        except (ValueError, LostRankError) as error:
+            said.append("\n".join([str(error), *error.__notes__]))
+        else:
+            inputs, target = models.batch(2, seed=rank)
+            engine.step(inputs, target=target)
+            said.append("it trained")
+    return said
+
+
+def test_a_value_that_one_rank_refuses_ends_the_others_at_once(ranks2: Ranks) -> None:
+    for said, second in ranks2.run(_refused_alone):
+        assert "bogus" in said
+        assert second == "it trained"
+
+
+def _one_rank(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("other", "ep"))["ep"]
+    program = build_schedule("sequential", microbatches=2)
+    engine = Engine(models.build(), program, mesh=mesh, loss_fn=models.loss_fn)
+    inputs, target = models.batch(2)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        engine.step(inputs[:3], target=target)
+    engine.step(inputs, target=target)
+    return "it trained"
+
+
+def test_a_mistake_on_a_mesh_of_one_rank_ends_nothing(ranks2: Ranks) -> None:
+    assert ranks2.run(_one_rank) == ["it trained"] * 2
+
+
+def _after_destroy(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    calls = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(output)
+        if len(calls) == 3:
+            raise ArithmeticError("the third loss")
+        return models.loss_fn(output, target)
+
+    program = build_schedule("sequential", microbatches=2)
+    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, timeout=LIMIT)
+    inputs, target = models.batch(2, seed=rank)
+    engine.step(inputs, target=target)
+    dist.destroy_process_group()
+    with pytest.raises(ArithmeticError, match="the third loss"):
+        engine.step(inputs, target=target)
+    return "its own error"
+
+
+def test_an_error_is_itself_where_the_process_group_was_destroyed(ranks2: Ranks) -> None:
+    assert ranks2.run(_after_destroy) == ["its own error"] * 2
+
+
+def test_equal_costs_in_another_order_are_equal() -> None:
+    costs = [NodeCosts(by_node=dict(order)) for order in (_BY_NODE, _BY_NODE[::-1])]
+    program = build_schedule("sequential", microbatches=2)
+    assert options(program, costs=costs[0]) == options(program, costs=costs[1])
+
+
+def test_long_values_are_told_from_where_they_differ(ranks2: Ranks) -> None:
+    for said in ranks2.run(_long):
+        assert re.search(r"name is …x{20}1x+… on rank ep 0 and …x{20}2x+… on rank ep 1; allowed", said)
+
+
+def _long(rank: int, size: int) -> str:
+    mesh = Mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), timedelta(seconds=20))
+    with pytest.raises(ValueError, match="allowed: the same") as raised:
+        mesh.agree({"name": "x" * 500 + str(rank + 1) + "x" * 500})
+    return str(raised.value)
 
 
 def _names(block: nn.Module) -> Any:

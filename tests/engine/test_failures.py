@@ -9,6 +9,7 @@ import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -50,19 +51,21 @@ def _one_is_silent(rank: int, size: int) -> str:
 
 
 def test_a_rank_without_a_word_is_named(ranks2: Ranks) -> None:
-    assert "no word, within 2 s, from rank ep 0: killed, stopped or busy" in ranks2.run(_one_is_silent)[1]
+    assert "no word, within 2 s, from rank ep 0: killed, stopped, ended or busy" in ranks2.run(_one_is_silent)[1]
 
 
 def _one_has_ended(rank: int, size: int) -> str:
     failures = Failures("ended", LABELS)
     if rank == 0:
+        sys.last_value = ArithmeticError("the loop broke")  # as the interpreter sets it
         failures.end()
+        del sys.last_value
     dist.barrier()
     return _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0") if rank else ""
 
 
 def test_a_rank_that_has_ended_is_named(ranks2: Ranks) -> None:
-    assert "rank ep 0 has ended" in ranks2.run(_one_has_ended)[1]
+    assert "rank ep 0 has ended by ArithmeticError: the loop broke" in ranks2.run(_one_has_ended)[1]
 
 
 def _an_error_of_the_user(rank: int, size: int) -> list[str]:
@@ -93,7 +96,10 @@ def _late(rank: int, size: int) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
-    assert ranks2.run(_late)[0] == "rank ep 1 did not come to the construction of an engine within 0.5 s"
+    assert ranks2.run(_late)[0] == (
+        "rank ep 1 did not come to the construction of an engine within 0.5 s; "
+        "all ranks make their engines in one order"
+    )
 
 
 def test_one_rank_alone_tells_nobody() -> None:
@@ -155,3 +161,61 @@ def test_a_process_ends_by_its_own_status_whatever_its_lanes_wait_for(tmp_path: 
     assert ranks[0].returncode == 1, said
     assert said.rstrip().endswith("ArithmeticError: the loop broke")
     ranks[1].communicate(timeout=60)
+
+
+# An engine that is dropped before the end, as where it is a local of main(): its threads end by themselves meanwhile.
+DROPPED = """
+    import gc, sys
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from overlap1f1b import Engine, build_schedule
+    from tests import models
+
+    def main(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        program = build_schedule("combined_1f1b", microbatches=3)
+        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=30)
+        data = models.batch(3, seed=rank)
+        for _ in range(3):
+            engine.step(data[0], target=data[1])
+
+    rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    main(rank)
+    if how != "plain":
+        gc.collect()
+    if how == "destroyed":
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "collected", "destroyed"])
+def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Path, how: str) -> None:
+    root = Path(__file__).parents[2]
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    for turn in range(2):
+        store = str(tmp_path / f"store{turn}")
+        command = [sys.executable, "-c", textwrap.dedent(DROPPED)]
+        ranks = [
+            subprocess.Popen([*command, str(rank), store, how], stderr=subprocess.PIPE, text=True, env=environ)
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            assert (rank.communicate(timeout=100)[1], rank.returncode) == ("", 0)
+
+
+def _stopped_store(rank: int, size: int) -> tuple[str, float]:
+    """The store does not answer: nobody waits for it again."""
+    failures = Failures("stopped", LABELS)
+    assert failures._store is not None
+    failures._store._store = SimpleNamespace(check=lambda keys: time.sleep(60), set=lambda *_: time.sleep(60))
+    start = time.monotonic()
+    notes = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")
+    failures.read(wait=True)
+    return notes, time.monotonic() - start
+
+
+def test_a_store_that_does_not_answer_is_given_up(ranks2: Ranks) -> None:
+    for notes, seconds in ranks2.run(_stopped_store):
+        assert "the process group's store, which rank ep 0 may hold, gives no word" in notes
+        assert seconds < 20
