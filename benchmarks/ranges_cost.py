@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from overlap1f1b import Engine, build_schedule
-from overlap1f1b.engine.ranges import TorchRanges
-from overlap1f1b.engine.recorder import Recorder
+from overlap1f1b.engine.record.ranges import TorchRanges
+from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.moe import MoEConfig, MoETransformer
 
 MODES = ("off", "ranges", "profiler", "both")

@@ -11,9 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 from overlap1f1b.engine import Microbatch
-from overlap1f1b.engine.cut import BlockRun
-from overlap1f1b.engine.lanes import Flight
-from overlap1f1b.moe.exchange import PeerExchange, Transfer
+from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.transport.exchange import PeerExchange, Transfer
+from overlap1f1b.transport.lanes import Flight
 
 PLACES: tuple[tuple[type, str], ...] = (
     (Microbatch, "await_input"),  # the thread that computes, before each node

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gpu_bench.context import Context
-from overlap1f1b.moe.loopback import LoopbackExchange
-from overlap1f1b.moe.streams import side_stream
+from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import side_stream
 
 
 def run(context: Context) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from overlap1f1b.engine import CapacityOverflowError
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.weight_grad import add_weight_grad_
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.moe.exchange import Exchange
-from overlap1f1b.moe.loopback import LoopbackExchange
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 SMALL = (
     Shape("aligned", 256, 128, 64, 2, 8),

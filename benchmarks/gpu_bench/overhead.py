@@ -10,8 +10,8 @@ from gpu_bench.context import Context
 from gpu_bench.model import build, loss_fn
 from gpu_bench.steps import Steps
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.moe.exchange import LocalExchange
 from overlap1f1b.plan import Overlap
+from overlap1f1b.transport.exchange import LocalExchange
 
 ROWS: tuple[tuple[str, int, Overlap], ...] = (("sequential", 0, 3), ("combined_1f1b", 1, 3))
 

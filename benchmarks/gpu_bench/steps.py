@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from gpu_bench.context import Context
 from gpu_bench.model import Routing, Workload, build, loss_fn
 from overlap1f1b import Engine, build_schedule, simulate
-from overlap1f1b.moe.exchange import Exchange, LocalExchange
-from overlap1f1b.moe.loopback import LoopbackExchange
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
+from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 ROWS: tuple[tuple[str, int, Overlap], ...] = (
     ("sequential", 0, "serial"),

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_bench.context import Context
 from gpu_bench.model import build
 from gpu_bench.steps import ROWS, Steps
-from overlap1f1b.moe.loopback import LoopbackExchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 
 def run(context: Context) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.summary import Speed, compared, show
 from overlap1f1b.cli.trainer import Step, Trainer
 from overlap1f1b.cli.workload import environment, load_corpus
-from overlap1f1b.engine.checkpoint_folder import latest
+from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import build_schedule
 

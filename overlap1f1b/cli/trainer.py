@@ -20,7 +20,7 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
 from overlap1f1b.engine import Engine, LossFunction, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.parts import Model
+from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program

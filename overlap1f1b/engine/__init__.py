@@ -1,16 +1,16 @@
 """Floor ``engine``: plays a Program over a model."""
 
 from overlap1f1b.engine.capacity import CapacityOverflowError
+from overlap1f1b.engine.checkpoint.resuming import load_checkpoint, save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
-from overlap1f1b.engine.failures import LostRankError
-from overlap1f1b.engine.microbatch import LossFunction, Microbatch, MicrobatchBlock
-from overlap1f1b.engine.parts import split_blocks
-from overlap1f1b.engine.profile import Profile
-from overlap1f1b.engine.recorder import Recorder
+from overlap1f1b.engine.record.profile import Profile
+from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
-from overlap1f1b.engine.resuming import load_checkpoint, save_checkpoint
-from overlap1f1b.engine.stage import Stage, blocks_of
+from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, MicrobatchBlock
+from overlap1f1b.engine.run.stage import Stage, blocks_of
+from overlap1f1b.engine.stages import split_blocks
+from overlap1f1b.transport.failures import LostRankError
 
 __all__ = [
     "DEFAULT_OVERLAP",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.engine.stage import Stage
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.schedule import Program
+from overlap1f1b.transport.mesh import Mesh
 
 Facts = dict[str, object]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,8 +10,8 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.engine.stage import Stage
+from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.transport.mesh import Mesh
 
 T = TypeVar("T")
 Overflow = Literal["raise", "rerun"]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.failures import Failures
-from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors
-from overlap1f1b.engine.player import Player
+from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
+from overlap1f1b.transport.failures import Failures
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)

@@ -13,26 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import calls, options, structure, values
-from overlap1f1b.engine.batch import Batch
-from overlap1f1b.engine.boundary import Boundary
+from overlap1f1b.engine.batch import Batch, Loss, Work, work_of
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
-from overlap1f1b.engine.gradients import clip
-from overlap1f1b.engine.lanes import Lane
-from overlap1f1b.engine.measure import BackToBack, measured_costs
-from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.engine.microbatch import LossFunction
-from overlap1f1b.engine.parts import Model, all_shapes, stages_of
-from overlap1f1b.engine.plans import Plans
-from overlap1f1b.engine.player import Pace, Player
-from overlap1f1b.engine.recorder import recorded
-from overlap1f1b.engine.reduction import Reduction, reductions_of
+from overlap1f1b.engine.play.measure import BackToBack, measured_costs
+from overlap1f1b.engine.play.plans import Plans
+from overlap1f1b.engine.play.player import Pace, Player
+from overlap1f1b.engine.play.timing import cuda_watch
+from overlap1f1b.engine.reduce.clip import clip
+from overlap1f1b.engine.reduce.reduction import Reduction, reductions_of
+from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import StepResult, mean_loss
-from overlap1f1b.engine.tied import TiedReduction, repeated, ties_of
-from overlap1f1b.engine.timing import cuda_watch
-from overlap1f1b.engine.work import Loss, Work, work_of
-from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.engine.run.microbatch import LossFunction
+from overlap1f1b.engine.stages import Model, all_shapes, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.lanes import Lane
+from overlap1f1b.transport.mesh import Mesh
 
 DEFAULT_OVERLAP = 3
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -264,7 +262,7 @@ class Engine:
         plan, measuring = self.plan, self._plans.measuring
         play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
         self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
-        with self.guarded(lambda: self._at(plan)), recorded(self.player.recorder):
+        with self.guarded(lambda: self._at(plan)), self.player.observed_step():
             self.player.position = None
             self._plans.agree(plan)
             if not self._steps and self._check_parameters:

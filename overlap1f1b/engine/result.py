@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.engine.microbatch import Microbatch, OptionalTensors, one
-from overlap1f1b.engine.player import Player
+from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, one
 from overlap1f1b.plan import Span
 from overlap1f1b.simulation import Timeline
+from overlap1f1b.transport.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from overlap1f1b.kernels.packing import pack_slots
 from overlap1f1b.kernels.permute import spread_rows
 from overlap1f1b.kernels.slots import invert, place_slots, sort_slots
 from overlap1f1b.kernels.take import put_rows, take_rows
-from overlap1f1b.moe.exchange import EqualSplits
-from overlap1f1b.moe.streams import HostCopy
+from overlap1f1b.transport.exchange import EqualSplits
+from overlap1f1b.transport.streams import HostCopy
 
 
 class Route:

@@ -6,12 +6,12 @@ from overlap1f1b.plan.clock import Span, play_ranks
 from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
-    LANE_OF,
     RECOMPUTES,
+    RESOURCE_OF,
     BlockShape,
-    Lane,
     Node,
     Op,
+    Resource,
     StageShape,
     backward_chain,
     forward_chain,
@@ -22,14 +22,13 @@ from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, pa
 from overlap1f1b.plan.recompute import Recompute, parse_recompute
 
 __all__ = [
-    "LANE_OF",
     "RECOMPUTES",
+    "RESOURCE_OF",
     "ActionRange",
     "BlockShape",
     "Chains",
     "CostKey",
     "Label",
-    "Lane",
     "Node",
     "NodeCosts",
     "NodeRange",
@@ -37,6 +36,7 @@ __all__ = [
     "Overlap",
     "Plan",
     "Recompute",
+    "Resource",
     "Span",
     "StageShape",
     "StepRange",

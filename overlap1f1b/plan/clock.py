@@ -7,7 +7,7 @@ from operator import add
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import LANE_OF, RECOMPUTES, Lane, Node, Op
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -18,7 +18,7 @@ _FOREVER = float("inf")
 # Members of an Enum are looked up through Python in the innermost loop, where these are not.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _SEND, _RECEIVE, _REDUCE = Op.SEND, Op.RECEIVE, Op.REDUCE
-_COMPUTE, _PEER = Lane.COMPUTE, Lane.PEER
+_COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
 
 
 def destination(node: Node) -> Key:
@@ -62,7 +62,10 @@ class Clock:
         self.arrivals = {} if arrivals is None else arrivals
         self.now = 0.0
         """Time at which the issuing thread takes its next node."""
-        self.free: dict[Lane, list[float]] = {Lane.EXCHANGE: [], Lane.CONTROL: []}  # of every link of the lane
+        self.free: dict[Resource, list[float]] = {
+            Resource.EXCHANGE: [],
+            Resource.CONTROL: [],
+        }  # of every link of the lane
         self.sent: dict[int, float] = {}  # end of the last send to each rank
         self.sending = 0.0  # end of the last send to any rank
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
@@ -101,7 +104,7 @@ class Clock:
             self.awaited.add((pipe, stage, microbatch, kind))
             return Span(node, self.now, self.now)
         start = self.start(node) if needed is None else max(self.now, needed)
-        lane = LANE_OF[op]
+        lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
             end = self.now = start + self._cost(node)[0]
             if kind is _I:
@@ -124,7 +127,7 @@ class Clock:
         start = max(launched, self.sent.get(to, 0.0))
         end = start + self._cost(node)[0]
         if self.costs.shared_links:
-            free = self.free[Lane.EXCHANGE]
+            free = self.free[Resource.EXCHANGE]
             both = [max(0.0, min(at, end) - max(start, since)) for at, since in zip(free, self.since, strict=True)]
             free[:] = map(add, free, both)
             end += max(both, default=0.0)

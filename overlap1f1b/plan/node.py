@@ -34,7 +34,7 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # as that of Kind
 
 
-class Lane(StrEnum):
+class Resource(StrEnum):
     """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour apart."""
 
     COMPUTE = "compute"
@@ -45,20 +45,20 @@ class Lane(StrEnum):
     __hash__ = str.__hash__
 
 
-LANE_OF = {
-    Op.DENSE: Lane.COMPUTE,
-    Op.ATTENTION: Lane.COMPUTE,
-    Op.COUNTS: Lane.CONTROL,
-    Op.DISPATCH: Lane.EXCHANGE,
-    Op.EXPERTS: Lane.COMPUTE,
-    Op.COMBINE: Lane.EXCHANGE,
-    Op.AGGREGATE: Lane.COMPUTE,
-    Op.REDUCE: Lane.EXCHANGE,
-    Op.SEND: Lane.PEER,
-    Op.RECEIVE: Lane.PEER,
-    Op.RECOMPUTE_DENSE: Lane.COMPUTE,
-    Op.RECOMPUTE_ATTENTION: Lane.COMPUTE,
-    Op.RECOMPUTE_EXPERTS: Lane.COMPUTE,
+RESOURCE_OF = {
+    Op.DENSE: Resource.COMPUTE,
+    Op.ATTENTION: Resource.COMPUTE,
+    Op.COUNTS: Resource.CONTROL,
+    Op.DISPATCH: Resource.EXCHANGE,
+    Op.EXPERTS: Resource.COMPUTE,
+    Op.COMBINE: Resource.EXCHANGE,
+    Op.AGGREGATE: Resource.COMPUTE,
+    Op.REDUCE: Resource.EXCHANGE,
+    Op.SEND: Resource.PEER,
+    Op.RECEIVE: Resource.PEER,
+    Op.RECOMPUTE_DENSE: Resource.COMPUTE,
+    Op.RECOMPUTE_ATTENTION: Resource.COMPUTE,
+    Op.RECOMPUTE_EXPERTS: Resource.COMPUTE,
 }
 
 RECOMPUTE_OF = {
@@ -95,9 +95,9 @@ class Node(NamedTuple):
     pipe: int = 0
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> Resource:
         """The lane that the node occupies."""
-        return LANE_OF[self.op]
+        return RESOURCE_OF[self.op]
 
     @property
     def name(self) -> str:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import LANE_OF, RECOMPUTES, Lane, Node, Op
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.plan.plan import ends_backward
 from overlap1f1b.schedule import Action, Kind
 
 _FOREVER = float("inf")
 # Members of an Enum are looked up through Python in the innermost loop, where these are not.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
-_COMPUTE = Lane.COMPUTE
+_COMPUTE = Resource.COMPUTE
 
 
 class Policy(NamedTuple):
@@ -166,7 +166,7 @@ class ListScheduler:
 
     def _launch(self) -> None:
         for entry in self.open[:]:
-            while not entry.ended and LANE_OF[entry.next.op] is not _COMPUTE:
+            while not entry.ended and RESOURCE_OF[entry.next.op] is not _COMPUTE:
                 if self._awaits_counts(entry.next) and self.clock.needed(entry.next) > self.clock.now:
                     break
                 self._advance(entry)
@@ -182,7 +182,7 @@ class ListScheduler:
         for entry in self.open:
             node = entry.next
             if (
-                LANE_OF[node.op] is _COMPUTE
+                RESOURCE_OF[node.op] is _COMPUTE
                 and (entry.begun or self._may_begin(entry, older_forwards))
                 and (node.kind is _F or self.passed.get(_place(node), 0) == entry.turn)
                 and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
@@ -213,7 +213,7 @@ class ListScheduler:
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
-        computes = LANE_OF[node.op] is _COMPUTE
+        computes = RESOURCE_OF[node.op] is _COMPUTE
         entry.issued += 1
         entry.begun |= computes
         if node.kind is _W:
@@ -224,7 +224,7 @@ class ListScheduler:
             key = _microbatch(node)
             self.live.add(key)
             self.held.add(key)
-        if node.kind is _I and LANE_OF[node.op] is not Lane.PEER:
+        if node.kind is _I and RESOURCE_OF[node.op] is not Resource.PEER:
             self._passed(node)
             if entry.action.kind is _I and ends_backward(node) and _microbatch(node) in self.pending:
                 self.late.add(_microbatch(node))

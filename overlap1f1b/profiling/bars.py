@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.clock import destination
 from overlap1f1b.profiling.clocks import offsets
 from overlap1f1b.profiling.intervals import union
@@ -16,11 +16,11 @@ from overlap1f1b.simulation import Timeline
 from overlap1f1b.simulation.drawing import staged, text_of
 from overlap1f1b.simulation.trace import Event
 
-LANES = {Lane.COMPUTE: "compute", Lane.EXCHANGE: "exchange", Lane.CONTROL: "counts", Lane.PEER: "peers"}
+LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
 MEASURED, PREDICTED = "measured", "predicted"
 FINEST = 2000
 """Part of a step that is the shortest gap which is drawn between kernels without a range."""
-_STYLES = {Lane.EXCHANGE: "exchange", Lane.CONTROL: "exchange", Lane.PEER: "peer"}
+_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
 
 
 class Bar(NamedTuple):

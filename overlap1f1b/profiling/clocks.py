@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from overlap1f1b.plan import Lane, Node, Op
+from overlap1f1b.plan import Node, Op, Resource
 from overlap1f1b.plan.clock import destination
 from overlap1f1b.profiling.figures import Lanes
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Step
@@ -51,7 +51,7 @@ def _landings(recording: Recording, step: Step) -> Landed:
             continue
         if node.lane in EXCHANGES:
             landed[node, group] = end
-        elif node.lane is Lane.PEER:
+        elif node.lane is Resource.PEER:
             key = destination(node) if node.op is Op.SEND else (node.pipe, node.stage, node.microbatch, node.kind)
             landed[key, replica] = end
     return landed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.profiling.idle import IDLE, idle_time
 from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, length
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Step, lane_of
@@ -237,7 +237,7 @@ def _kind(what: object) -> str:
 def _of_chain(node: Node) -> bool:
     return (
         node.kind is not Kind.W
-        and node.lane is not Lane.PEER
+        and node.lane is not Resource.PEER
         and node.op is not Op.REDUCE
         and node.op not in RECOMPUTES
     )

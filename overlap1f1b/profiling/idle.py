@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from overlap1f1b.plan import Lane
+from overlap1f1b.plan import Resource
 from overlap1f1b.profiling.intervals import Intervals, Times, difference, intersection, joined, length, union
 from overlap1f1b.profiling.recording import Recording, Step
 
@@ -28,7 +28,7 @@ def idle_time(
     """
     idle = difference(np.array([window], np.int64), compute)
     rest = difference(idle, exposed)
-    waiting = recording.on(step.waits, Lane.PEER).covered
+    waiting = recording.on(step.waits, Resource.PEER).covered
     transfers = recording.transfers(step).covered
     if recording.device:
         waiting = joined(waiting, intersection(transfers, _blocked(idle, step.compute.start, step.compute.launched)))

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import Lane, Node
+from overlap1f1b.plan import Node, Resource
 from overlap1f1b.profiling.intervals import Intervals, Times, union
 
 
@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
 
 What = Node | Stream
-EXCHANGES = (Lane.EXCHANGE, Lane.CONTROL)
+EXCHANGES = (Resource.EXCHANGE, Resource.CONTROL)
 """Lanes that count as exchange: as in :class:`overlap1f1b.simulation.Timeline`, counts and reductions included."""
 
 
@@ -136,7 +136,7 @@ class Recording:
     by: Literal["range", "stream"] = "range"
     notes: tuple[str, ...] = ()
 
-    def on(self, spans: Spans, *lanes: Lane) -> Spans:
+    def on(self, spans: Spans, *lanes: Resource) -> Spans:
         """Those of some lanes; streams without ranges count as exchange."""
         chosen = [lane_of(what) in lanes for what in self.names]
         return spans[np.array(chosen, bool)[spans.what]]
@@ -147,9 +147,9 @@ class Recording:
 
     def transfers(self, step: Step) -> Spans:
         """Transfers between pipeline stages in flight."""
-        return self.on(step.flights, Lane.PEER)
+        return self.on(step.flights, Resource.PEER)
 
 
-def lane_of(what: What) -> Lane:
+def lane_of(what: What) -> Resource:
     """The lane of a span that travels."""
-    return what.lane if isinstance(what, Node) else Lane.EXCHANGE
+    return what.lane if isinstance(what, Node) else Resource.EXCHANGE

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import Lane, Node
+from overlap1f1b.plan import Node, Resource
 from overlap1f1b.profiling.attribution import Index, Kernels, Table, owned
 from overlap1f1b.profiling.capture import Capture
 from overlap1f1b.profiling.intervals import covered, difference
@@ -40,7 +40,7 @@ class _Builder:
         self.names = table.names
         self.device = bool(len(kernels.start))
         self.by_range = bool((kernels.owner >= 0).any()) if self.device else bool(len(table.nodes["node"].what))
-        on_compute = [isinstance(what, Node) and what.lane is Lane.COMPUTE for what in self.names]
+        on_compute = [isinstance(what, Node) and what.lane is Resource.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
         self.ran = np.maximum.accumulate(kernels.end)  # when everything that was launched so far had ended

@@ -6,7 +6,7 @@ from functools import cache
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from overlap1f1b.plan import RECOMPUTES, Chains, Lane, NodeCosts, Op, Overlap, parse_overlap
+from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resource, parse_overlap
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.schedule import Action, Kind, Program, actions_of
 from overlap1f1b.schedule.flow import flow
@@ -142,8 +142,8 @@ class _Load:
 
 def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
     nodes = [node for node in chains.of(action) if node.op not in (Op.SEND, Op.RECEIVE)]
-    compute = sum(costs(node) for node in nodes if node.lane is Lane.COMPUTE)
-    exchanges = [costs.links(node) for node in nodes if node.lane is Lane.EXCHANGE]
+    compute = sum(costs(node) for node in nodes if node.lane is Resource.COMPUTE)
+    exchanges = [costs.links(node) for node in nodes if node.lane is Resource.EXCHANGE]
     weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
     last = chains.weight(nodes[-1])
     return _Chain(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
-from overlap1f1b.plan import RECOMPUTES, Lane, Node, Op, Span
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
 from overlap1f1b.schedule import Kind
 
 
@@ -88,9 +88,9 @@ def draw(spans: Sequence[Span], width: int) -> str:
     scale = width / end if end else 0.0
     several = staged(spans)
     lines = []
-    for lane in (Lane.COMPUTE, Lane.EXCHANGE, Lane.CONTROL, Lane.PEER):
+    for lane in (Resource.COMPUTE, Resource.EXCHANGE, Resource.CONTROL, Resource.PEER):
         rows = stacked(span for span in spans if span.node.lane is lane and span.end > span.start)
-        for number, row in enumerate(rows or [[]] if lane in (Lane.COMPUTE, Lane.EXCHANGE) else rows):
+        for number, row in enumerate(rows or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else rows):
             line = [" "] * (width + 1)
             for span in row:
                 first, last = round(span.start * scale), round(span.end * scale)

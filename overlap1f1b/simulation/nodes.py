@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from overlap1f1b.plan import Lane, NodeCosts, Plan, play_ranks
+from overlap1f1b.plan import NodeCosts, Plan, Resource, play_ranks
 from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.timeline import Timeline, length
 from overlap1f1b.simulation.trace import write_trace
@@ -35,7 +35,7 @@ class PlanTimeline:
 
     def busy(self, rank: int) -> float:
         """Time in which a rank computes."""
-        return length(self.ranks[rank].busy(Lane.COMPUTE))
+        return length(self.ranks[rank].busy(Resource.COMPUTE))
 
     def bubble(self, rank: int) -> float:
         """Time of the makespan in which a rank computes nothing."""

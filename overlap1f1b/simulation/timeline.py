@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlap1f1b.plan import Lane, Span
+from overlap1f1b.plan import Resource, Span
 from overlap1f1b.schedule.sizes import check_size
 from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
@@ -72,20 +72,20 @@ class Timeline:
         """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
-    def busy(self, *lanes: Lane) -> list[Interval]:
+    def busy(self, *lanes: Resource) -> list[Interval]:
         """Disjoint intervals in which one of the lanes works."""
         return union((span.start, span.end) for span in self.spans if span.node.lane in lanes)
 
     @property
     def exchange(self) -> float:
         """Time in which at least one exchange, counts included, is in flight."""
-        return length(self.busy(Lane.EXCHANGE, Lane.CONTROL))
+        return length(self.busy(Resource.EXCHANGE, Resource.CONTROL))
 
     @property
     def exposed(self) -> float:
         """Time in which an exchange is in flight and the compute lane does nothing."""
-        in_flight = self.busy(Lane.EXCHANGE, Lane.CONTROL)
-        return length(in_flight) - length(intersection(in_flight, self.busy(Lane.COMPUTE)))
+        in_flight = self.busy(Resource.EXCHANGE, Resource.CONTROL)
+        return length(in_flight) - length(intersection(in_flight, self.busy(Resource.COMPUTE)))
 
     @property
     def hidden_fraction(self) -> float:

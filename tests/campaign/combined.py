@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
-from overlap1f1b.moe.exchange import build_exchange
+from overlap1f1b.transport.exchange import build_exchange
 from tests.campaign import plain
 from tests.campaign.build import batch, build, loss_fn
 from tests.campaign.compare import Values, apart, limit_of, unequal, values_of

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, Stage
 from overlap1f1b.engine.agreement import calls, options, structure, values
-from overlap1f1b.engine.failures import LostRankError
-from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
+from overlap1f1b.transport.failures import LostRankError
+from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.ranks import Ranks
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import CapacityOverflowError, Engine
 from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.moe.exchange import Exchange
-from overlap1f1b.moe.loopback import LoopbackExchange
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.ranks import Ranks
 

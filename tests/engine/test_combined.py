@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.moe import Router, RouterConfig, set_auxiliary_scale
-from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import Overlap, Recompute
+from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.pauses import pauses
 from tests.ranks import Ranks

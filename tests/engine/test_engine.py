@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.failures import LostRankError
-from overlap1f1b.moe.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
+from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.ranks import Ranks
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.carveout import Carveout
-from overlap1f1b.engine.timing import Watch
-from overlap1f1b.moe.exchange import Exchange
-from overlap1f1b.moe.loopback import LoopbackExchange
-from overlap1f1b.moe.streams import ThreadStream
-from overlap1f1b.plan import Lane, NodeCosts, Op, Overlap, cost_key
+from overlap1f1b.engine.play.player import Carveout
+from overlap1f1b.engine.play.timing import Watch
+from overlap1f1b.plan import NodeCosts, Op, Overlap, Resource, cost_key
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import ThreadStream
 from tests import models
 
 CPU = torch.device("cpu")
@@ -89,9 +89,9 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
         lane.stamp = watch.stamp
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
     assert not settled
-    spans = {span.node: span for span in result.overlap.spans if span.node.lane is Lane.COMPUTE}
+    spans = {span.node: span for span in result.overlap.spans if span.node.lane is Resource.COMPUTE}
     assert settled == [True]
-    assert set(spans) == {node for node in overlapped.plan.nodes if node.lane is Lane.COMPUTE}
+    assert set(spans) == {node for node in overlapped.plan.nodes if node.lane is Resource.COMPUTE}
     seen = {span.node: span for span in overlapped.player.measured()()}
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap1f1b as o1
 from overlap1f1b.integrations.torch_pipelining import register, registration
 from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
-from overlap1f1b.moe.exchange import build_exchange, lane_groups
 from overlap1f1b.plan import Overlap
+from overlap1f1b.transport.exchange import build_exchange, lane_groups
 from tests import models
 from tests.engine.test_engine import Delayed
 from tests.ranks import Ranks

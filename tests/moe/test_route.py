@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe.exchange import EqualSplits
 from overlap1f1b.moe.route import Route
 from overlap1f1b.moe.weighted_route import WeightedRoute
+from overlap1f1b.transport.exchange import EqualSplits
 
 H = 3
 

@@ -10,14 +10,14 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import (
-    LANE_OF,
+    RESOURCE_OF,
     BlockShape,
     Chains,
-    Lane,
     Node,
     NodeCosts,
     Op,
     Plan,
+    Resource,
     Span,
     StageShape,
     play_ranks,
@@ -97,7 +97,7 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
     for key in draw(st.lists(st.sampled_from(sorted(by_op)), max_size=4, unique=True)):
         block = draw(st.integers(0, len(shape) - 1))
         seam = draw(st.integers(0, max(0, shape[block].seams - 1)))
-        several = LANE_OF[key[0]] is not Lane.COMPUTE
+        several = RESOURCE_OF[key[0]] is not Resource.COMPUTE
         place = (0, 0, 0) if key[0] is Op.SEND else (0, block, seam)
         by_node[(*key, *place)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
     return NodeCosts(by_op, by_node)

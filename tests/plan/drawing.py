@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap1f1b.plan import Lane, Span
+from overlap1f1b.plan import Resource, Span
 
 
 def drawn(spans: Iterable[Span]) -> list[str]:
@@ -20,14 +20,14 @@ def drawn(spans: Iterable[Span]) -> list[str]:
     """
     spans = [span for span in spans if span.end > span.start]
     first, last = round(min(span.start for span in spans)), round(max(span.end for span in spans))
-    columns: dict[Lane, list[str]] = {lane: [""] * (last - first) for lane in (Lane.EXCHANGE, Lane.COMPUTE)}
+    columns: dict[Resource, list[str]] = {lane: [""] * (last - first) for lane in (Resource.EXCHANGE, Resource.COMPUTE)}
     for span in spans:
         column, start = columns[span.node.lane], round(span.start) - first
         for line in range(start, round(span.end) - first):
             assert not column[line], f"two nodes at once on the {span.node.lane.value} lane"
             column[line] = "…"
         column[start] = f"{span.node.name}{span.node.block} m{span.node.microbatch}"
-    width = max(map(len, columns[Lane.EXCHANGE]))
+    width = max(map(len, columns[Resource.EXCHANGE]))
     return [f"{a:{width}} | {b}".rstrip() for a, b in zip(*columns.values(), strict=True)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import RECOMPUTES, Lane, Node, NodeCosts, Op, Plan, Recompute, check, compile
+from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, Resource, check, compile
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, build_schedule, combined_1f1b, sequential
@@ -121,7 +121,7 @@ def test_two_open_actions_hide_each_others_exchanges_in_warm_up_and_in_cool_down
 
 def test_the_earlier_action_goes_first_on_a_tie() -> None:
     nodes = scheduled(combined_1f1b(3, extra_warmup=2), Policy(3), NodeCosts(), layers=2)
-    compute = [node for node in nodes if node.kind is Kind.F and node.lane is Lane.COMPUTE]
+    compute = [node for node in nodes if node.kind is Kind.F and node.lane is Resource.COMPUTE]
     assert [node.microbatch for node in compute] == [0] * 6 + [1] * 6 + [2] * 6
 
 

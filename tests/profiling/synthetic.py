@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from overlap1f1b.plan import Lane, Span
+from overlap1f1b.plan import Resource, Span
 
 MAIN, AUTOGRAD, LANE = 11, 12, 13
 """Threads."""
@@ -170,7 +170,7 @@ def spans_of(spans: Iterable[Span], unit: float = 1e-3) -> list[tuple[str, str, 
     """Spans of a simulated rank, in the order of issue, as a record has them."""
     found, now = [], 0.0
     for node, start, end in spans:
-        if node.lane is Lane.COMPUTE:
+        if node.lane is Resource.COMPUTE:
             found.append(("node", str(node), start * unit, end * unit))
             now = end
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import overlap1f1b as o1
-from overlap1f1b.plan import Lane, NodeCosts, Op
+from overlap1f1b.plan import NodeCosts, Op, Resource
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 
@@ -42,7 +42,7 @@ def test_a_send_leaves_when_its_own_member_of_a_pair_is_done() -> None:
             if span.node.op is Op.SEND:
                 assert span.start == max(end[key], free)  # behind the send before it
                 free = span.end
-            elif span.node.lane is Lane.COMPUTE:
+            elif span.node.lane is Resource.COMPUTE:
                 end[key] = span.end
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import (
     BlockShape,
-    Lane,
     Node,
     NodeCosts,
     Op,
     Overlap,
+    Resource,
     Span,
     compile,
     forward_chain,
@@ -25,7 +25,13 @@ from overlap1f1b.simulation.timeline import Interval
 from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
-LANES = {COMPUTE: Lane.COMPUTE, EXCHANGE: Lane.EXCHANGE, COUNTS: Lane.CONTROL, REDUCE: Lane.EXCHANGE, SEND: Lane.PEER}
+LANES = {
+    COMPUTE: Resource.COMPUTE,
+    EXCHANGE: Resource.EXCHANGE,
+    COUNTS: Resource.CONTROL,
+    REDUCE: Resource.EXCHANGE,
+    SEND: Resource.PEER,
+}
 
 intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
 
@@ -97,14 +103,14 @@ def test_exposed_and_hidden(
 def test_timeline_against_cells(spans: list[tuple[Op, int, int]]) -> None:
     spans = [(op, min(a, b), max(a, b)) for op, a, b in spans]
     line = timeline(*spans)
-    on = {lane: cells([(a, b) for op, a, b in spans if LANES[op] is lane]) for lane in Lane}
-    in_flight = on[Lane.EXCHANGE] | on[Lane.CONTROL]
-    assert cells(line.busy(Lane.COMPUTE)) == on[Lane.COMPUTE]
-    assert cells(line.busy(*Lane)) == set().union(*on.values())
+    on = {lane: cells([(a, b) for op, a, b in spans if LANES[op] is lane]) for lane in Resource}
+    in_flight = on[Resource.EXCHANGE] | on[Resource.CONTROL]
+    assert cells(line.busy(Resource.COMPUTE)) == on[Resource.COMPUTE]
+    assert cells(line.busy(*Resource)) == set().union(*on.values())
     assert line.exchange == len(in_flight)
-    assert line.exposed == len(in_flight - on[Lane.COMPUTE])
+    assert line.exposed == len(in_flight - on[Resource.COMPUTE])
     if in_flight:
-        assert line.hidden_fraction == pytest.approx(len(in_flight & on[Lane.COMPUTE]) / len(in_flight))
+        assert line.hidden_fraction == pytest.approx(len(in_flight & on[Resource.COMPUTE]) / len(in_flight))
 
 
 @given(st.data())
@@ -117,10 +123,12 @@ def test_simulated_timelines(data: st.DataObject) -> None:
     line = simulate(plan, costs, counts_block=block).ranks[0]
     assert tuple(span.node for span in line.spans) == plan.nodes
     assert line.makespan == plan.predicted == makespan(plan.nodes, costs, counts_block=block)
-    assert length(line.busy(Lane.COMPUTE)) == sum(costs(node) for node in plan.nodes if node.lane is Lane.COMPUTE)
+    assert length(line.busy(Resource.COMPUTE)) == sum(
+        costs(node) for node in plan.nodes if node.lane is Resource.COMPUTE
+    )
     assert 0 <= line.exposed <= line.exchange <= line.makespan
     assert 0 <= line.hidden_fraction <= 1
-    assert line.makespan >= length(line.busy(Lane.COMPUTE)) + line.exposed  # the rest is idleness on every lane
+    assert line.makespan >= length(line.busy(Resource.COMPUTE)) + line.exposed  # the rest is idleness on every lane
 
 
 def test_a_serial_step_hides_nothing_and_an_overlapped_one_nearly_all() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.rate import parse_loopback
-from overlap1f1b.moe.exchange import Exchange, Transfer, build_exchange, lane_groups
-from overlap1f1b.moe.loopback import LoopbackExchange
+from overlap1f1b.transport.exchange import Exchange, Transfer, build_exchange, lane_groups
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 
 def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:

@@ -20,7 +20,7 @@ from overlap1f1b.cli.bench.measure import Bench, slowest
 from overlap1f1b.cli.hf import HfModel
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.engine import LossFunction
-from overlap1f1b.engine.parts import Model
+from overlap1f1b.engine.stages import Model
 
 PEER = "transformers all_to_all"
 

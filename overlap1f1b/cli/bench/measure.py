@@ -26,7 +26,7 @@ from overlap1f1b.cli.rate import Balanced, parse_wire
 from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
 from overlap1f1b.engine import Engine, LossFunction, StepResult
-from overlap1f1b.engine.parts import Model
+from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
 

@@ -19,8 +19,8 @@ from overlap1f1b.cli.workload import loss_fn
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.torch_pipelining import register
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.moe.exchange import Exchange
 from overlap1f1b.schedule import Placement
+from overlap1f1b.transport.exchange import Exchange
 
 
 class PeerShape(NamedTuple):

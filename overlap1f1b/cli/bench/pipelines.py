@@ -31,10 +31,10 @@ from overlap1f1b.cli.wire import INTERFACE, shape
 from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, loss_fn, model_config
 from overlap1f1b.engine import Engine, blocks_of
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
-from overlap1f1b.moe.exchange import build_exchange, lane_groups
-from overlap1f1b.plan import Lane, Node, NodeCosts, Op, Recompute, parse_overlap
+from overlap1f1b.plan import Node, NodeCosts, Op, Recompute, Resource, parse_overlap
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
+from overlap1f1b.transport.exchange import build_exchange, lane_groups
 
 
 @dataclass
@@ -145,7 +145,7 @@ class PipelineBench:
         for turn in range(5):
             _, result = self.step(default)
             if turn > 1:  # the first measure nodes
-                spans = [span for span in result.overlap.spans if span.node.lane is Lane.COMPUTE]
+                spans = [span for span in result.overlap.spans if span.node.lane is Resource.COMPUTE]
                 computed.append(_largest(sum(span.end - span.start for span in spans)))
         seconds = median(computed)
         self._sizes = [self.recording.sizes[node.tag] for node in self._exchanges(default)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from overlap1f1b.cli.plan.grid import Cell, Row
-from overlap1f1b.plan import Lane
+from overlap1f1b.plan import Resource
 from overlap1f1b.schedule import Pair, Program, Step, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
 from overlap1f1b.simulation.drawing import stacked, staged
 from overlap1f1b.simulation.drawing import text_of as text_of_node
 
-_LANES = {Lane.COMPUTE: "compute", Lane.EXCHANGE: "exchange", Lane.CONTROL: "counts", Lane.PEER: "peers"}
-_STYLES = {Lane.EXCHANGE: "exchange", Lane.CONTROL: "exchange", Lane.PEER: "peer"}
+_LANES = {
+    Resource.COMPUTE: "compute",
+    Resource.EXCHANGE: "exchange",
+    Resource.CONTROL: "counts",
+    Resource.PEER: "peers",
+}
+_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
 
 
 def rows_of(timeline: ProgramTimeline | PlanTimeline) -> list[Row]:
@@ -40,7 +45,7 @@ def _lanes(timeline: PlanTimeline, rank: int) -> list[Row]:
     several = staged(spans)
     for lane, name in _LANES.items():
         stack = stacked(s for s in spans if s.node.lane is lane and s.end > s.start)
-        for row in stack or [[]] if lane in (Lane.COMPUTE, Lane.EXCHANGE) else stack:
+        for row in stack or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else stack:
             cells = [
                 Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(lane, s.node.kind.value))
                 for s in row

@@ -15,7 +15,7 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.trainer import Trainer
 from overlap1f1b.cli.workload import load_corpus
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.checkpoint_folder import latest
+from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 
 Subject = tuple[Engine, Callable[[], object]]

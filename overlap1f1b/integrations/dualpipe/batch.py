@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.engine.microbatch import OptionalTensors, Tensors
+from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors
 
 Criterion = Callable[..., Tensor]
 """``(*outputs, *labels) → scalar``."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine import batch as engine_batch
-from overlap1f1b.engine.microbatch import LossFunction, OptionalTensors
-from overlap1f1b.engine.work import Microbatches, Work
+from overlap1f1b.engine.batch import Microbatches, Work
+from overlap1f1b.engine.run.microbatch import LossFunction, OptionalTensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import DEFAULT_OVERLAP
-from overlap1f1b.engine.mesh import Mesh
-from overlap1f1b.engine.microbatch import OptionalTensors, Tensors, tensors
+from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 from overlap1f1b.integrations.dualpipe.cut import CutModules
 from overlap1f1b.integrations.dualpipe.walk import WeightStore
 from overlap1f1b.integrations.dualpipe.whole import WholeModules
-from overlap1f1b.moe.groups import gathered
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.groups import gathered
+from overlap1f1b.transport.mesh import Mesh
 
 OWN = "overlapped_forward_backward"
 """The method by which a module overlaps a pair itself."""

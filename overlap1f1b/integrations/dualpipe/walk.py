@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.boundary import Boundary
-from overlap1f1b.engine.lanes import Flight
-from overlap1f1b.engine.microbatch import OptionalTensors, Tensors, tensors
+from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Action, Command, Instruction, Kind, Pair, Program, Verb
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.lanes import Flight
 
 T = TypeVar("T")
 Place = tuple[int, int]

@@ -9,11 +9,11 @@ from datetime import timedelta
 import torch
 from torch import nn
 
-from overlap1f1b.engine.boundary import Boundary
-from overlap1f1b.engine.mesh import Mesh
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
 from overlap1f1b.integrations.dualpipe.walk import Walk, WeightStore
 from overlap1f1b.schedule import LoweredProgram, Placement, Program, forwards_of, lower
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.mesh import Mesh
 
 
 class WholeModules:

@@ -13,9 +13,8 @@ from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from overlap1f1b.engine.forward import Forward, SeamCall
-from overlap1f1b.engine.microbatch import Tensors
-from overlap1f1b.engine.state import ThreadState
+from overlap1f1b.engine.run.microbatch import Tensors
+from overlap1f1b.engine.run.suspend import Forward, SeamCall, ThreadState
 from overlap1f1b.integrations.megatron.config import Config, found
 from overlap1f1b.integrations.megatron.layers import parts_of
 from overlap1f1b.integrations.megatron.losses import Losses

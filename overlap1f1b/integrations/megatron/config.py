@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.moe.groups import gathered
 from overlap1f1b.plan import NodeCosts
+from overlap1f1b.transport.groups import gathered
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.batch import Batch
-from overlap1f1b.engine.work import Microbatches, Work
+from overlap1f1b.engine.batch import Batch, Microbatches, Work
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
 from overlap1f1b.integrations.megatron.config import agreed
 from overlap1f1b.integrations.megatron.scalers import MOE, scaled

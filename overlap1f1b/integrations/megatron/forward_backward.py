@@ -20,9 +20,9 @@ from overlap1f1b.integrations.megatron.names import CHUNKED, SCHEDULES, WITHOUT_
 from overlap1f1b.integrations.megatron.options import SIZES, check_options, check_sizes
 from overlap1f1b.integrations.megatron.sync import GradientSync
 from overlap1f1b.moe import Experts
-from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.engine import Microbatch, Stage
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
-from overlap1f1b.moe.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange
 
 
 def checked(stage: object) -> PipelineStage:

@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import (
 from overlap1f1b.engine import Microbatch, combined_forward_backward_step
 from overlap1f1b.integrations.torch_pipelining.place import Place, checked
 from overlap1f1b.moe import Experts
-from overlap1f1b.moe.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
+from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 
 _KINDS = (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B)
 

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
-from overlap1f1b.moe.exchange import build_exchange
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_recompute import Counted
 from tests.integrations.transformers import tiny

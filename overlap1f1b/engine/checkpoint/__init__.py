@@ -1,0 +1,1 @@
+"""Save a training run and resume it on any layout of ranks."""

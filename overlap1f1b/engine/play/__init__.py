@@ -1,0 +1,1 @@
+"""Play the nodes of a plan, and measure what they cost."""

@@ -1,0 +1,76 @@
+"""Node costs from a step that was played, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from statistics import fmean
+
+from torch import Tensor
+
+from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource, Span, cost_key
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.exchange import Exchange, Expected, Transfer
+from overlap1f1b.transport.mesh import Dimension, Mesh
+
+_Links = dict[CostKey, tuple[float, ...]]
+
+
+class BackToBack:
+    """Sends every exchange of rows twice, one behind the other: the second shows how long it occupies the links.
+
+    A lone exchange also shows how long it takes to start, and a link that has rested may pass its first bytes faster;
+    in a plan most exchanges travel behind another.
+    """
+
+    def __init__(self, real: Exchange) -> None:
+        self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
+        self.sms = real.sms
+        self.counts, self.abort = real.counts, real.abort
+        self.expect_rows, self.expect_counts = real.expect_rows, real.expect_counts
+
+    def rows(
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
+    ) -> Transfer[Tensor]:
+        # Both carry the same rows, so it does not matter which of them fills the buffer that was announced.
+        ahead = self.real.rows(source, send, receive, tag, expected)
+        return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
+
+
+def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool) -> NodeCosts:
+    """Costs in seconds, the same on all ranks: the mean over microbatches of each node.
+
+    Of a compute node that of the slowest rank; of an exchange one for every rank that shares the experts, the time
+    until it had received all its rows, since the ranks' links carry different numbers of them; of a transfer between
+    stages the time from its announcement to its arrival.
+    """
+    took = {span.node: span.end - span.start for span in spans}
+    by_key: dict[CostKey, list[float]] = {}
+    for node in nodes:
+        if node.op is Op.RECEIVE:  # the receiver sees how long a transfer takes, from its announcement on
+            sender = node._replace(op=Op.SEND, stage=node.stage + (-1 if node.kind is Kind.F else 1))
+            by_key.setdefault(cost_key(sender), []).append(took[node])
+        elif node.op is not Op.SEND:
+            by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
+    mine: _Links = {key: (fmean(times),) for key, times in by_key.items()}
+    merged = mesh.combined(mine, _slowest)
+    by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
+    return NodeCosts(by_node=by_node, shared_links=shared_links)
+
+
+def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
+    """One table of those of all ranks along a dimension: the slowest rank counts, exchanges keep each rank's link."""
+    merged: _Links = {}
+    for key in dict.fromkeys(key for table in tables for key in table):
+        costs = [table[key] for table in tables if key in table]
+        if dimension == "ep" and RESOURCE_OF[key[0]] in (Resource.EXCHANGE, Resource.CONTROL):
+            merged[key] = tuple(chain.from_iterable(costs))
+        else:
+            merged[key] = tuple(map(max, zip(*costs, strict=True)))
+    return merged

@@ -1,0 +1,104 @@
+"""The plans of an engine: compiled when they are needed, and the same on all ranks."""
+
+from __future__ import annotations
+
+from overlap1f1b import plan as planning
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
+from overlap1f1b.schedule import Program, forwards_of
+from overlap1f1b.transport.mesh import Mesh
+
+
+class Plans:
+    """What steps and evaluations of a program play.
+
+    Args:
+        program: That trains.
+        shapes: Blocks of every stage.
+        overlap: Of the compiled plans.
+        counts_block: Whether the issuing thread waits for counts.
+        mesh: The ranks that must agree.
+        costs: Of the nodes; None until they are measured.
+        plan: For steps, instead of a compiled one.
+
+    Raises:
+        ValueError: A plan for something else.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        shapes: tuple[StageShape, ...],
+        overlap: Overlap,
+        *,
+        counts_block: bool,
+        mesh: Mesh,
+        costs: NodeCosts | None,
+        plan: Plan | None,
+    ) -> None:
+        self.program, self.shapes, self.overlap, self.counts_block = program, shapes, overlap, counts_block
+        self.mesh, self._costs = mesh, costs
+        self._plan: Plan | None = None
+        self._serial: Plan | None = None
+        self._evaluation: Plan | None = None
+        self._agreed: set[str] = set()
+        if plan is not None:
+            self.of_step = plan
+
+    @property
+    def costs(self) -> NodeCosts | None:
+        """Of the nodes."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: NodeCosts | None) -> None:
+        self._costs, self._plan, self._evaluation = costs, None, None
+        self._agreed.clear()  # the same order may be one to measure now
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the next steps measure the nodes."""
+        return self._costs is None and self._plan is None
+
+    @property
+    def of_step(self) -> Plan:
+        """The compiled plan, or the serial one as long as there are no costs."""
+        if self._plan is None and self._costs is not None:
+            self._plan = self._compiled(self.program, self._costs, self.overlap)
+        if self._plan is not None:
+            return self._plan
+        if self._serial is None:
+            self._serial = self._compiled(self.program, NodeCosts(), "serial")
+        return self._serial
+
+    @of_step.setter
+    def of_step(self, plan: Plan) -> None:
+        if plan.program != self.program or plan.shapes != self.shapes:
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
+            )
+        planning.check(plan)
+        self._plan = plan
+
+    @property
+    def of_evaluation(self) -> Plan:
+        """The forwards alone."""
+        if self._evaluation is None:
+            self._evaluation = self._compiled(forwards_of(self.program), self._costs or NodeCosts(), self.overlap)
+        return self._evaluation
+
+    def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
+        plan = planning.compile(program, self.shapes, costs, overlap, counts_block=self.counts_block)
+        planning.check(plan)
+        return plan
+
+    def agree(self, plan: Plan) -> None:
+        """Compares a plan over the ranks, once.
+
+        Raises:
+            ValueError: They have different ones, or not all measure.
+            LostRankError: One of them failed, or did not answer within the limit.
+        """
+        if plan.fingerprint not in self._agreed:
+            self.mesh.agree({"plan": plan.fingerprint, "measuring": self.measuring})
+            self._agreed.add(plan.fingerprint)

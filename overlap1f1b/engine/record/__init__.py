@@ -1,0 +1,1 @@
+"""Record what an engine does, as ranges in a profiler and as files."""

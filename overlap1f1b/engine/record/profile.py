@@ -1,0 +1,137 @@
+"""Profiles steps of an engine, a file or two a rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.record.ranges import NvtxRanges, TorchRanges
+from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep, Recorder
+from overlap1f1b.plan import ActionRange, StepRange
+from overlap1f1b.simulation.drawing import stacked
+
+Tool = Literal["torch", "nsys"]
+
+
+class Profile:
+    """Profiles the steps that an engine makes inside its block.
+
+    >>> with Profile(engine, "profile") as profile:
+    ...     for _ in range(3):
+    ...         engine.step(inputs, target=labels)
+    >>> profile.files
+    (PosixPath('profile/rank0.json'), PosixPath('profile/rank0.trace.json.gz'))
+
+    Each rank writes its record, and with torch.profiler a Chrome trace, which Perfetto opens. The trace has a range for
+    every node on the thread that plays them, and on tracks of its own what is in flight and the actions: torch.profiler
+    knows no ranges that begin on one thread and end on another, so these are the engine's own times on its clock.
+
+    Args:
+        engine: Which has made its first steps.
+        folder: For the files; made if it is not there.
+        tool: ``"nsys"`` writes NVTX ranges and opens and closes nsys's capture range, which writes the trace.
+        first: Number of the first step.
+
+    Raises:
+        ValueError: The folder cannot be made, or there is no GPU for nsys to trace.
+    """
+
+    def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
+        self.folder, self.tool = Path(folder), tool
+        if tool == "nsys" and not torch.cuda.is_available():
+            raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{folder}: {error.strerror}; allowed: a folder that can be written") from error
+        self.recorder = Recorder(engine, NvtxRanges() if tool == "nsys" else TorchRanges(), first=first)
+        self.files: tuple[Path, ...] = ()
+        self._profiler: profile | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Profile:
+        with ExitStack() as opening:
+            opening.enter_context(self._traced())
+            opening.enter_context(self.recorder)
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._open.close()
+        if kind is None:
+            self._save()
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        gpu = torch.cuda.is_available()
+        if gpu:  # nothing of the steps before
+            torch.cuda.synchronize()
+        if self.tool == "nsys":
+            tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
+        else:
+            devices = [ProfilerActivity.CUDA] if gpu else []
+            tracing = self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
+        with tracing:
+            yield
+            if gpu:  # all of these
+                torch.cuda.synchronize()
+
+    def _save(self) -> None:
+        record = self.folder / f"rank{self.recorder.rank}.json"
+        self.recorder.save(record)
+        self.files = (record,)
+        if self._profiler is None:
+            return
+        trace = self.folder / f"rank{self.recorder.rank}.trace.json.gz"
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            content = json.loads(path.read_bytes())
+        content["traceEvents"] += added(content["traceEvents"], self.recorder.steps)
+        with gzip.open(trace, "wt", compresslevel=4) as file:
+            json.dump(content, file)
+        self.files = (record, trace)
+
+
+def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> Iterator[dict[str, Any]]:
+    """Events of what a trace lacks: what was in flight, and actions, each kind on tracks of its own.
+
+    Where the recorder's clock stands on the trace's is told by the ranges of the steps, which are in both.
+
+    Args:
+        events: Of the trace; times in microseconds.
+        steps: Recorded beside it. Flights without a lane are left to the trace's kernels.
+    """
+    events = list(events)
+    begins = {event["name"]: event for event in events if event.get("ph") == "X"}
+    process, free = None, count(1 + max((e["tid"] for e in events if isinstance(e.get("tid"), int)), default=0))
+    tracks: dict[str, list[RecordedSpan]] = {}
+    for step in steps:
+        begin = begins.get(str(StepRange(step.number)))
+        if begin is None:
+            continue
+        process, shift = begin["pid"], begin["ts"] - 1e6 * step.begun
+        for span in step.spans:
+            track = "o1 actions" if isinstance(span.range, ActionRange) else f"o1 lane {span.lane}"
+            if isinstance(span.range, ActionRange) or (span.range.kind == "flight" and span.lane):
+                moved = span._replace(start=1e6 * span.start + shift, end=1e6 * span.end + shift)
+                tracks.setdefault(track, []).append(moved)
+    for track, spans in sorted(tracks.items()):
+        for number, row in enumerate(stacked(spans), 1):
+            place = {"pid": process, "tid": next(free)}
+            name = track if number == 1 else f"{track} ({number})"
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": place["tid"]}}
+            for span in row:
+                times = {"ts": round(span.start, 3), "dur": round(span.end - span.start, 3)}
+                yield {"ph": "X", "cat": "user_annotation", "name": str(span.range), **place, **times}

@@ -1,0 +1,226 @@
+"""What an engine is doing, as ranges in a profiler's trace and as records of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.play.player import Around, Issue
+from overlap1f1b.engine.record.ranges import RangeWriter
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer
+from overlap1f1b.engine.reduce.plain import Reducer
+from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange
+from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.schedule import Action, Kind, Program
+from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.mesh import DIMENSIONS
+
+
+class RecordedSpan(NamedTuple):
+    """A range with its times of ``time.perf_counter`` in seconds, and the lane of a flight.
+
+    A flight has no lane where its times are those at which the host asked, as on a GPU's streams.
+    """
+
+    range: NodeRange | ActionRange
+    start: float
+    end: float
+    lane: str = ""
+
+
+class RecordedStep(NamedTuple):
+    """A step; ``begun`` is a time of ``time.perf_counter``."""
+
+    number: int
+    begun: float
+    seconds: float
+    spans: tuple[RecordedSpan, ...]
+
+
+class Recorder:
+    """Writes a range for every node, action, wait and step of an engine while it lasts, and keeps their times.
+
+    >>> with Recorder(engine, TorchRanges()) as recorder:
+    ...     engine.step(inputs, target=labels)
+    >>> recorder.save("rank0.json")
+
+    Without one an engine writes nothing, and asks once a step and once a wait whether there is one.
+
+    Args:
+        engine: Whose steps; its thread is the one that plays them.
+        writer: Of the ranges.
+        first: Number of the first step.
+
+    Raises:
+        ValueError: The engine has a recorder already.
+    """
+
+    def __init__(self, engine: Engine, writer: RangeWriter, *, first: int = 1) -> None:
+        self.engine, self.writer, self.next = engine, writer, first
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.mesh: dict[str, tuple[int, int]] = {
+            name: (engine.mesh.rank(name), engine.mesh.size(name)) for name in DIMENSIONS
+        }
+        self.steps: list[RecordedStep] = []
+        self._actions = _actions_of(engine.program)
+        self._thread = 0
+        self._spans: list[RecordedSpan] = []
+        self._open: dict[Action, tuple[Any, float]] = {}
+        self._flying: dict[Flight[Any], Any] = {}
+
+    def __enter__(self) -> Recorder:
+        if self.engine.player.recorder is not None:
+            raise ValueError("the engine is recorded already; allowed: one recorder at a time")
+        self._thread = threading.get_ident()
+        self.writer.push(str(Label(self.rank, self.mesh)))
+        self._install(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._install(None)
+        self.writer.pop()
+
+    def _install(self, recorder: Recorder | None) -> None:
+        self.engine.player.recorder = recorder
+        for lane in lanes_of(self.engine):
+            lane.recorder = recorder
+
+    # ------------------------------------------------------------------------------------- told by the engine
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step; one that fails leaves no record."""
+        self._spans, number, before = [], self.next, time.perf_counter()
+        self.writer.push(str(StepRange(number)))
+        begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.writer.pop()
+            for handle, _ in self._open.values():
+                self.writer.end(handle)
+            self._open.clear()
+        self.next += 1
+        spans = sorted([*self._spans, *self._flights()], key=lambda span: (span.start, span.end))
+        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans)))
+
+    def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
+        """What plays a node of these instead of ``issue``."""
+        begins: dict[Action, Node] = {}
+        ends: dict[Action, Node] = {}
+        for node in nodes:
+            action = self._action(node)
+            if action is not None:
+                begins.setdefault(action, node)
+                ends[action] = node
+
+        def ranged(node: Node, microbatches: Mapping[Any, Any]) -> None:
+            action = self._action(node)
+            if action is not None and begins[action] is node:
+                self._open[action] = self.writer.start(str(ActionRange(action))), time.perf_counter()
+            with nullcontext() if node.op in _COMPUTED else self._ranged("node", node):
+                issue(node, microbatches)
+            if action is not None and ends[action] is node:
+                handle, start = self._open.pop(action)
+                self.writer.end(handle)
+                self._spans.append(RecordedSpan(ActionRange(action), start, time.perf_counter()))
+
+        return ranged
+
+    def computing(self, around: Around | None) -> Around:
+        """What is around a compute node once it has what it waits for; the player's own ``around`` is inside."""
+
+        @contextmanager
+        def ranged(node: Node) -> Iterator[None]:
+            with self._ranged("node", node), nullcontext() if around is None else around(node):
+                yield
+
+        return ranged
+
+    def waiting(self, node: Node) -> AbstractContextManager[None]:
+        """Around a wait; only the issuing thread's counts."""
+        return self._ranged("wait", node) if threading.get_ident() == self._thread else nullcontext()
+
+    def departed(self, flight: Flight[Any]) -> None:
+        """A thread of a lane has started it."""
+        self._flying[flight] = self.writer.start(str(NodeRange("flight", flight.node)))
+
+    def landed(self, flight: Flight[Any]) -> None:
+        """Another notes its arrival."""
+        if flight in self._flying:  # departed under the recorder
+            self.writer.end(self._flying.pop(flight))
+
+    # ------------------------------------------------------------------------------------- what comes of it
+
+    def save(self, path: str | Path) -> None:
+        """Writes the steps as JSON: times in seconds from the start of each step."""
+        steps = [
+            {
+                "step": step.number,
+                "seconds": step.seconds,
+                "spans": [
+                    [span.range.kind, str(span.range.node), span.start - step.begun, span.end - step.begun]
+                    for span in step.spans
+                    if isinstance(span.range, NodeRange)
+                ],
+            }
+            for step in self.steps
+        ]
+        content = {"format": FORMAT, "version": VERSION, "rank": self.rank, "mesh": self.mesh, "steps": steps}
+        Path(path).write_text(json.dumps(content))
+
+    @contextmanager
+    def _ranged(self, kind: Any, node: Node) -> Iterator[None]:
+        found = NodeRange(kind, node)
+        self.writer.push(str(found))
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.writer.pop()
+        self._spans.append(RecordedSpan(found, start, end))
+
+    def _flights(self) -> Iterator[RecordedSpan]:
+        """What the step sent and received; a rank that shares its experts with no other exchanges nothing."""
+        alone, host = self.engine.exchange.ranks == 1, self.engine.boundary.device.type == "cpu"
+        for flight in self.engine.player.flights:
+            if flight.landed and not (alone and flight.node.op in _EXCHANGED):
+                found = NodeRange("flight", flight.node)
+                lane = flight.lane.name if host or flight.lane.background else ""
+                yield RecordedSpan(found, flight.departed, flight.landed, lane)
+
+    def _action(self, node: Node) -> Action | None:
+        if node.op is Op.REDUCE:
+            return None
+        return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
+
+
+def lanes_of(engine: Engine) -> list[Lane]:
+    """All that something of an engine travels on."""
+    reduced = [r.lane for r in engine.reductions if isinstance(r, Reducer | ShardedReducer)]
+    return [*engine.player.lanes.values(), *engine.boundary.lanes, *reduced]
+
+
+_EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
+_COMPUTED = frozenset(Op) - _EXCHANGED - {Op.REDUCE, Op.SEND, Op.RECEIVE}
+_Place = tuple[Kind, int, int, int]
+
+
+def _actions_of(program: Program) -> dict[_Place, Action]:
+    """The action that a node's kind and place belong to: those of a B are I and W."""
+    found: dict[_Place, Action] = {}
+    for rank in range(program.placement.ranks):
+        for action in program.actions(rank):
+            for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+                found[(kind, *action[1:])] = action
+    return found

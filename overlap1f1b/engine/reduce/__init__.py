@@ -1,0 +1,1 @@
+"""Sum gradients over ranks."""

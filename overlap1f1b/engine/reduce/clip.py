@@ -1,0 +1,92 @@
+"""The norm of the gradients over the whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Set
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from overlap1f1b.engine.run.autograd import main_grad
+from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.moe.experts import Experts
+from overlap1f1b.schedule import Placement
+from overlap1f1b.transport.mesh import Dimension, Mesh
+
+
+def clip(
+    stages: Mapping[int, Stage],
+    placement: Placement,
+    mesh: Mesh,
+    max_norm: float,
+    repeated: Set[nn.Parameter] = frozenset(),
+) -> Tensor:
+    """Scales the gradients so that their 2-norm over all ranks is at most ``max_norm``; returns the norm, a scalar.
+
+    Every parameter counts once: those outside the experts on the first rank along "ep", those of a stage that several
+    pipeline ranks hold on the first of them; those that are ``repeated`` on a later stage do not. Of a parameter under
+    FSDP2 every rank counts its shard.
+
+    Raises:
+        ValueError: A negative or undefined ``max_norm``; gradients of experts that are kept in ``main_grad``.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
+    experts: dict[nn.Parameter, None] = {}
+    every: dict[nn.Parameter, None] = {}
+    for block in (block for stage in stages.values() for block in stage.blocks):
+        for module in block.modules():  # a stage knows them as FSDP2 gathers them, not as shards
+            if isinstance(module, Experts):
+                experts |= dict.fromkeys(module.parameters())
+        every |= dict.fromkeys(block.parameters())
+    if any(p.grad is None and main_grad(p) is not None for p in experts):
+        raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: to clip where those are kept")
+    counted: dict[nn.Parameter, None] = {}
+    for number, stage in stages.items():
+        if placement.replicas(number)[0] == mesh.rank("pp"):
+            mine = (p for block in stage.blocks for p in block.parameters())
+            counted |= dict.fromkeys(p for p in mine if p in experts or (mesh.rank("ep") == 0 and p not in repeated))
+    grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
+    shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
+
+    def total(dimension: Dimension, squares: list[tuple[float, float, bool]]) -> tuple[float, float, bool]:
+        once = squares[:1] if dimension == "dp" else squares
+        whole, sharded = sum(own for own, _, _ in once), sum(shared for _, shared, _ in squares)
+        return whole, sharded, any(double for _, _, double in squares)
+
+    has_double = any(parameter.dtype == torch.float64 for parameter in every)
+    whole, sharded, double = mesh.combined((_square(grads), _square_of_shards(shards), has_double), total)
+    norm = torch.tensor(math.sqrt(whole + sharded), dtype=torch.float64 if double else torch.float32)
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in every:
+        over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        by_mesh.setdefault(over, []).append(parameter)
+    for parameters in by_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _square(grads: Iterable[Tensor]) -> float:
+    """The squared norm, summed in float64; that of a gradient in its own precision, but at least in float32."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    squares = []
+    for (_, dtype), tensors in alike.items():
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(dtype, torch.float32))
+        squares += [norm * norm for norm in torch.stack(norms).tolist()]  # ** would raise where this gives infinity
+    return sum(squares)
+
+
+def _square_of_shards(grads: Iterable[DTensor]) -> float:
+    """This rank's part of the squared norm, which the ranks of a gradient's mesh sum."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+        copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        by_copies.setdefault(copies, []).append(grad.to_local())
+    return sum(_square(locals_) / copies for copies, locals_ in by_copies.items())

@@ -1,0 +1,1 @@
+"""Run one block for one microbatch, forward and backward, in parts."""

@@ -1,0 +1,164 @@
+"""Which blocks a rank runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch.distributed as dist
+from torch import nn
+
+from overlap1f1b.engine.reduce.fsdp import Sharding
+from overlap1f1b.engine.run.stage import Stage, blocks_of
+from overlap1f1b.moe.experts import Experts
+from overlap1f1b.plan import Recompute, StageShape
+from overlap1f1b.schedule import Placement
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.mesh import Dimension, Mesh
+
+Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.Module]]
+"""An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
+
+
+def split_blocks(
+    blocks: Sequence[nn.Module], stages: int, weights: Sequence[float] | None = None
+) -> list[list[nn.Module]]:
+    """Consecutive blocks for every stage: the heaviest as light as can be, then all as equal, the first rather more.
+
+    >>> [len(part) for part in split_blocks([nn.Identity()] * 5, 3)]
+    [2, 2, 1]
+    >>> [len(part) for part in split_blocks([nn.Identity()] * 6, 2, [0, 1, 1, 2, 1, 1])]
+    [4, 2]
+
+    Args:
+        blocks: The whole model.
+        stages: How many parts, each of a block or more.
+        weights: Of the blocks; by default all weigh the same.
+
+    Raises:
+        ValueError: Fewer blocks than stages, or weights of another number, negative or infinite.
+    """
+    count = len(blocks)
+    if count < stages:
+        raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")
+    weights = [1.0] * count if weights is None else weights
+    if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights {list(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
+    sums = [0.0, *accumulate(weights)]
+    heaviest = _cut(sums, stages, max)[0]  # it sets the pace; of cuts with no heavier stage the most even one is taken
+    starts = [0, *_cut(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]
+    return [list(blocks[start:end]) for start, end in pairwise(starts)]
+
+
+def _cut(
+    sums: Sequence[float], stages: int, combine: Callable[[float, float], float], heaviest: float = math.inf
+) -> tuple[float, tuple[int, ...]]:
+    """The least of what the stages' weights combine to, and where the stages end: the first as late as can be."""
+    least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # from each block to the last
+    for _ in range(stages):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start in range(max(least)):
+            candidates = [
+                (combine(sums[end] - sums[start], rest), (-end, *ends))
+                for end, (rest, ends) in least.items()
+                if start < end and sums[end] - sums[start] <= heaviest
+            ]
+            if candidates:
+                found[start] = min(candidates)
+        least = found
+    cost, ends = least[0]
+    return cost, tuple(-end for end in ends)
+
+
+def stages_of(
+    model: Model,
+    placement: Placement,
+    mesh: Mesh,
+    exchange: Exchange,
+    weights: Sequence[float] | None,
+    *,
+    reduce_own: bool,
+    reduce_experts: bool,
+    recompute: Recompute = "none",
+) -> tuple[dict[int, Stage], Sharding]:
+    """The stages that a pipeline rank holds, by their number, and what FSDP2 holds of them.
+
+    Raises:
+        ValueError: Too few blocks, other stages than the rank holds, a parameter in two stages, one that is a DTensor
+            by something else than FSDP2 over the mesh, or experts over other ranks than those along "ep".
+    """
+    rank = mesh.rank("pp")
+    held = [stage for _, stage in placement.places(rank)]
+    if len(set(held)) < len(held):
+        raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
+    first = dict.fromkeys(held, 0)
+    if isinstance(model, Mapping):
+        if weights is not None:
+            raise ValueError("weights of stages that are given; allowed: of the blocks of a whole model")
+        if sorted(model) != sorted(held):
+            raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
+        parts = {stage: blocks_of(model[stage]) for stage in held}
+    else:
+        every = blocks_of(model)
+        if not every:
+            raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
+        split = split_blocks(every, placement.stages, weights)
+        _refuse_shared(split)
+        parts = {stage: split[stage] for stage in held}
+        first = {stage: sum(map(len, split[:stage])) for stage in held}
+    # Where nothing is summed over ranks, stages of one rank may tie parameters: each adds its own gradient.
+    _refuse_shared(list(parts.values()), parameters=reduce_own or reduce_experts)
+    reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
+    # By number: the ranks that hold the same stages gather them in the same order.
+    tops = [model[stage] if isinstance(model, Mapping) else parts[stage] for stage in sorted(parts)]
+    if isinstance(model, nn.Module) and placement.ranks == 1:
+        tops = [model]
+    sharding = Sharding(*tops, ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")))
+    with sharding.gathered():
+        stages = {
+            stage: Stage(blocks, exchange, number=stage, first=first[stage], recompute=recompute, **reduced)
+            for stage, blocks in parts.items()
+        }
+    for stage in stages.values():
+        _check_groups(stage, mesh)
+    return stages, sharding
+
+
+def _check_groups(stage: Stage, mesh: Mesh) -> None:
+    """Raises ValueError where experts are shared by other ranks than the engine exchanges with."""
+    along = mesh.group("ep")
+    if along is None:  # one rank, or an exchange that was given to measure with
+        return
+    ranks = dist.get_process_group_ranks(along)
+    for name, block in zip(stage.names, stage.blocks, strict=True):
+        for experts in (m for m in block.modules() if isinstance(m, Experts) and m.group is not None):
+            shared = dist.get_process_group_ranks(experts.group)
+            if shared != ranks:
+                raise ValueError(
+                    f"{name} holds experts that ranks {shared} share, the engine's ranks along 'ep' are {ranks}; "
+                    "allowed: the same, in this order"
+                )
+
+
+def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = True) -> None:
+    what = "parameter" if parameters else "module"
+    seen: dict[nn.Parameter | nn.Module, int] = {}
+    for number, blocks in enumerate(parts):
+        for block in blocks:
+            for name, member in block.named_parameters() if parameters else block.named_modules():
+                if seen.setdefault(member, number) != number:
+                    raise ValueError(
+                        f"{what} {name} of a {type(block).__name__} belongs to two stages; "
+                        "allowed: shared inside one stage"
+                    )
+
+
+def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
+    """The shapes of every stage, from the ranks that hold them; ranks that hold the same one have agreed on it."""
+
+    def merged(_: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
+        return {stage: shape for table in tables for stage, shape in table.items()}
+
+    shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
+    return tuple(shapes[stage] for stage in range(placement.stages))

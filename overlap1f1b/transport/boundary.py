@@ -1,0 +1,229 @@
+"""What passes between stages of different ranks: activations one way, their gradients the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.plan import Node, Op
+from overlap1f1b.schedule import Kind, Placement
+from overlap1f1b.transport.exchange import Transfer
+from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.mesh import Mesh
+
+Tensors = tuple[Tensor, ...]
+MOST_TENSORS, MOST_DIMS = 16, 8
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_FIELDS = 3 + MOST_DIMS  # dtype, gradient, dimensions, sizes
+_HEADER = 1 + MOST_TENSORS * _FIELDS
+
+
+class Spec(NamedTuple):
+    """What a tensor that crosses looks like."""
+
+    dtype: torch.dtype
+    differentiable: bool
+    shape: tuple[int, ...]
+
+
+Specs = tuple[Spec, ...]
+_ABSENT = Spec(torch.bool, False, (0,))  # an input that is not given
+_Key = tuple[Op, Kind, int, int]
+
+
+def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs:
+    """What tensors look like.
+
+    Raises:
+        ValueError: More tensors, more dimensions or another dtype than can cross.
+    """
+    if len(tensors) > MOST_TENSORS:
+        raise ValueError(f"{len(tensors)} tensors between stages; allowed: up to {MOST_TENSORS}")
+    for tensor in tensors:
+        if tensor.dim() > MOST_DIMS or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"a tensor of {tensor.dtype} and {tensor.dim()} dimensions between stages; "
+                f"allowed: up to {MOST_DIMS} dimensions of {', '.join(str(d)[6:] for d in _DTYPES)}"
+            )
+    return tuple(Spec(t.dtype, d, tuple(t.shape)) for t, d in zip(tensors, differentiable, strict=True))
+
+
+def encode(specs: Specs) -> Tensor:
+    """A header ``[_HEADER]`` int64 that says what follows it."""
+    fields = [len(specs)]
+    for spec in specs:
+        sizes = (*spec.shape, *[0] * (MOST_DIMS - len(spec.shape)))
+        fields += [_DTYPES.index(spec.dtype), int(spec.differentiable), len(spec.shape), *sizes]
+    return torch.tensor(fields + [0] * (_HEADER - len(fields)), dtype=torch.int64)
+
+
+def decode(header: Tensor) -> Specs:
+    """The reverse of :func:`encode`."""
+    count, *fields = header.tolist()
+    parts = [fields[at : at + _FIELDS] for at in range(0, count * _FIELDS, _FIELDS)]
+    return tuple(Spec(_DTYPES[dtype], bool(differs), tuple(sizes[:dims])) for dtype, differs, dims, *sizes in parts)
+
+
+class _Link(NamedTuple):
+    """One direction between two ranks: payloads in order on a group for this direction, headers beside them."""
+
+    payload: dist.ProcessGroup
+    header: dist.ProcessGroup
+    lane: Lane
+    peer: int
+
+
+class Boundary:
+    """The links of one pipeline rank to the ranks of neighbouring stages, one for each direction.
+
+    What crosses in each place is learned from headers in the first step; from then on receives are posted before the
+    peer sends. With ``dynamic`` a header precedes everything, so that sizes may change.
+
+    Args:
+        mesh: Its dimension "pp".
+        placement: Which rank holds which stage.
+        device: Of the tensors.
+        timeout: Limit of every wait.
+        failures: Where other ranks say that they failed.
+        background: Whether threads start and await.
+        dynamic: Whether sizes may change from step to step.
+        stamp: Of the lanes.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placement: Placement,
+        *,
+        device: torch.device,
+        timeout: timedelta,
+        failures: Failures,
+        background: bool,
+        dynamic: bool = False,
+        stamp: Callable[[], Any] | None = None,
+    ) -> None:
+        self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
+        self.rank = rank = mesh.rank("pp")
+        self._out: dict[int, _Link] = {}
+        self._in: dict[int, _Link] = {}
+        # Groups of the whole pipeline: where torch makes them, ranks need the same number of groups to find each other.
+        purposes = ("payload up", "header up", "payload down", "header down")
+        groups = [mesh.new_group(purpose, pp=range(placement.ranks), over=()) for purpose in purposes]
+        for source, to in sorted(_directions(placement)):
+            if rank in (source, to):
+                payload, header = groups[:2] if source < to else groups[2:]
+                assert payload is not None
+                assert header is not None
+                name = f"from pipeline rank {source} to {to}"
+                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
+                links, peer = (self._out, to) if rank == source else (self._in, source)
+                links[peer] = _Link(payload, header, lane, mesh.number(peer))
+        self._known: dict[_Key, Specs] = {}
+        self._remember = False
+        self.announced = dynamic
+        """Whether a header precedes everything, known or not; it also shows how long the rest takes."""
+        self._receives: dict[int, list[Node]] = {}
+        self._posted: dict[Node, Flight[Tensors]] = {}
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Of all links."""
+        return [link.lane for links in (self._out, self._in) for link in links.values()]
+
+    def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
+        """Before a step of these nodes; ``remember`` if it passes what the other steps do that are remembered."""
+        self._remember = remember and not self.dynamic
+        self._receives, self._posted = {}, {}
+        for node in nodes:
+            if node.op is Op.RECEIVE:
+                self._receives.setdefault(self._peer(node), []).append(node)
+        for waiting in self._receives.values():
+            waiting.reverse()
+        for peer in self._receives:
+            self._post_next(peer)
+
+    def receive(self, node: Node) -> Flight[Tensors]:
+        """What a RECEIVE node brings. The peer's next one is posted, too, so that its sender need not wait."""
+        peer = self._peer(node)
+        self._post_next(peer)
+        return self._posted.pop(node)
+
+    def _post_next(self, peer: int) -> None:
+        if self._receives[peer]:
+            node = self._receives[peer].pop()
+            link = self._in[peer]
+            specs = self._known.get(_key(node)) if self._remember and not self.announced else None
+            post = partial(self._post_receive, node, link, specs)
+            self._posted[node] = link.lane.launch(node, post, late=specs is None)
+
+    def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
+        if specs is None:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+            link.header.recv([header], link.peer, 0).wait(self.timeout)
+            specs = decode(header)
+            if self._remember:
+                self._known[_key(node)] = specs
+        received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
+        works = [link.payload.recv([t], link.peer, 0) for t in received if t.numel()]
+        for tensor, spec in zip(received, specs, strict=True):
+            tensor.requires_grad_(spec.differentiable)
+        return Transfer(received, works)
+
+    def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
+        """Sends what a SEND node passes on."""
+        specs = specs_of(tensors, differentiable)
+        known = self._known.get(_key(node)) if self._remember else None
+        if known is not None and specs != known:
+            raise ValueError(
+                f"stage {node.stage} passes on {_text(specs)}, in the first step {_text(known)}; "
+                "allowed: the same, or an Engine with dynamic_shapes=True"
+            )
+        if self._remember:
+            self._known[_key(node)] = specs
+        header = encode(specs) if known is None or self.announced else None
+        link = self._out[self._peer(node)]
+        return link.lane.launch(node, lambda: self._post_send(link, tensors, header))
+
+    def _post_send(self, link: _Link, tensors: Tensors, header: Tensor | None) -> Transfer[None]:
+        sources = [tensor.contiguous() for tensor in tensors]
+        works: list[dist.Work] = []
+        if header is not None:
+            header = header.to(self.device)
+            works.append(link.header.send([header], link.peer, 0))
+            sources.append(header)
+        works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)] if t.numel()]
+        return Transfer(None, sends=works, source=sources)
+
+    def forget(self) -> None:
+        """After a step that failed nobody knows what the others know."""
+        self._known.clear()
+
+    def _peer(self, node: Node) -> int:
+        towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
+        return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
+
+
+def _directions(placement: Placement) -> set[tuple[int, int]]:
+    """(from, to) of every pair of ranks between which something passes."""
+    steps = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
+    return steps | {(b, a) for a, b in steps}
+
+
+def _key(node: Node) -> _Key:
+    return node.op, node.kind, node.stage, node.microbatch
+
+
+def _text(specs: Specs) -> str:
+    kinds = ("None" if s == _ABSENT else f"{str(s.dtype)[6:]}{list(s.shape)}" for s in specs)
+    return ", ".join(kinds) or "nothing"

@@ -1,0 +1,163 @@
+"""An exchange with oneself through host memory: what one GPU has in place of a network."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.transport.exchange import Exchange, Transfer
+from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
+
+CHUNK_BYTES, CHUNKS = 8 << 20, 6
+
+
+class LoopbackExchange(Exchange):
+    """Rows leave the device for pinned host memory by one copy engine and come back by the other, chunk by chunk.
+
+    >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(torch.device("cuda"), gbps=25.0))
+
+    The copies take no multiprocessor and about as long as a network card of 400 Gbit/s would, and they are bytes that
+    the step depends on: a wait that is missing shows in its gradients. On a CPU two threads copy.
+
+    Args:
+        device: Of the rows.
+        gbps: Gigabytes (1e9) per second to slow the copies down to; by default they go as fast as they can. A GPU
+            copies every chunk out so many times over, since an engine that copies leaves nothing else busy; a thread
+            sleeps.
+        check: Whether to compare what comes back with what left, on the device; :meth:`mismatches` has the outcome.
+        streams: Out, back and for counts; by default those of the device.
+
+    Raises:
+        ValueError: A rate that is none.
+    """
+
+    ranks, rank = 1, 0
+
+    def __init__(
+        self,
+        device: torch.device,
+        gbps: float | None = None,
+        *,
+        check: bool = False,
+        streams: tuple[SideStream, SideStream, SideStream] | None = None,
+    ) -> None:
+        if gbps is not None and not 0 < gbps < math.inf:
+            raise ValueError(f"a loopback of {gbps} GB/s; allowed: more than 0")
+        self.device, self.gbps, self.check = device, gbps, check
+        self.out, self.back, self.control = streams or (
+            side_stream(device, "out"),
+            side_stream(device, "back"),
+            side_stream(device, "counts"),
+        )
+        pinned = device.type == "cuda"
+        self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(CHUNKS)]
+        self._free: list[Mark | None] = [None] * CHUNKS  # from when on a slot may be written again
+        self._next = 0
+        self._again = 0.0  # copies beyond the first
+        self._wrong: list[Tensor] = []
+        self.bytes_sent = 0
+        """Of rows, since it was made."""
+        if gbps is not None and pinned:
+            self._again = max(0.0, self.full_rate() / gbps - 1)
+
+    def full_rate(self, chunks: int = 32) -> float:
+        """Gigabytes per second of the way there and back without slowing down."""
+        again, self._again = self._again, 0.0
+        gbps, self.gbps = self.gbps, None
+        # Random bytes: what is all the same may travel faster.
+        source = torch.empty(chunks * CHUNK_BYTES, 1, dtype=torch.uint8, device=self.device)
+        source.random_(generator=torch.Generator(self.device))  # whose numbers nobody else draws
+        seconds = math.inf
+        for _ in range(3):
+            if source.is_cuda:
+                torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            transfer = self.rows(source)
+            assert transfer.mark is not None
+            transfer.mark.synchronize()
+            seconds = min(seconds, time.perf_counter() - start)
+        self._again, self.gbps = again, gbps
+        self.bytes_sent -= 3 * source.numel()
+        return source.numel() / seconds / 1e9
+
+    def rows(self, source: Tensor, *_: Any) -> Transfer[Tensor]:
+        source = source.contiguous()
+        result = torch.empty_like(source)
+        if not source.numel():
+            return Transfer(result)
+        self.bytes_sent += source.numel() * source.element_size()
+        self.out.run(_nothing)  # the rows have been computed, and what held the result's memory before is over
+        size = source.numel() * source.element_size()
+        marks: list[Mark] = []
+        for start in range(0, size, CHUNK_BYTES):
+            part = slice(start, min(start + CHUNK_BYTES, size))
+            place, self._next = self._next, (self._next + 1) % CHUNKS
+            slot, free = self._slots[place][: part.stop - part.start], self._free[place]
+            left = self.out.run(partial(self._leave, slot, part), source, after=() if free is None else (free,))
+            back = self._free[place] = self.back.run(partial(_arrive, slot, part), result, after=(left,))
+            marks += left, back
+        if self.check:
+            marks.append(self.back.run(self._compare, result, source, after=()))
+        # Source and result outlive the copies by construction: whoever holds the transfer waits for its end first.
+        return Transfer(result, source=source, mark=Journey(marks[0], marks[-1]))
+
+    def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
+        source = counts.view(1, -1)
+        result = torch.empty_like(source)
+        there = HostCopy.on(self.control, source)
+        back = self.control.run(partial(_arrive, there.tensors[0].view(-1).view(torch.uint8), slice(None)), result)
+        # The route keeps both until it has read the copies.
+        return Transfer(result, source=source, mark=back, host=HostCopy.on(self.control, source, result))
+
+    def _leave(self, slot: Tensor, part: slice, source: Tensor) -> None:
+        chunk, start = _bytes(source)[part], time.perf_counter()
+        slot.copy_(chunk, non_blocking=True)
+        if source.is_cuda:
+            whole, rest = divmod(self._again, 1.0)
+            for size in (*[len(chunk)] * int(whole), int(rest * len(chunk))):
+                slot[:size].copy_(chunk[:size], non_blocking=True)
+        elif self.gbps is not None:
+            time.sleep(max(0.0, start + len(chunk) / self.gbps / 1e9 - time.perf_counter()))
+
+    def _compare(self, result: Tensor, source: Tensor) -> None:
+        self._wrong.append((_bytes(result) != _bytes(source)).any())
+
+    def mismatches(self) -> int:
+        """How many transfers have come back with other bytes since the last call; waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        wrong, self._wrong = self._wrong, []
+        return sum(bool(flag) for flag in wrong)
+
+
+class Journey:
+    """From the begin of one job to the end of another."""
+
+    def __init__(self, first: Mark, last: Mark) -> None:
+        self.first, self.last = first, last
+        self.wait, self.synchronize, self.is_completed = last.wait, last.synchronize, last.is_completed
+
+    @property
+    def begun(self) -> Any:
+        return self.first.begun
+
+    @property
+    def ended(self) -> Any:
+        return self.last.ended
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _nothing() -> None:
+    """Only its place in the order matters."""
+
+
+def _arrive(slot: Tensor, part: slice, result: Tensor) -> None:
+    _bytes(result)[part].copy_(slot, non_blocking=True)

@@ -1,0 +1,197 @@
+"""A folder of checkpoints, of any files: names, what is kept, what is looked at. For kills see test_checkpoint.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.engine.checkpoint.folder import CONFIG, abandon, begin, latest, publish, verify
+
+HERE = {"hidden": 5, "text": "abc"}
+
+
+def write(directory: Path, step: int, content: bytes = b"content", keep: int = 2) -> Path:
+    unfinished = begin(directory, step)
+    (unfinished / "file").write_bytes(content)
+    return publish(unfinished, step, config=HERE, keep=keep)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    for step in (8, 9, 10, 99_999_999, 100_000_000):
+        assert write(tmp_path, step) == latest(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["step-100000000", "step-99999999"]
+    write(tmp_path, 5, keep=1)
+    assert os.listdir(tmp_path) == ["step-00000005"]
+
+
+def test_the_same_step_once_more(tmp_path: Path) -> None:
+    write(tmp_path, 5, b"old")
+    path = write(tmp_path, 5, b"new")
+    assert (path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["step-00000005"]
+
+
+def test_what_is_not_finished_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+    begin(tmp_path, 7)
+    (tmp_path / "step-7").mkdir()  # somebody else's
+    assert latest(tmp_path) is None
+    write(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-7"]
+
+
+def test_one_that_was_being_replaced_is_used_until_its_replacement_is_there(tmp_path: Path) -> None:
+    replaced = write(tmp_path, 5, b"old").rename(tmp_path / ".replaced-step-00000005")
+    assert latest(tmp_path) == replaced
+    begin(tmp_path, 6)
+    assert latest(tmp_path) == replaced
+    final = write(tmp_path, 5, b"new")
+    assert latest(tmp_path) == final
+    assert os.listdir(tmp_path) == [final.name]
+
+
+def test_one_that_is_abandoned_leaves_nothing(tmp_path: Path) -> None:
+    unfinished = begin(tmp_path, 7)
+    (unfinished / "file").touch()
+    assert abandon(unfinished) > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_verify(tmp_path: Path) -> None:
+    path = write(tmp_path, 12)
+    assert verify(path, dict(reversed(HERE.items()))) == 12
+    assert verify(path.rename(tmp_path / "elsewhere"), HERE) == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        ({"hidden": 6, "text": "abc"}, "hidden=5, this run has hidden=6"),
+        ({"hidden": 5}, "text=abc, this run has text=none"),
+        ({**HERE, "layers": [1]}, "layers=none, this run has layers=[1]"),
+    ],
+)
+def test_another_configuration_is_named(tmp_path: Path, config: dict[str, object], difference: str) -> None:
+    path = write(tmp_path, 1)
+    expected = f"checkpoint {path} has {difference}; use the same settings or another checkpoint folder"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        verify(path, config)
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "why"),
+    [
+        ("file", lambda path: path.write_bytes(b"c0ntent"), "file has other bytes than were written"),
+        ("file", lambda path: path.write_bytes(b"conten"), "file has 6 bytes, not the 7 written"),
+        ("file", Path.unlink, "file cannot be read (No such file or directory)"),
+        (CONFIG, Path.unlink, "config.json cannot be read (FileNotFoundError)"),
+        (CONFIG, lambda path: path.write_text("["), "config.json cannot be read (JSONDecodeError)"),
+        (CONFIG, lambda path: path.write_text("[]"), "config.json cannot be read (TypeError)"),
+        (CONFIG, lambda path: path.write_text("{}"), "config.json cannot be read (KeyError)"),
+        (CONFIG, lambda path: path.write_bytes(b"\xff"), "config.json cannot be read (UnicodeDecodeError)"),
+        (CONFIG, lambda path: rewrite(path, config=[["hidden", 5]]), "config.json cannot be read (TypeError)"),
+        (CONFIG, lambda path: path.write_text("[" * 10**6), "config.json cannot be read (RecursionError)"),
+        (CONFIG, lambda path: path.write_text('{"step": 1' + "0" * 5000), "config.json cannot be read (ValueError)"),
+        (CONFIG, lambda path: os.truncate(path, 1 << 40), "config.json cannot be read (ValueError)"),
+        *[
+            (CONFIG, partial(rewrite, step=step), f"config.json has step={shown}, not a whole number, 0 or more")
+            for step, shown in [
+                (None, "None"),
+                (-5, "-5"),
+                (True, "True"),
+                (12.0, "12.0"),
+                ("12", "'12'"),
+                ([12], "[12]"),
+                (float("inf"), "inf"),
+                (float("nan"), "nan"),
+                (2**63, "9223372036854775808"),
+                (10**4000, "an integer of 13288 bits"),
+                ("9" * 10**6, f"'{'9' * 40}'… (1000000 characters)"),
+            ]
+        ],
+        (CONFIG, partial(rewrite, step=2), "config.json has step=2, not that of the folder's name"),
+        *[
+            (CONFIG, partial(rewrite, files=files), "config.json lists no files")
+            for files in (None, 7, [], {}, "file", [["file", {"bytes": 7, "crc32": 0}]])
+        ],
+        *[
+            (
+                CONFIG,
+                partial(rewrite, files={name: {"bytes": 7, "crc32": 0}}),
+                f"config.json lists {shown}, which is no name of a file beside it",
+            )
+            for name, shown in [
+                *[(n, repr(n)) for n in ("", ".", "..", "../file", "/etc/passwd", "a/b", "a/", "a\0b", CONFIG)],
+                ("/" * 10**6, f"'{'/' * 40}'… (1000000 characters)"),
+            ]
+        ],
+        *[
+            (
+                CONFIG,
+                partial(rewrite, files={"file": of}),
+                f"config.json lists 'file' with {of!r}, not its bytes and crc32",
+            )
+            for of in (
+                7,
+                None,
+                {"bytes": 7},
+                {"bytes": "7", "crc32": 1},
+                {"bytes": 7.0, "crc32": 1},
+                {"bytes": -1, "crc32": 1},
+                {"bytes": True, "crc32": 1},
+                {"bytes": float("inf"), "crc32": 1},
+                {"bytes": 7, "crc32": 2**70},
+            )
+        ],
+        ("file", lambda path: (path.unlink(), os.mkfifo(path)), "file is no file"),
+        ("file", lambda path: (path.unlink(), path.mkdir()), "file is no file"),
+        ("file", lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "file is no file"),
+        ("file", lambda path: os.truncate(path, 1 << 40), "file has 1099511627776 bytes, not the 7 written"),
+        (CONFIG, lambda path: (path.unlink(), os.mkfifo(path)), "config.json cannot be read (ValueError)"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], object], why: str) -> None:
+    path = write(tmp_path, 1)
+    harm(path / name)
+    expected = f"checkpoint {path} is damaged: {why}; remove it to resume from an earlier one, or use another "
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}checkpoint folder$"):
+        verify(path, HERE)
+
+
+def test_a_long_difference_is_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    rewrite(path / CONFIG, config={"hidden": "7" * 10**7, "text": "abc", "k" * 10**7: [[1] * 10**6] * 3})
+    with pytest.raises(ValueError, match=r"^[^\n]*\(10000000 characters\)[^\n]*$") as refused:
+        verify(path, HERE)
+    assert len(str(refused.value)) < 1000
+    with pytest.raises(ValueError, match=r"has 'k*'… \(10000000 characters\)=") as refused:
+        verify(path, {**HERE, "hidden": "7" * 10**7})
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_folder_that_not_all_ranks_see(tmp_path: Path) -> None:
+    unfinished = begin(tmp_path, 7)
+    (unfinished / "mine").touch()
+    known = {"mine": {"bytes": 0, "crc32": 0}, "yours": {"bytes": 0, "crc32": 0}}
+    with pytest.raises(OSError, match=r"unfinished lacks yours, which another rank wrote; allowed: a folder that all"):
+        publish(unfinished, 7, config=HERE, keep=2, files=known)
+    assert latest(tmp_path) is None
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/none does not exist$"):
+        verify(tmp_path / "none", HERE)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/file is damaged: it is no folder; remove it"):
+        verify(tmp_path / "file", HERE)

@@ -1,0 +1,97 @@
+"""Numbers of an optimizer's groups: as JSON and back, by the names of the parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from overlap1f1b.engine.checkpoint.hyperparameters import Stored, decoded, described, encoded, groups_of, set_groups
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -7, 2**70, 0.1, 1e-300, math.inf, -math.inf, "adam", (), (0.9, 0.999), [1, (2, [None])]],
+)
+def test_back_and_forth(value: Any) -> None:
+    found = decoded(json.loads(json.dumps(encoded(value))))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_tensors_and_nan() -> None:
+    for tensor in (torch.tensor(0.1), torch.tensor(1e300, dtype=torch.float64), torch.tensor(3), torch.tensor(True)):
+        found = decoded(json.loads(json.dumps(encoded(tensor))))
+        assert torch.equal(found, tensor)
+        assert found.dtype == tensor.dtype
+    assert math.isnan(decoded(encoded(math.nan)))
+
+
+@pytest.mark.parametrize("value", [len, {1}, {"a": 1}, torch.ones(2), object(), 1j, [len]])
+def test_what_is_no_number(value: Any) -> None:
+    with pytest.raises(TypeError):
+        encoded(value)
+
+
+@pytest.mark.parametrize("content", [{}, {"float": "1"}, {"tensor": 1}, {"tensor": [1], "dtype": "int8"}, {"tuple": 7}])
+def test_json_of_somebody_elses(content: Any) -> None:
+    with pytest.raises(ValueError, match="a hyperparameter is none"):
+        decoded(content)
+    with pytest.raises(ValueError, match=r"no groups of an optimizer \(ValueError\)"):
+        Stored.read({"groups": [{"lr": content}], "of": {}, "places": None})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, 7, [], {}, {"groups": 7, "of": {}, "places": None}, {"groups": [], "of": {"a": 0}, "places": None}]
+    + [{"groups": [{}], "of": {}, "places": places} for places in (7, [1], ["a"], [None])],
+)
+def test_groups_of_somebody_elses(content: Any) -> None:
+    with pytest.raises(ValueError, match="no groups of an optimizer"):
+        Stored.read(content)
+
+
+def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in lrs]
+    names = {parameter: f"p{number}" for number, parameter in enumerate(parameters)}
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, lrs, strict=True)]
+    return torch.optim.AdamW(groups, **options), names
+
+
+def stored(*lrs: Any, **options: Any) -> Stored:
+    one, names = optimizer(*lrs, **options)
+    return Stored.read(json.loads(json.dumps(described([groups_of(one, names)]))))
+
+
+def test_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.tensor(0.5)
+    here, names = optimizer(rate, 0.5)
+    set_groups(here, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen(here, names))
+    assert here.param_groups[0]["lr"] is rate
+    assert [float(group["lr"]) for group in here.param_groups] == [0.25, 0.125]
+    assert type(here.param_groups[1]["lr"]) is float
+
+
+def test_how_a_step_is_computed_is_not_taken_over() -> None:
+    there = stored(0.5, foreach=True, maximize=True, betas=(0.5, 0.25), amsgrad=True)
+    here, names = optimizer(0.1, fused=True)
+    set_groups(here, there.chosen(here, names))
+    (group,) = here.param_groups
+    assert (group["foreach"], group["fused"]) == (None, True)
+    assert (group["lr"], group["maximize"], group["betas"], group["amsgrad"]) == (0.5, True, (0.5, 0.25), True)
+
+
+def test_a_group_takes_the_numbers_of_its_parameters() -> None:
+    there = stored(0.5, 0.25)
+    here, names = optimizer(1.0, 1.0)
+    here.param_groups.reverse()
+    set_groups(here, there.chosen(here, names))
+    assert [group["lr"] for group in here.param_groups] == [0.25, 0.5]
+    for group in here.param_groups:
+        group["params"] = []
+    set_groups(here, there.chosen(here, names))
+    assert [group["lr"] for group in here.param_groups] == [0.5, 0.25]

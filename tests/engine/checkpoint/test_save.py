@@ -1,0 +1,432 @@
+"""Checkpoints: the same bits back, on any number of ranks, whatever was killed, and a clear word if they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import warnings
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
+from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.engine.checkpoint.save import Held, load, save
+from overlap1f1b.transport.mesh import Mesh
+from tests.ranks import RankError, Ranks, run
+
+EXPERTS = 4
+SHARDED = {"experts"}
+CONFIG = {"hidden": 5, "sizes": (3, 2)}
+LIMIT = timedelta(seconds=30)
+
+State = dict[str, Tensor]
+
+
+class Tiny(nn.Module):
+    """A dense part, a slice of an expert parameter, a frozen parameter and a buffer."""
+
+    seen: Tensor
+
+    def __init__(self, rank: int = 0, size: int = 1, hidden: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(seed)
+        self.mine = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+        self.dense = nn.Linear(hidden, 3)
+        nn.init.normal_(self.dense.weight, generator=source)
+        nn.init.normal_(self.dense.bias, generator=source)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 3, 2, generator=source)[self.mine])
+        self.frozen = nn.Parameter(torch.randn(2, generator=source), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.adamw = torch.optim.AdamW([self.experts, *self.dense.parameters()], lr=0.1)
+
+    def train_steps(self, first: int, count: int) -> Tiny:
+        """AdamW steps with gradients that are a function of the step alone."""
+        for step in range(first, first + count):
+            source = torch.Generator().manual_seed(100 + step)
+            for parameter in (self.dense.weight, self.dense.bias):
+                parameter.grad = torch.randn(parameter.shape, generator=source)
+            self.experts.grad = torch.randn(EXPERTS, 3, 2, generator=source)[self.mine].contiguous()
+            self.adamw.step()
+            self.seen += 1
+        return self
+
+    def state(self) -> State:
+        """Everything that a checkpoint must bring back."""
+        moments = {
+            f"{name}.{entry}": value
+            for name, parameter in self.named_parameters()
+            for entry, value in self.adamw.state.get(parameter, {}).items()
+        }
+        return {name: tensor.detach().clone() for name, tensor in (self.state_dict() | moments).items()}
+
+    def held(self, mesh: Mesh, **changes: Any) -> Held:
+        return Held(self, self.adamw, mesh, **({"sharded": SHARDED} | changes))
+
+    def save(self, folder: Path, step: int, devices: DeviceMesh | None = None, **options: Any) -> Path:
+        mesh = Mesh(devices, LIMIT)
+        return save(folder, step, mesh, lambda: self.held(mesh), **({"config": CONFIG} | options))
+
+    def load(self, path: Path | None, devices: DeviceMesh | None = None, **config: Any) -> int:
+        assert path is not None
+        mesh = Mesh(devices, LIMIT)
+        return load(path, mesh, lambda: self.held(mesh), config=CONFIG | config)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def joined(slices: list[State]) -> State:
+    """The state of one rank that holds all experts, of the states of several."""
+    whole = dict(slices[0])
+    for key, value in whole.items():
+        if key.startswith("experts") and value.ndim:
+            whole[key] = torch.cat([one[key] for one in slices])
+        else:
+            assert all(torch.equal(one[key], value) for one in slices), key
+    return whole
+
+
+def ep(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+
+
+# What the ranks run.
+
+
+def save_on(rank: int, size: int, folder: Path) -> State:
+    model = Tiny(rank, size).train_steps(0, 3)
+    model.save(folder, 3, ep(size))
+    return model.state()
+
+
+def load_on(rank: int, size: int, folder: Path) -> tuple[int, State]:
+    model = Tiny(rank, size, seed=1)
+    step = model.load(latest(folder), ep(size))
+    return step, model.state()
+
+
+def stop_and_resume_on(rank: int, size: int, folder: Path) -> bool:
+    Tiny(rank, size).train_steps(0, 3).save(folder, 3, ep(size))
+    resumed = Tiny(rank, size, seed=1)
+    step = resumed.load(latest(folder), ep(size))
+    return same(resumed.train_steps(step, 3).state(), Tiny(rank, size).train_steps(0, 6).state())
+
+
+def refused_on(rank: int, size: int, path: Path, hidden: int) -> str:
+    try:
+        Tiny(rank, size).load(path, ep(size), hidden=hidden)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def disk_full_on(rank: int, size: int, folder: Path) -> str:
+    """Rank 1 cannot write."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(FileSystemWriter, "write_data", fail)
+        try:
+            Tiny(rank, size).train_steps(0, 4).save(folder, 4, ep(size))
+        except OSError as error:
+            return str(error)
+    return "written"
+
+
+def killed_on(rank: int, size: int, folder: Path, victim: int) -> None:
+    """`victim` is killed: rank 0 when all have written and nothing is renamed, rank 1 instead of writing."""
+
+    def die(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    mesh, model = ep(size), Tiny(rank, size).train_steps(0, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(*[(checkpoint_folder, "_fingerprint"), (FileSystemWriter, "write_data")][rank], die)
+        model.save(folder, 4, mesh)
+
+
+# The same bits.
+
+
+def test_a_fresh_model_gets_the_same_bits(ranks2: Ranks, tmp_path: Path) -> None:
+    saved = ranks2.run(save_on, tmp_path)
+    loaded = ranks2.run(load_on, tmp_path)
+    assert [step for step, _ in loaded] == [3, 3]
+    assert all(same(one, other) for one, (_, other) in zip(saved, loaded, strict=True))
+    assert not same(saved[0], Tiny(0, 2, seed=1).state())
+    assert {"experts.exp_avg", "experts.exp_avg_sq", "experts.step", "dense.bias.exp_avg", "seen"} <= saved[0].keys()
+
+
+def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(save_on, tmp_path)
+    path = latest(tmp_path)
+    assert path is not None
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    shapes = {key: (list(m.size), len(m.chunks)) for key, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
+    assert shapes["model.experts"] == ([EXPERTS, 3, 2], 2)
+    assert shapes["optimizer.experts.exp_avg"] == ([EXPERTS, 3, 2], 2)
+    assert shapes["optimizer.experts.step"] == ([], 1)
+    assert shapes["model.dense.weight"] == ([3, 5], 1)
+    assert len(shapes) == 5 + 3 * 3
+    files = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert files < 1.1 * sum(entry.length for entry in FileSystemReader(path).read_metadata().storage_data.values())
+
+
+def test_another_number_of_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    whole = joined(ranks2.run(save_on, tmp_path / "two"))
+    one = Tiny(seed=1)
+    assert one.load(latest(tmp_path / "two")) == 3
+    assert same(one.state(), whole)
+    assert same(joined([state for _, state in ranks4.run(load_on, tmp_path / "two")]), whole)
+    one.save(tmp_path / "one", 3)
+    assert same(joined([state for _, state in ranks2.run(load_on, tmp_path / "one")]), whole)
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(stop_and_resume_on, tmp_path) == [True, True]
+    assert not same(Tiny().train_steps(0, 6).state(), Tiny().train_steps(3, 3).state())
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    fresh = Tiny()
+    fresh.save(tmp_path, 0)
+    other = Tiny(seed=1)
+    assert other.load(latest(tmp_path)) == 0
+    assert same(other.state(), fresh.state())
+    assert same(other.train_steps(0, 2).state(), Tiny().train_steps(0, 2).state())
+
+
+def test_a_used_optimizer_is_overwritten(tmp_path: Path) -> None:
+    saved = Tiny().train_steps(0, 3)
+    saved.save(tmp_path, 3)
+    used = Tiny(seed=1).train_steps(7, 5)
+    used.load(latest(tmp_path))
+    assert same(used.state(), saved.state())
+
+
+# The folder.
+
+
+def test_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Tiny().train_steps(0, 1).save(tmp_path, 1)
+        Tiny().load(latest(tmp_path))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_asked(tmp_path: Path) -> None:
+    model = Tiny()
+    with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
+        model.save(tmp_path, 1, keep=0)
+    with pytest.raises(
+        ValueError, match=r"sharded names expert, which the model has no parameter of; it has experts, "
+    ):
+        save(tmp_path, 1, Mesh(None), lambda: model.held(Mesh(None), sharded={"expert"}), config={})
+    assert os.listdir(tmp_path) == []
+
+
+# Killed, or out of disk.
+
+
+def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) -> list[tuple[int, list[str]]]:
+    """Save `step` again and again from the folder `start`, each time killed at a later use of the file system.
+
+    What comes back for each kill: the state that the newest checkpoint has (how many steps it was trained for), and
+    what lies in the folder after the same save and one more.
+    """
+    outcomes = []
+    for last in range(1, 1000):
+        folder = start.with_name(f"killed-{last}")
+        shutil.copytree(start, folder)
+        child = os.fork()
+        if child == 0:
+            left = last
+
+            def count(event: str, args: tuple[Any, ...], folder: Path = folder) -> None:
+                nonlocal left
+                if (event == "open" or event.startswith(("os.", "shutil."))) and args and str(folder) in str(args[0]):
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            model = Tiny().train_steps(0, 2)
+            sys.addaudithook(count)
+            model.save(folder, step, keep=keep)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            break
+        for path in [*folder.glob("step-*"), latest(folder)]:
+            model = Tiny(seed=1)
+            model.load(path)
+            trained = int(model.seen)
+            assert same(model.state(), Tiny().train_steps(0, trained).state())
+        model.save(folder, step, keep=keep)
+        model.save(folder, 9, keep=1)
+        outcomes.append((trained, os.listdir(folder)))
+    return outcomes
+
+
+@pytest.mark.parametrize(("step", "keep"), [(2, 2), (2, 1), (1, 1)], ids=["beside", "in place of", "the same step"])
+def test_killed_at_any_moment_of_a_save(tmp_path: Path, step: int, keep: int) -> None:
+    Tiny().train_steps(0, 1).save(tmp_path / "start", 1)
+    (outcomes,) = run(kill_at_each_event, 1, tmp_path / "start", step, keep)
+    trained = [steps for steps, _ in outcomes]
+    assert len(outcomes) > 10
+    assert trained == sorted(trained)
+    assert set(trained) == {1, 2}  # the old one until the rename, the new one from then on
+    assert all(names == ["step-00000009"] for _, names in outcomes)
+
+
+def test_the_only_checkpoint_survives_a_second_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kill was between the renames of a save of the same step; the second save fails before its rename."""
+    saved = Tiny().train_steps(0, 1)
+    saved.save(tmp_path, 1).rename(tmp_path / ".replaced-step-00000001")
+
+    def fail(_: Path) -> None:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "_fingerprint", fail)
+        with pytest.raises(OSError, match="disk gone"):
+            Tiny().save(tmp_path, 1)
+    model = Tiny(seed=1)
+    assert model.load(latest(tmp_path)) == 1
+    assert same(model.state(), saved.state())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_before_all_have_written_and_renamed(ranks2: Ranks, tmp_path: Path, victim: int) -> None:
+    saved = ranks2.run(save_on, tmp_path)
+    with pytest.raises(RankError, match=f"rank {victim}: died, exit code -9"):
+        run(killed_on, 2, tmp_path, victim)
+    assert sorted(os.listdir(tmp_path)) == [".step-00000004.unfinished", "step-00000003"]
+    assert same(joined([state for _, state in ranks2.run(load_on, tmp_path)]), joined(saved))
+    ranks2.run(save_on, tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_a_full_disk_is_an_error_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(save_on, tmp_path)
+    one, other = ranks2.run(disk_full_on, tmp_path)
+    assert one == other
+    assert one.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
+    assert re.search(r"No space left on device \(\d+ MiB are free\)$", one)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+    path = latest(tmp_path)
+    assert path is not None
+    assert path.name == "step-00000003"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankError, match="rank 0: ") as caught:
+        ranks2.run(save_on, tmp_path / "file")
+    assert caught.value.failures.keys() == {0, 1}
+    assert all("FileExistsError" in text for text in caught.value.failures.values())
+
+
+# What does not fit.
+
+
+def test_a_checkpoint_of_another_configuration(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(save_on, tmp_path)
+    path = latest(tmp_path)
+    assert path is not None
+    text = f"checkpoint {path} has hidden=5, this run has hidden=7; use the same settings or another checkpoint folder"
+    assert ranks2.run(refused_on, path, 7) == [text, text]
+    assert ranks2.run(refused_on, path, 5) == ["accepted", "accepted"]
+    with pytest.raises(ValueError, match="has layers=none, this run has layers=2;"):
+        Tiny().load(path, layers=2)
+    model = Tiny()
+    with pytest.raises(ValueError, match=r"has sizes=\[3, 2\], this run has sizes=none;"):
+        load(path, Mesh(None), lambda: model.held(Mesh(None)), config={"hidden": 5})
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    path = Tiny().train_steps(0, 1).save(tmp_path, 1)
+    with pytest.raises(
+        ValueError, match=r"has model\.dense\.weight=torch\.float32\[3, 5\], this run has .*=torch\.float32\[3, 6\]; "
+    ):
+        Tiny(hidden=6).load(path)
+    with pytest.raises(
+        ValueError, match=r"has .*experts=torch\.float32\[4, 3, 2\], this run has .*=torch\.bfloat16\[4, 3, 2\]; "
+    ):
+        Tiny().bfloat16().load(path)
+    more = Tiny()
+    more.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"has model\.extra=none, this run has model\.extra=torch\.float32\[1\]; "):
+        more.load(path)
+    less = Tiny()
+    less.adamw = torch.optim.AdamW([less.experts])
+    with pytest.raises(ValueError, match=r"has optimizer\.dense\.weight\.step=.*, this run has .*=none; "):
+        less.load(path)
+    with pytest.raises(ValueError, match=r"checkpoint .*nowhere does not exist"):
+        Tiny().load(tmp_path / "nowhere")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "why"),
+    [
+        ("__0_0.distcp", truncate, r"__0_0\.distcp has \d+ bytes, not the \d+ written"),
+        ("__1_0.distcp", flip, r"__1_0\.distcp has other bytes than were written"),
+        ("__1_0.distcp", Path.unlink, r"__1_0\.distcp cannot be read \(No such file or directory\)"),
+        (".metadata", truncate, r"\.metadata has \d+ bytes, not the \d+ written"),
+        ("config.json", truncate, r"config\.json cannot be read \(JSONDecodeError\)"),
+        ("config.json", Path.unlink, r"config\.json cannot be read \(FileNotFoundError\)"),
+    ],
+)
+def test_a_damaged_checkpoint(ranks2: Ranks, tmp_path: Path, name: str, harm: Any, why: str) -> None:
+    ranks2.run(save_on, tmp_path)
+    path = latest(tmp_path)
+    assert path is not None
+    harm(path / name)
+    one, other = ranks2.run(refused_on, path, 5)
+    assert one == other
+    pattern = rf"checkpoint .*step-00000003 is damaged: {why}; remove it to resume from an earlier one, or use another"
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(one)
+    assert "\n" not in one
+
+
+def test_an_index_of_another_release_of_torch(tmp_path: Path) -> None:
+    """The bytes are those that were written; the classes in the pickle are not there."""
+    path = Tiny().save(tmp_path, 1)
+    index = (path / ".metadata").read_bytes()
+    content = index.replace(b"TensorStorageMetadata", b"TensorStorageMetaDATA")
+    assert content != index
+    (path / ".metadata").write_bytes(content)
+    config = json.loads((path / "config.json").read_text())
+    config["files"][".metadata"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    (path / "config.json").write_text(json.dumps(config))
+    why = re.escape(f"is damaged: torch {torch.__version__} cannot read its index (AttributeError); remove it")
+    with pytest.raises(ValueError, match=why):
+        Tiny().load(path)

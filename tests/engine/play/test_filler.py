@@ -1,0 +1,77 @@
+"""Weight gradients that are taken early."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b import Engine, NodeCosts, build_schedule
+from overlap1f1b.engine.play.player import Filler
+from overlap1f1b.plan import Node, Op, Resource
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.engine.test_engine import Delayed
+from tests.ranks import Ranks
+
+
+def test_what_is_ready_is_played_in_order_until_the_flight_is_there() -> None:
+    weights = [Node(Op.EXPERTS, Kind.W, microbatch, 0) for microbatch in range(4)]
+    backwards = [node._replace(kind=Kind.I) for node in weights]
+    nodes = [weights[0], backwards[1], weights[1], backwards[2], weights[2], backwards[3], weights[3]]
+    played: list[int] = []
+    filler = Filler(nodes, lambda node: node.microbatch < 3, played.append)
+    looks = iter([False, True])
+    once: Any = type("Once", (), {"arrived": property(lambda _: next(looks))})()
+    there: Any = SimpleNamespace(arrived=True)
+    never: Any = SimpleNamespace(arrived=False)
+    assert filler.reached(0)
+    assert filler.reached(1)
+    filler.fill(there)
+    assert played == []
+    filler.fill(once)
+    assert played == [2]
+    filler.fill(never)  # the last one's backward has not been played
+    assert played == [2, 4]
+    assert [filler.reached(position) for position in range(2, 7)] == [False, True, False, True, True]
+    filler.fill(never)
+    assert played == [2, 4]
+
+
+class Slow(Delayed):
+    """Every exchange is late."""
+
+    def _pause(self) -> None:
+        time.sleep(0.004)
+
+
+def _early(rank: int, size: int, name: str) -> list[str]:
+    mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(5, seed=rank, sequence=7)
+    group, reference, problems = mesh.get_group("ep"), None, []
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0.1)  # as if nothing had to be waited for
+    for exchange in (build_exchange(group), Slow(build_exchange(group), seed=rank)):
+        model = models.build(group)
+        program = build_schedule(name, microbatches=5)
+        engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=costs, exchange=exchange, timeout=20)
+        result = engine.step(data[0], target=data[1])
+        planned = [node for node in engine.plan.ranks[0] if node.lane is Resource.COMPUTE]
+        found = [span.node for span in result.overlap.spans if span.node.lane is Resource.COMPUTE]
+        for weight in (True, False):
+            kept = [[node for node in order if (node.kind is Kind.W) is weight] for order in (planned, found)]
+            problems += ["another order"] * (kept[0] != kept[1])
+        if isinstance(exchange, Slow) and (found == planned) is not program.splits(0):
+            problems.append("nothing was taken early, or what the program has placed")
+        if result.peak_held > engine.plan.peak_held:
+            problems.append(f"{result.peak_held} held, planned {engine.plan.peak_held}")
+        found_gradients = models.gradients(model)
+        problems += models.equal(found_gradients, reference or found_gradients)
+        reference = found_gradients
+    return problems
+
+
+def test_late_exchanges_are_waited_for_with_weight_gradients(ranks2: Ranks) -> None:
+    for name in ("sequential", "combined_1f1b", "zb_h1"):
+        assert ranks2.run(_early, name) == [[], []]

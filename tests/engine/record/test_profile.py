@@ -1,0 +1,112 @@
+"""A profile's trace and record say the same, on one clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b import Engine, Profile, build_schedule
+from overlap1f1b.engine.record.profile import added
+from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep
+from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
+from overlap1f1b.schedule import Action, Kind
+from tests.models import batch, build, loss_fn
+from tests.ranks import Ranks
+
+MS = 1e3  # in a trace's microseconds
+
+
+def profiled(rank: int, size: int, folder: Path) -> None:
+    """Files of a pipeline of two ranks, whose transfers and gradients travel beside nothing else."""
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "ep"))
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=3)
+    engine = Engine(build(), program, mesh=mesh, loss_fn=loss_fn, overlap=3)
+    inputs, target = batch(3)
+    for _ in range(2):
+        engine.step(inputs, target=target)
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    with Profile(engine, folder / "new" / "folder", first=7) as profile:
+        for _ in range(2):
+            engine.step(inputs, target=target)
+    record, trace = profile.files
+    assert (record.name, trace.name) == (f"rank{rank}.json", f"rank{rank}.trace.json.gz")
+    assert sorted(path.name for path in record.parent.glob(f"*rank{rank}*")) == [record.name, trace.name]
+    saved = json.loads(record.read_text())
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    shown: dict[Any, list[tuple[float, float, int]]] = {}
+    for event in events:
+        if event.get("ph") == "X" and (found := parse_range(event["name"])) is not None:
+            key = (type(found), *found) if not isinstance(found, Label) else found.rank
+            shown.setdefault(key, []).append((event["ts"], event["ts"] + event["dur"], event["tid"]))
+    assert rank in shown
+    assert [step["step"] for step in saved["steps"]] == [7, 8]
+    for step in saved["steps"]:
+        ((begun, ended, thread),) = shown[StepRange, step["step"]]
+        assert ended - begun == pytest.approx(1e6 * step["seconds"], abs=5 * MS)
+        apart = []
+        for kind, text, start, end in step["spans"]:
+            node = parse_range(f"o1 {text}").node  # type: ignore[union-attr]
+            ((first, last, where),) = [at for at in shown[NodeRange, kind, node] if begun <= at[0] < ended]
+            assert (where == thread) == (kind != "flight")
+            apart += [abs(first - begun - 1e6 * start), abs(last - begun - 1e6 * end)]
+        assert median(apart) < MS
+        launches = {text: start for kind, text, start, _ in step["spans"] if kind == "node"}
+        waits = {text: end for kind, text, _, end in step["spans"] if kind == "wait"}
+        flights = {text: (start, end) for kind, text, start, end in step["spans"] if kind == "flight"}
+        assert {parse_range(f"o1 {text}").node.op for text in flights} == {Op.SEND, Op.RECEIVE}  # type: ignore[union-attr]
+        assert all(flights[text][1] <= end for text, end in waits.items()), "what was waited for has landed"
+        assert all(launches[text] <= start for text, (start, _) in flights.items() if text.startswith("send"))
+    for action in program.actions(rank):
+        assert len(shown[ActionRange, action]) == 2
+
+
+def test_a_pipeline_of_two_ranks(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(profiled, tmp_path)
+
+
+def test_what_is_added_to_a_trace_is_on_its_clock_and_in_rows_without_overlaps() -> None:
+    flights = [NodeRange("flight", Node(Op.DISPATCH, Kind.F, m, 0)) for m in range(3)]
+    action = ActionRange(Action(Kind.F, 0, 0))
+    spans = (
+        RecordedSpan(NodeRange("node", Node(Op.ATTENTION, Kind.F, 0, 0)), 100.0, 100.1),
+        RecordedSpan(flights[0], 100.1, 100.3, "dispatch"),
+        RecordedSpan(flights[1], 100.2, 100.4, "dispatch"),
+        RecordedSpan(flights[2], 100.3, 100.4, "dispatch"),
+        RecordedSpan(NodeRange("flight", Node(Op.COMBINE, Kind.F, 0, 0)), 100.3, 100.4),  # kernels show it
+        RecordedSpan(action, 100.0, 100.5),
+    )
+    events = [{"ph": "X", "name": "o1 step 4", "ts": 5000.0, "dur": 1e6, "pid": 12, "tid": 34}]
+    made = list(added(events, [RecordedStep(4, 100.0, 1.0, spans), RecordedStep(5, 200.0, 1.0, spans)]))
+    tracks = {event["tid"]: event["args"]["name"] for event in made if event["name"] == "thread_name"}
+    assert tracks == {35: "o1 actions", 36: "o1 lane dispatch", 37: "o1 lane dispatch (2)"}
+    bars = [(e["name"], e["tid"], round(e["ts"]), round(e["dur"])) for e in made if e["ph"] == "X"]
+    assert bars == [
+        (str(action), 35, 5000, 500_000),
+        (str(flights[0]), 36, 105_000, 200_000),
+        (str(flights[2]), 36, 305_000, 100_000),
+        (str(flights[1]), 37, 205_000, 200_000),
+    ]
+    assert {event["pid"] for event in made} == {12}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=r"file/in: Not a directory; allowed: a folder that can be written$"):
+        Profile(engine, tmp_path / "file" / "in")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_nsys_needs_a_gpu(tmp_path: Path) -> None:
+    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=r"^nsys without a GPU that torch \S+ can use; allowed: torch.profiler$"):
+        Profile(engine, tmp_path, tool="nsys")

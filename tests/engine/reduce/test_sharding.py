@@ -1,0 +1,465 @@
+"""Blocks under torch's FSDP2: gradients against FSDP2's own loop, bit for bit, and against one process."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, compile
+from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
+WRAPS = ["blocks", "hybrid", "replicate", "root", "some"]
+
+
+@pytest.fixture(scope="module", name="ranks2")
+def two_ranks() -> Iterator[Ranks]:
+    """Of this file alone: FSDP2 keeps groups, whose threads go on, as long as the process lives."""
+    workers = Ranks(2)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module", name="ranks4")
+def four_ranks() -> Iterator[Ranks]:
+    """The same of four."""
+    workers = Ranks(4)
+    yield workers
+    workers.close()
+
+
+def programs(microbatches: int) -> list[Program]:
+    return [build_schedule(n, microbatches=microbatches, extra_warmup=w) for n, w in PROGRAMS]
+
+
+def wrapped(
+    wrap: str, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy | None = None, **options: Any
+) -> nn.Sequential:
+    """Experts are sharded over "dp", all the rest over both dimensions; ``"some"`` leaves every other block plain."""
+    model = models.build(mesh.get_group("ep"), **options)
+    every = init_device_mesh("cpu", (mesh.size(),))
+    if wrap == "hybrid":  # sharded over half of the ranks, the other half the same
+        every = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+    apply: Any = replicate if wrap == "replicate" else fully_shard
+    precision = {} if policy is None else {"mp_policy": policy}
+    for index, block in enumerate(model):
+        if wrap == "some" and index % 2 == 0:
+            continue
+        for experts in getattr(block, "experts", ()):
+            apply(experts, mesh=mesh["dp"], **precision)
+        if wrap != "root" or 0 < index < len(model) - 1:
+            apply(block, mesh=every, **precision)
+    if wrap == "root":  # holds what no block holds: the embedding and the head
+        apply(model, mesh=every, **precision)
+    return model
+
+
+def sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name; zeros where there is none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return found
+
+
+def own_loop(model: nn.Module, data: tuple[Tensor, Tensor], microbatches: int, ranks: int) -> dict[str, Tensor]:
+    """FSDP2's own gradients, summed over the ranks after the last microbatch."""
+    for module in sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            module.set_reduce_scatter_unused_params(True)
+    parts = zip(data[0].chunk(microbatches), data[1].chunk(microbatches), strict=True)
+    for index, (x, y) in enumerate(parts):
+        for module in sharded(model):
+            module.set_requires_gradient_sync(index == microbatches - 1)
+        (models.loss_fn(model(x), y) * (1 / (microbatches * ranks))).backward()
+    return gradients(model)
+
+
+def meshed(size: int, dp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "ep"))
+
+
+def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None, **options: Any) -> Engine:
+    return Engine(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
+
+
+def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> list[str]:
+    mesh, problems = meshed(size, dp), []
+    data = [models.batch(microbatches, seed=r) for r in range(size)]
+    whole = models.build()
+    for inputs, target in data:
+        _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
+    exchange = build_exchange(mesh.get_group("ep"))
+    reference: dict[str, Tensor] = {}
+    if wrap != "some":  # which has plain blocks that nothing else reduces
+        reference = own_loop(wrapped(wrap, mesh), data[rank], microbatches, size)
+    for number, program in enumerate(programs(microbatches)):
+        model = wrapped(wrap, mesh)
+        engine = engine_over(model, program, mesh, exchange=exchange)
+        for overlap in OVERLAPS[number:]:  # each program, and each overlap, several times
+            model.zero_grad()
+            engine.plan = compile(program, engine.shapes, COSTS, overlap)
+            engine.step(data[rank][0], target=data[rank][1])
+            found = gradients(model)
+            reference = reference or found
+            problems += [f"{program.name} {overlap}: {name}" for name in models.equal(found, reference)]
+    experts = models.E // (size // dp)
+    at = mesh.get_local_rank("ep") * experts
+    for name, gradient in reference.items():
+        full = expected[name][at : at + experts] if "experts" in name else expected[name]
+        if float((gradient - full).norm()) > 1e-5 * float(full.norm()):
+            problems.append(f"{name} differs from one process")
+    return problems
+
+
+@pytest.mark.parametrize(("dp", "wrap"), [(1, "blocks"), (1, "root"), *((2, wrap) for wrap in WRAPS)])
+def test_two_ranks_equal_fsdp2_bit_for_bit(ranks2: Ranks, dp: int, wrap: str) -> None:
+    assert ranks2.run(_compare, dp, wrap, 3) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_four_ranks_equal_fsdp2_bit_for_bit(ranks4: Ranks, wrap: str) -> None:
+    assert ranks4.run(_compare, 2, wrap, 5, timeout=120) == [[]] * 4
+
+
+def _mixed_precision(rank: int, size: int) -> list[str]:
+    """bfloat16 parameters whose gradients are summed in float32, over microbatches as over ranks."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = own_loop(wrapped("blocks", mesh, policy=policy), data, 3, size)
+    problems = []
+    for program in programs(3):
+        for overlap in ("serial", 3):
+            model = wrapped("blocks", mesh, policy=policy)
+            engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+            problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
+    return problems
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks) -> None:
+    assert ranks2.run(_mixed_precision) == [[], []]
+
+
+def _several_steps(rank: int, size: int) -> list[str]:
+    """Steps with an optimizer, one that accumulates, evaluations, and FSDP2's own loop before and after."""
+    mesh, problems = meshed(size, size), []
+    found = {}
+    for engine_drives in (False, True):
+        model = wrapped("root", mesh)
+        model[2].requires_grad_(False)
+        own_loop(model, models.batch(3, seed=rank), 3, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = engine_over(model, programs(3)[0], mesh)
+        for number in range(4):
+            data = models.batch(3, seed=10 * number + rank)
+            if engine_drives:
+                engine.evaluate(*data[:1], target=data[1])
+                engine.step(data[0], target=data[1])
+            else:
+                own_loop(model, data, 3, size)
+            if number != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        own_loop(model, models.batch(3, seed=rank), 3, size)
+        values = {f"{name} itself": p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        found[engine_drives] = gradients(model) | values
+    return problems + models.equal(found[False], found[True])
+
+
+def test_steps_mix_with_fsdp2s_own(ranks2: Ranks) -> None:
+    assert ranks2.run(_several_steps) == [[], []]
+
+
+def _settings(rank: int, size: int) -> list[str]:
+    """What a user has set stands after a step as it did, and the parameters are sharded again."""
+    mesh, data = meshed(size, size), models.batch(2, seed=rank)
+    model = wrapped("blocks", mesh)
+    expected = own_loop(wrapped("blocks", mesh), data, 2, size)
+    for module in sharded(model):
+        module.set_gradient_divide_factor(7.0)
+        module.set_requires_gradient_sync(False)
+    engine = engine_over(model, programs(2)[0], mesh)
+    engine.step(data[0], target=data[1])
+    problems = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) or p.grad is not None]
+    assert {group.gradient_divide_factor for group in engine.sharding.groups} == {7.0}
+    for module in sharded(model):
+        module.set_requires_gradient_sync(True)
+    engine.step(data[0], target=data[1])
+    twice = {name: 2 * gradient for name, gradient in expected.items()}
+    for name, gradient in gradients(model).items():
+        if float((gradient - twice[name]).norm()) > 1e-5 * float(twice[name].norm()):
+            problems.append(f"{name}: both steps' gradients are not reduced together")
+    return problems
+
+
+def test_what_the_user_has_set_holds(ranks2: Ranks) -> None:
+    assert ranks2.run(_settings) == [[], []]
+
+
+def _failing(rank: int, size: int) -> list[str]:
+    """A step that fails leaves no gradient behind, and that of another engine is right."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    expected = own_loop(wrapped("blocks", mesh), data, 3, size)
+    model, calls = wrapped("blocks", mesh), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(output)
+        if len(calls) == 3:
+            raise ArithmeticError("the third loss")
+        return models.loss_fn(output, target)
+
+    engine = engine_over(model, programs(3)[0], mesh, loss_fn=loss_fn)
+    with pytest.raises(ArithmeticError, match="the third loss"):
+        engine.step(data[0], target=data[1])
+    assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+    engine_over(model, programs(3)[0], mesh).step(data[0], target=data[1])
+    problems = models.equal(gradients(model), expected)
+
+    def no_loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ArithmeticError("no loss")
+
+    engine = engine_over(model, programs(3)[0], mesh, loss_fn=no_loss)
+    with pytest.raises(ArithmeticError, match="no loss"):
+        engine.evaluate(data[0], target=data[1])
+    return problems + models.equal(gradients(model), expected)
+
+
+def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
+    assert ranks2.run(_failing) == [[], []]
+
+
+def _late(rank: int, size: int) -> float:
+    """One rank is late for the gathering of FSDP2, whose process groups wait by a limit of torch's: a minute here."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    engine = engine_over(wrapped("blocks", mesh), programs(3)[0], mesh, timeout=2.0)
+    if rank == 1:
+        gather = engine.sharding.gather
+        engine.sharding.gather = lambda: (time.sleep(6), gather())  # type: ignore[assignment,func-returns-value]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        engine.step(data[0], target=data[1])
+    assert any(f" {rank} failed " in note for note in raised.value.__notes__), raised.value.__notes__
+    return time.monotonic() - start
+
+
+def test_gathering_has_the_engines_limit(ranks2: Ranks) -> None:
+    assert ranks2.run(_late)[0] < 20
+
+
+def _hidden(rank: int, size: int) -> list[bool]:
+    """No reduction ends before the last node of compute, which yet is reached: they hold up another thread."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    expected, done = own_loop(wrapped("blocks", mesh), data, 3, size), threading.Event()
+    model = wrapped("blocks", mesh)
+    engine = engine_over(model, programs(3)[0], mesh)
+    computed = [node for node in engine.plan.ranks[0] if node.lane is Resource.COMPUTE]
+    reductions = [index for index, node in enumerate(engine.plan.ranks[0]) if node.op is Op.REDUCE]
+    assert reductions[-2] < engine.plan.ranks[0].index(computed[-1])
+
+    def last(node: Node) -> float:
+        if node == computed[-1]:
+            done.set()
+        return 0.0
+
+    engine.player.pace = last
+    reached = []
+    for group in engine.sharding.groups:
+
+        def late(reduce: Callable[[], None] = group.post_backward) -> None:
+            reached.append(done.wait(10))
+            reduce()
+
+        group.post_backward = late
+    engine.step(data[0], target=data[1])
+    assert not models.equal(gradients(model), expected)
+    return reached
+
+
+def test_reductions_travel_while_the_thread_computes(ranks2: Ranks) -> None:
+    assert ranks2.run(_hidden) == [[True] * 7] * 2
+
+
+def _stages(rank: int, size: int, name: str, shape: tuple[int, int, int]) -> list[str]:
+    """Two steps that add up, an evaluation, and the norm, of which every parameter is a part once."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
+    program = build_schedule(name, ranks=shape[0], microbatches=4)
+    _, *at = mesh.get_coordinate() or ()
+    data = [models.batch(4, seed=10 * step + at[0] * shape[2] + at[1]) for step in range(2)]
+    found, losses, norms = [], [], []
+    for shards in (False, True):
+        model = models.build(mesh.get_group("ep"), layers=4)
+        every, same = joined(mesh, program, "dp", "ep"), joined(mesh, program, "dp")
+        for index, block in enumerate(model):
+            if shards and index != 2:  # one is reduced by the engine
+                for experts in getattr(block, "experts", ()):
+                    fully_shard(experts, mesh=same)
+                fully_shard(block, mesh=every)
+        engine = engine_over(model, program, mesh)
+        for inputs, target in data:
+            engine.step(inputs, target=target)
+        losses.append(engine.mean_loss(engine.evaluate(data[0][0], target=data[0][1])))
+        here = set(engine.parameters())
+        held = {name for name, p in model.named_parameters() if p in here}
+        before = {name: grad for name, grad in gradients(model).items() if name in held}
+        norms.append(float(engine.clip_gradients(0.1)))
+        after = {f"{name} clipped": grad for name, grad in gradients(model).items() if name in held}
+        found.append(before | after)
+    assert norms[0] > 0.2
+    problems = [f"{what} {a} and {b}" for what, (a, b) in (("loss", losses), ("norm", norms)) if abs(a - b) > 1e-5 * a]
+    if shape[1:] == (2, 1) and len(program.placement.replicas(0)) == 1:  # two addends: the same in either order
+        problems += [name for name in models.equal(*found) if "clipped" not in name]
+    return problems + [
+        f"{name} differs"
+        for name, grad in found[0].items()
+        if float((grad - found[1][name]).norm()) > 1e-5 * float(grad.norm())
+    ]
+
+
+def joined(mesh: DeviceMesh, program: Program, *over: str) -> DeviceMesh:
+    """The ranks along some dimensions, with those of the pipeline that hold the same stages, in one dimension."""
+    names = ("pp", *over) if len(program.placement.replicas(0)) > 1 else over
+    order = sorted(("pp", "dp", "ep"), key=lambda name: name in names)
+    ranks = mesh.mesh.permute([("pp", "dp", "ep").index(name) for name in order])
+    size = math.prod(mesh[name].size() for name in names)
+    return DeviceMesh("cpu", ranks.reshape(-1, size), mesh_dim_names=("rest", "shards"))["shards"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipe"])
+def test_stages_over_four_ranks_equal_the_plain_engine(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_stages, name, (2, 2, 1)) == [[]] * 4
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+def test_shards_of_experts_count_once_in_the_norm(ranks4: Ranks, shape: tuple[int, int, int]) -> None:
+    assert ranks4.run(_stages, "interleaved_1f1b", shape) == [[]] * 4
+
+
+def _replicas(rank: int, size: int) -> list[float]:
+    """The norm where shards lie on several ranks each."""
+    mesh, norms = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), []
+    data = models.batch(3, seed=rank)
+    for wrap in (None, "hybrid", "replicate"):
+        model = models.build(mesh.get_group("ep")) if wrap is None else wrapped(wrap, mesh)
+        engine = engine_over(model, programs(3)[0], mesh)
+        engine.step(data[0], target=data[1])
+        norms += [float(engine.clip_gradients(0.1)), float(engine.clip_gradients(1.0))]
+    return norms
+
+
+def test_replicated_shards_count_once_in_the_norm(ranks4: Ranks) -> None:
+    for norms in ranks4.run(_replicas):
+        assert norms[::2] == pytest.approx(norms[:1] * 3)
+        assert norms[1::2] == pytest.approx([0.1] * 3, rel=1e-4)
+
+
+def _refused(rank: int, size: int) -> None:
+    mesh, program = meshed(size, 1), programs(2)[0]
+    model = models.build(mesh.get_group("ep"))
+    for block in model:
+        fully_shard(block, mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ValueError, match=rf"experts of FSDPBlock over ranks \[0, 1\]; allowed: \[{rank}\], whose"):
+        engine_over(model, program, mesh)
+    with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: set_requires_gradient_sync"):
+        engine_over(wrapped("blocks", mesh), program, mesh, reduce=False)
+    model = wrapped("root", meshed(size, size))
+    with pytest.raises(ValueError, match=r"parameter weight of Embedding is sharded by a module around the blocks"):
+        engine_over(list(model), program, meshed(size, size))  # type: ignore[arg-type]
+
+
+def test_what_would_be_reduced_wrongly_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_refused)
+
+
+def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> str:
+    """What an engine over a part of the mesh says of a Linear that another part shares."""
+    shape = {2: (1, 1, 2), 4: (1, 2, 2) if "ep" in sub else (2, 1, 2)}[size]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
+    model = models.build(mesh.get_group("ep"))
+    parallelize_module(model[2], mesh["tp"], {"1": ColwiseParallel()})
+    if wrap == "both":
+        fully_shard(model[2], mesh=mesh["dp", "ep"]._flatten("data"))
+    given: Any = mesh[sub] if sub else None
+    with pytest.raises(ValueError, match="DTensor") as caught:
+        engine_over(model, programs(2)[0], given)
+    return str(caught.value)
+
+
+TENSOR_PARALLEL: list[tuple[int, tuple[str, ...], str]] = [
+    (2, (), "none"),
+    (2, ("ep",), "both"),
+    (4, ("ep",), "none"),
+    (4, ("ep",), "both"),
+    (4, ("dp",), "both"),
+    (4, ("dp", "ep"), "both"),
+]
+
+
+@pytest.mark.parametrize(("size", "sub", "wrap"), TENSOR_PARALLEL)
+def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
+    ranks2: Ranks, ranks4: Ranks, size: int, sub: tuple[str, ...], wrap: str
+) -> None:
+    for rank, message in enumerate((ranks2 if size == 2 else ranks4).run(_tensor_parallel, sub, wrap)):
+        together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
+        assert message == (
+            f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
+            f"the engine's ranks {own}; allowed: FSDP2 over those, or whole tensors (no tensor parallelism)"
+        )
+
+
+def _tensor_parallel_inside(rank: int, size: int) -> None:
+    """The engine's own ranks, one of another order, and one alone."""
+    for given in (DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",)), init_device_mesh("cpu", (size,))):
+        model = models.build(None)
+        parallelize_module(model[2], given, {"1": ColwiseParallel()})
+        what = "'ep' of ranks [1, 0]" if given.mesh_dim_names else "dimension 0 of ranks [0, 1]"
+        with pytest.raises(ValueError, match=rf"1\.weight of Sequential is a DTensor over {re.escape(what)}, which is"):
+            engine_over(model, programs(2)[0], init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
+    mesh, data = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), models.batch(3, seed=rank)
+    found = []
+    for alone in (False, True):
+        model = models.build()
+        if alone:  # as in a job whose tensor parallelism is set to one rank
+            parallelize_module(model[2], mesh["tp"], {"1": ColwiseParallel()})
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        engine_over(model, programs(3)[0], mesh["dp"]).step(data[0], target=data[1])
+        found.append(gradients(model))
+    assert not models.equal(*found)
+    frozen = models.build()
+    frozen[0].requires_grad_(False)
+    fully_shard(frozen[0], mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=rf"parameter 0\.weight of Sequential is a DTensor over 'dp' .* \[{rank}\]; a"):
+        engine_over(frozen, programs(2)[0], None)
+
+
+def test_tensor_parallelism_over_the_engines_ranks_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_tensor_parallel_inside)

@@ -1,0 +1,313 @@
+"""What is dropped and computed again: the same gradients, the same exchanges, less memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from overlap1f1b.cli.bench.memory import peak_bytes
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.engine.run.suspend import Forward
+from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.engine.test_engine import COSTS, Delayed, step
+from tests.engine.test_forward import CONTEXTS, Wrapped
+from tests.pauses import pauses
+from tests.ranks import Ranks
+
+MODES: list[Recompute] = ["experts", "attention", "block"]
+PROGRAMS = ["sequential", "combined_1f1b", "zb_h1"]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 3]
+SENT = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+
+
+def gradients(
+    mode: Recompute, name: str = "combined_1f1b", overlap: Overlap = 3, microbatches: int = 3, **options: Any
+) -> dict[str, Tensor]:
+    model = models.build(**options)
+    program = build_schedule(name, microbatches=microbatches)
+    torch.manual_seed(2)
+    step(model, program, overlap, models.batch(microbatches), recompute=mode)
+    return models.gradients(model)
+
+
+@pytest.mark.parametrize(("seams", "microbatches"), [(1, 1), (1, 4), (2, 2)])
+def test_gradients_and_dropout_are_those_without(seams: int, microbatches: int) -> None:
+    """Uneven routing, an expert without tokens, a dense block and tied weights are in every case."""
+    options: dict[str, Any] = {"seams": seams, "microbatches": microbatches, "dropout": 0.3, "tied": True}
+    expected = gradients("none", "sequential", "serial", **options)
+    for name in PROGRAMS:
+        for overlap in OVERLAPS:
+            for mode in MODES:
+                found = gradients(mode, name, overlap, **options)
+                assert not models.equal(found, expected), (name, overlap, mode)
+
+
+def test_gradients_are_those_of_plain_autograd() -> None:
+    _, expected = models.plain_gradients(models.build(), *models.batch(3), 3)
+    assert not models.equal(gradients("block"), expected)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_around_experts_is_entered_again(name: str) -> None:
+    block = type("Block", (Wrapped,), {"context": staticmethod(CONTEXTS[name])})
+    expected = gradients("none", block=block)
+    for mode in MODES:
+        assert not models.equal(gradients(mode, block=block), expected), mode
+
+
+def test_frozen_parameters_stay_without_a_gradient() -> None:
+    def found(mode: Recompute) -> dict[str, Tensor | None]:
+        model = models.build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in ("1.mix.weight", "3.experts", "0.w")))
+        step(model, build_schedule("combined_1f1b", microbatches=3), 3, models.batch(3), recompute=mode)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = found("none")
+    for mode in MODES:
+        for name, gradient in found(mode).items():
+            other = expected[name]
+            assert gradient is other is None or torch.equal(gradient, other), (mode, name)  # type: ignore[arg-type]
+
+
+def test_hooks_fire_once_a_microbatch() -> None:
+    class Hooked(models.Block):
+        grads: list[Tensor]
+
+        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            y = experts(tokens, indices, weights) * 1.0
+            y.register_hook(self.grads.append)
+            return y
+
+    Hooked.grads = []
+    model, fired = models.build(block=Hooked), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    step(model, build_schedule("combined_1f1b", microbatches=3), 3, models.batch(3), recompute="block")
+    assert len(Hooked.grads) == 2 * 3  # blocks and microbatches
+    assert {name: fired.count(name) for name in fired} == {name: 3 for name, _ in model.named_parameters()}
+
+
+def test_random_numbers_of_the_thread_are_drawn_again() -> None:
+    """Without a stream of its own a microbatch takes what comes, with others' draws in between."""
+
+    def found(mode: Recompute) -> tuple[dict[str, Tensor], Tensor]:
+        model, data = models.build(dropout=0.4), models.batch(3)
+        stage = Stage(model, recompute=mode)
+        torch.manual_seed(4)
+        previous = None
+        for index, (x, y) in enumerate(zip(data[0].chunk(3), data[1].chunk(3), strict=True)):
+            current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, seed=None)
+            combined_forward_backward_step(current, previous, overlap="serial")
+            previous = current
+        combined_forward_backward_step(None, previous)
+        return models.gradients(model), torch.get_rng_state()
+
+    expected, state = found("none")
+    for mode in MODES:
+        again, after = found(mode)
+        assert not models.equal(again, expected), mode
+        assert torch.equal(after, state), mode
+
+
+class Inner(nn.Module):
+    """Keeps weak references to what is inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inside: list[Any] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(sum(y() is not None for y in self.inside))
+        y = self.first(x)
+        self.inside.append(weakref.ref(y))
+        return self.second(y)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("none", 1), ("experts", 1), ("attention", 0), ("block", 0)])
+def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int) -> None:
+    inner, data = Inner(), torch.randn(10, 4)
+    program = build_schedule("afab", microbatches=5)
+    engine = Engine([inner], program, loss_fn=lambda y, _: y.sum(), costs=COSTS, recompute=mode)
+    engine.step(data, target=data)
+    assert inner.alive[:5] == [kept * earlier for earlier in range(5)]
+    assert len(inner.alive) == (5 if kept else 10)
+
+
+def test_only_what_exchanges_brought_is_kept() -> None:
+    """What one microbatch more holds until its backward: inputs of blocks, rows received and rows returned."""
+    tokens, hidden, layers, top_k = 128, 64, 2, 2
+
+    def peak(microbatches: int) -> int:
+        model = MoETransformer(MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k))
+        program = build_schedule("afab", microbatches=microbatches)
+        engine = Engine(model, program, loss_fn=models.loss_fn, overlap="serial", costs=COSTS, recompute="block")
+        data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return peak_bytes(torch.device("cpu"), lambda: engine.step(data[0], target=data[1]))
+
+    rows = layers * (1 + 2 * top_k) + 1  # the last is the head's input
+    assert rows <= (peak(5) - peak(4)) / (4 * tokens * hidden) < rows + 1
+
+
+def test_what_is_recomputed_is_measured_and_evaluation_has_none_of_it() -> None:
+    data, model = models.batch(3), models.build()
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=3), loss_fn=models.loss_fn, recompute="block")
+    for _ in range(3):
+        engine.step(data[0], target=data[1])
+    assert engine.costs is not None
+    measured = {key[0] for key, cost in engine.costs.by_node.items() if key[0] in RECOMPUTES and cost > 0}  # type: ignore[operator]
+    assert measured == RECOMPUTES
+    before = models.gradients(model)
+    losses = engine.evaluate(data[0], target=data[1]).losses
+    plain = [models.loss_fn(model(x), y) for x, y in zip(data[0].chunk(3), data[1].chunk(3), strict=True)]
+    assert torch.equal(torch.stack(losses), torch.stack(plain))
+    assert not models.equal(models.gradients(model), before)
+
+
+def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name() -> None:
+    class Fickle(models.Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x) if type(self).calls < 3 else x * 1.0
+
+    model = models.build(block=Fickle)
+    with pytest.raises(ValueError, match=r"block \d \(Fickle\) calls other experts when it is recomputed; allowed"):
+        step(model, build_schedule("sequential", microbatches=2), 1, models.batch(2), recompute="attention")
+    gc.collect()
+    assert not [g for g in gc.get_objects() if type(g) is Forward and not g.dead and g]
+    with pytest.raises(ValueError, match=r"recompute='all'; allowed: none, experts, attention, block"):
+        Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, recompute="all")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Counted(Delayed):
+    """Counts what is exchanged, in a step of random delays."""
+
+    counted = 0
+
+    def rows(self, *args: Any) -> Any:
+        self.counted += 1
+        return super().rows(*args)
+
+    def counts(self, *args: Any) -> Any:
+        self.counted += 1
+        return super().counts(*args)
+
+
+Case = tuple[str, Overlap, int, list[Recompute]]
+
+
+def _compare(rank: int, size: int, pipeline: int, cases: list[Case]) -> list[str]:
+    """Modes against none: gradients, losses and the number of exchanges."""
+    mesh = init_device_mesh("cpu", (pipeline, size // pipeline), mesh_dim_names=("pp", "ep"))
+    group, microbatches = mesh.get_group("ep"), 4
+    data = models.batch(microbatches, seed=mesh.get_local_rank("ep"))
+    problems = []
+    for name, overlap, seams, modes in cases:
+        program = build_schedule(name, ranks=pipeline, microbatches=microbatches)  # type: ignore[arg-type]
+        expected: tuple[dict[str, Tensor], list[float], int] | None = None
+        for mode in ("none", *modes):
+            model = models.build(group, layers=2, seams=seams, dropout=0.2)
+            exchange = Counted(build_exchange(group), seed=rank)
+            torch.manual_seed(7)
+            options: dict[str, Any] = {"mesh": mesh, "exchange": exchange, "timeout": 20, "costs": SENT}
+            with pauses(rank) if mode != "none" else nullcontext():
+                _, result = step(model, program, overlap, data, recompute=mode, **options)
+            found = models.gradients(model), [float(x) for x in result.losses], exchange.counted
+            expected = expected or found
+            where = f"{name} {overlap} {seams} {mode}"
+            problems += [f"{where}: {parameter}" for parameter in models.equal(found[0], expected[0])]
+            if found[1:] != expected[1:]:
+                problems.append(f"{where}: losses or exchanges {found[1:]}, not {expected[1:]}")
+    return problems
+
+
+def test_two_ranks_exchange_nothing_twice(ranks2: Ranks) -> None:
+    cases: list[Case] = [("sequential", "serial", 1, ["block"]), ("combined_1f1b", 3, 2, MODES)]
+    assert ranks2.run(_compare, 1, cases) == [[], []]
+
+
+def test_two_stages_of_two_ranks_exchange_nothing_twice(ranks4: Ranks) -> None:
+    cases: list[Case] = [
+        ("combined_1f1b", 3, 1, ["block"]),
+        ("zb_v", 2, 1, ["block"]),
+        ("dualpipev", "pairs", 1, ["block"]),
+    ]
+    assert ranks4.run(_compare, 2, cases, timeout=90) == [[]] * 4
+
+
+def _memory(rank: int, size: int) -> dict[str, tuple[int, bool]]:
+    """Peak bytes of a step by mode, and whether gradients are those of none; layers in the proportions of real ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    config = MoEConfig(layers=4, hidden=64, intermediate=128, sequence=64, experts=8)
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=6)
+    inputs, target = torch.randint(256, (2, 24, 64), generator=torch.Generator().manual_seed(rank % 2))
+    found: dict[str, tuple[int, bool]] = {}
+    expected: dict[str, Tensor] = {}
+    for mode in ("none", "block"):
+        model = MoETransformer(config, group=mesh.get_group("ep"))
+        engine = Engine(
+            model,
+            program,
+            mesh=mesh,
+            loss_fn=models.loss_fn,
+            weights=[0, 1, 1, 1, 1, 0],
+            overlap=3,
+            recompute=mode,  # type: ignore[arg-type]
+            costs=SENT,
+            reduce=False,
+            timeout=30,
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        peak = peak_bytes(torch.device("cpu"), lambda engine=engine: engine.step(inputs, target=target))  # type: ignore[misc]
+        grads = models.gradients(model)
+        expected = expected or grads
+        found[mode] = peak, not models.equal(grads, expected)
+        mesh.get_group("pp").barrier().wait()
+    return found
+
+
+def test_a_step_takes_at_most_two_fifths_of_the_memory(ranks4: Ranks) -> None:
+    """The largest rank's, at two stages of two ranks, three open actions and top-2 of 8 experts."""
+    found = ranks4.run(_memory, timeout=90)
+    assert all(equal for by_mode in found for _, equal in by_mode.values())
+    without, most = (max(by_mode[mode][0] for by_mode in found) for mode in ("none", "block"))
+    assert most <= 0.40 * without, (most, without)
+
+
+def _sharded(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "ep"))
+    data, found = models.batch(2, seed=rank), []
+    for mode in ("none", "block"):
+        model = models.build(layers=1)
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        step(model, build_schedule("combined_1f1b", microbatches=2), 2, data, mesh=mesh, recompute=mode, timeout=20)
+        found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None})  # type: ignore[attr-defined]
+    assert found[0]
+    return models.equal(*found)
+
+
+def test_sharded_parameters_are_there_the_second_time(ranks2: Ranks) -> None:
+    assert ranks2.run(_sharded) == [[], []]

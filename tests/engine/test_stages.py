@@ -1,0 +1,85 @@
+"""Which experts an engine takes: those that its own ranks along "ep" share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.plan import NodeCosts
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+
+
+def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:
+    program = build_schedule("combined_1f1b", microbatches=2)
+    return Engine(models.build(group), program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20, **options)
+
+
+def _other_groups(rank: int, size: int) -> list[str]:
+    """What is said of experts over as many other ranks, of experts of one rank, and of those of more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "other"))
+    cases: list[tuple[Any, DeviceMesh | None]] = [
+        (mesh.get_group("other"), mesh["ep"]),
+        (None, mesh["ep"]),
+        (mesh.get_group("ep"), None),
+        (dist.group.WORLD, mesh["ep"]),
+    ]
+    said = []
+    for group, given in cases:
+        with pytest.raises(ValueError, match="block 1") as caught:
+            _engine(group, given)
+        said.append(str(caught.value))
+    return said
+
+
+def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
+    for rank, (other, none, without, more) in enumerate(ranks4.run(_other_groups)):
+        ours, theirs = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        same_place = rank in (0, 3)  # both ranks are the first, or the second, of either group
+        expected = (
+            f"block 1 (Block) holds experts that ranks {theirs} share, the engine's ranks along 'ep' are {ours}; "
+            "allowed: the same, in this order"
+        )
+        place = (
+            f"block 1 (Block) holds the experts of rank {rank % 2} of those that share them, the engine exchanges as "
+            f"rank {rank // 2}; allowed: the same"
+        )
+        assert other == (expected if same_place else place)
+        number = "block 1 (Block) holds experts for {} ranks, the engine exchanges over {}; allowed: the same number"
+        assert [none, without, more] == [number.format(*pair) for pair in ((1, 2), (2, 1), (4, 2))]
+
+
+def _own_groups(rank: int, size: int) -> list[str]:
+    """A mesh in another order than its ranks, a group made apart, an exchange made apart, and a stage by hand."""
+    data, problems = models.batch(2, seed=rank), []
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",))
+    apart = dist.new_group([0, 1])
+    expected: dict[str, Any] = {}
+    for group, options in ((mesh.get_group(), {}), (apart, {}), (apart, {"exchange": build_exchange(apart)})):
+        engine = _engine(group, mesh, **options)
+        engine.step(data[0], target=data[1])
+        found = models.gradients(engine.model)  # type: ignore[arg-type]
+        expected = expected or found
+        problems += models.equal(found, expected)
+    stage = Stage(models.build(apart), build_exchange(apart))
+    previous = None
+    for index, (x, y) in enumerate(zip(data[0].chunk(2), data[1].chunk(2), strict=True)):
+        current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, loss_scale=0.25)
+        combined_forward_backward_step(current, previous)
+        previous = current
+    combined_forward_backward_step(None, previous)
+    for block in stage.blocks:
+        problems += [name for name, p in block.named_parameters() if "experts" in name and p.grad is None]
+    return problems
+
+
+def test_groups_of_the_same_ranks_are_taken(ranks2: Ranks) -> None:
+    assert ranks2.run(_own_groups) == [[], []]

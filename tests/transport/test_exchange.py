@@ -1,0 +1,84 @@
+"""Exchanges bring every row to its place, whatever carries them and whoever is ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, LocalExchange, PeerExchange, build_exchange
+from overlap1f1b.transport.streams import ThreadStream
+from tests.ranks import Ranks
+
+H = 3
+
+
+def sizes(size: int, tag: int) -> list[list[int]]:
+    """Rows from each rank (first index) to each other; some are none."""
+    return [[(source * 3 + to * 5 + tag) % 4 for to in range(size)] for source in range(size)]
+
+
+def part(source: int, to: int, rows: int, tag: int) -> torch.Tensor:
+    """Rows that say where they come from and go to."""
+    return torch.arange(rows * H, dtype=torch.float32).view(rows, H) + 100 * source + 1000 * to + 10_000 * tag
+
+
+def build(kind: str) -> Exchange:
+    group = dist.group.WORLD
+    assert group is not None
+    groups = [dist.new_group() for _ in range(3)]
+    return {
+        "shared": lambda: build_exchange(group),
+        "lanes": lambda: build_exchange(group, *groups),
+        "collective": lambda: CollectiveExchange(group, groups[0]),
+        "streams": lambda: CollectiveExchange(group, groups[0], (ThreadStream("rows"), ThreadStream("counts"))),
+    }[kind]()
+
+
+def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
+    """Three exchanges of rows and of counts in flight together."""
+    exchange = build(kind)
+    assert (exchange.rank, exchange.ranks) == (rank, size)
+    assert isinstance(exchange, CollectiveExchange if kind in ("collective", "streams") else PeerExchange)
+    flying, right = [], []
+    for tag in range(3):
+        table = sizes(size, tag)
+        send, receive = table[rank], [row[rank] for row in table]
+        source = torch.cat([part(rank, to, rows, tag) for to, rows in enumerate(send)])
+        counts = torch.arange(2 * size) + 100 * rank + 10_000 * tag
+        ahead = exchange.expect_rows(source, receive, tag) if announced else None
+        control = exchange.expect_counts(counts, 100 + tag) if announced else None
+        assert (ahead is not None) == (control is not None) == (announced and kind not in ("collective", "streams"))
+        flying.append((exchange.counts(counts, 100 + tag, control), exchange.rows(source, send, receive, tag, ahead)))
+    for tag, (control, rows) in enumerate(flying):
+        wanted = torch.cat([part(source, rank, sizes(size, tag)[source][rank], tag) for source in range(size)])
+        right.append(torch.equal(rows.finish(), wanted))
+        mine = torch.arange(2 * rank, 2 * rank + 2)
+        wanted = torch.stack([mine + 100 * source + 10_000 * tag for source in range(size)])
+        right.append(torch.equal(control.finish(), wanted))
+    return right
+
+
+@pytest.mark.parametrize(
+    ("kind", "announced"),
+    [("shared", False), ("shared", True), ("lanes", False), ("lanes", True), ("collective", False), ("streams", False)],
+)
+def test_two_ranks(ranks2: Ranks, kind: str, announced: bool) -> None:
+    assert ranks2.run(exchanged, kind, announced) == [[True] * 6] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("kind", ["lanes", "collective"])
+def test_four_ranks(ranks4: Ranks, kind: str, announced: bool) -> None:
+    assert ranks4.run(exchanged, kind, announced) == [[True] * 6] * 4
+
+
+def test_one_rank_keeps_what_it_has() -> None:
+    exchange = build_exchange(None)
+    assert isinstance(exchange, LocalExchange)
+    rows, counts = torch.randn(4, H), torch.tensor([1, 0, 3])
+    assert exchange.rows(rows, [4], [4]).finish() is rows
+    assert torch.equal(exchange.counts(counts, 7).finish(), counts[None])
+    assert exchange.expect_rows(rows, [4], 0) is None
+    assert exchange.expect_counts(counts, 0) is None

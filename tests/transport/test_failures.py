@@ -1,0 +1,221 @@
+"""What ranks tell each other of failures: a cause, a word of each, and which rank is silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from overlap1f1b.transport.failures import Failures, LostRankError, headline
+from tests.ranks import Ranks
+
+LABELS = {0: "rank ep 0", 1: "rank ep 1"}
+GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically …"
+
+
+def _notes(failures: Failures, error: Exception, message: str) -> str:
+    failures.tell(error, message)
+    failures.explain(error)
+    return "\n".join(error.__notes__)
+
+
+def _both_fail(rank: int, size: int) -> str:
+    failures = Failures("both", LABELS)
+    if rank == 0:
+        return _notes(failures, ValueError("a bad batch"), "rank ep 0 failed at dispatch.f[1] m2")
+    return _notes(failures, LostRankError("counts.f[1] m2 failed"), "rank ep 1 failed at counts.f[1] m2")
+
+
+def test_a_rank_that_lost_another_says_why_that_one_failed(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_both_fail)
+    assert first == "rank ep 0 failed at dispatch.f[1] m2"
+    cause = "the first to fail: rank ep 0 failed at dispatch.f[1] m2: ValueError: a bad batch"
+    assert second.splitlines() == ["rank ep 1 failed at counts.f[1] m2", cause]
+
+
+def _one_is_silent(rank: int, size: int) -> str:
+    failures = Failures("silent", LABELS)
+    dist.barrier()
+    notes = _notes(failures, RuntimeError(GLOO), "rank ep 1 failed at m0") if rank else ""
+    dist.barrier()
+    del failures
+    return notes
+
+
+def test_a_rank_without_a_word_is_named(ranks2: Ranks) -> None:
+    assert "no word, within 2 s, from rank ep 0: killed, stopped, ended or busy" in ranks2.run(_one_is_silent)[1]
+
+
+def _one_has_ended(rank: int, size: int) -> str:
+    failures = Failures("ended", LABELS)
+    if rank == 0:
+        sys.last_value = ArithmeticError("the loop broke")  # as the interpreter sets it
+        failures.end()
+        del sys.last_value
+    dist.barrier()
+    return _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0") if rank else ""
+
+
+def test_a_rank_that_has_ended_is_named(ranks2: Ranks) -> None:
+    assert "rank ep 0 has ended by ArithmeticError: the loop broke" in ranks2.run(_one_has_ended)[1]
+
+
+def _an_error_of_the_user(rank: int, size: int) -> list[str]:
+    """One that looks like torch's own is a cause all the same."""
+    failures = Failures("own", LABELS)
+    if rank == 0:
+        return [_notes(failures, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "rank ep 0 failed")]
+    while failures.read() is None:
+        time.sleep(0.01)
+    return [str(failures.read())]
+
+
+def test_an_error_of_the_model_is_a_cause(ranks2: Ranks) -> None:
+    assert ranks2.run(_an_error_of_the_user)[1] == [
+        "rank ep 0 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    ]
+
+
+def _late(rank: int, size: int) -> str:
+    failures = Failures("late", LABELS)
+    if rank:
+        return ""
+    start = time.monotonic()
+    with pytest.raises(LostRankError) as raised:
+        failures.meet(timedelta(seconds=0.5))
+    assert time.monotonic() - start < 5
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
+    assert ranks2.run(_late)[0] == (
+        "rank ep 1 did not come to the construction of an engine within 0.5 s; "
+        "all ranks make their engines in one order"
+    )
+
+
+def test_one_rank_alone_tells_nobody() -> None:
+    failures, error = Failures(), ValueError("x")
+    failures.meet(timedelta(seconds=0.1))
+    assert _notes(failures, error, "rank 0 failed") == "rank 0 failed"
+    assert failures.failed
+    assert failures.read() is None
+
+
+def test_headline_leaves_out_gloos_source_and_advice() -> None:
+    assert headline(RuntimeError(GLOO)) == "RuntimeError: Connection closed by peer [127.0.0.1]:1."
+    assert headline(KeyError()) == "KeyError"
+
+
+# A thread of a lane is inside gloo, waiting for a rank that never answers, when the interpreter ends.
+PROGRAM = """
+    import sys, time
+    from datetime import timedelta
+    import torch, torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from overlap1f1b.transport.failures import Failures
+    from overlap1f1b.transport.lanes import Lane
+    from overlap1f1b.transport.exchange import Transfer
+    from overlap1f1b.transport.groups import Groups, abort
+    from overlap1f1b.plan import Node, Op
+    from overlap1f1b.schedule import Kind
+
+    rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    group = Groups([0, 1], timedelta(seconds=60)).new([0, 1], "test")
+    if rank == 1:
+        time.sleep(6)
+        sys.exit(5)
+    lane = Lane("test", timedelta(seconds=60), Failures(), background=True, abort=lambda: abort(group))
+    received = torch.zeros(4)
+    post = {
+        "receive": lambda: Transfer(received, [group.recv([received], 1, 7)]),
+        "collective": lambda: Transfer(received, [group.allreduce([received])]),
+        "send": lambda: Transfer(None, sends=[group.send([torch.zeros(2**22)], 1, 7)], source=received),
+    }[how]
+    lane.launch(Node(Op.DISPATCH, Kind.F, 0, 0), post)
+    time.sleep(0.5)
+    raise ArithmeticError("the loop broke")
+"""
+
+
+@pytest.mark.parametrize("how", ["receive", "collective", "send"])
+def test_a_process_ends_by_its_own_status_whatever_its_lanes_wait_for(tmp_path: Path, how: str) -> None:
+    code = textwrap.dedent(PROGRAM)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path / "store"), how],
+            stderr=subprocess.PIPE, text=True, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = ranks[0].communicate(timeout=60)[1]
+    assert ranks[0].returncode == 1, said
+    assert said.rstrip().endswith("ArithmeticError: the loop broke")
+    ranks[1].communicate(timeout=60)
+
+
+# An engine that is dropped before the end, as where it is a local of main(): its threads end by themselves meanwhile.
+DROPPED = """
+    import gc, sys
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from overlap1f1b import Engine, build_schedule
+    from tests import models
+
+    def main(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        program = build_schedule("combined_1f1b", microbatches=3)
+        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=30)
+        data = models.batch(3, seed=rank)
+        for _ in range(3):
+            engine.step(data[0], target=data[1])
+
+    rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    main(rank)
+    if how != "plain":
+        gc.collect()
+    if how == "destroyed":
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "collected", "destroyed"])
+def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Path, how: str) -> None:
+    root = Path(__file__).parents[2]
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    for turn in range(2):
+        store = str(tmp_path / f"store{turn}")
+        command = [sys.executable, "-c", textwrap.dedent(DROPPED)]
+        ranks = [
+            subprocess.Popen([*command, str(rank), store, how], stderr=subprocess.PIPE, text=True, env=environ)
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            assert (rank.communicate(timeout=100)[1], rank.returncode) == ("", 0)
+
+
+def _stopped_store(rank: int, size: int) -> tuple[str, float]:
+    """The store does not answer: nobody waits for it again."""
+    failures = Failures("stopped", LABELS)
+    assert failures._store is not None
+    failures._store._store = SimpleNamespace(check=lambda keys: time.sleep(60), set=lambda *_: time.sleep(60))
+    start = time.monotonic()
+    notes = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")
+    failures.read(wait=True)
+    return notes, time.monotonic() - start
+
+
+def test_a_store_that_does_not_answer_is_given_up(ranks2: Ranks) -> None:
+    for notes, seconds in ranks2.run(_stopped_store):
+        assert "the process group's store, which rank ep 0 may hold, gives no word" in notes
+        assert seconds < 20

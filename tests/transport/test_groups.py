@@ -1,0 +1,124 @@
+"""Groups of one's own: their backend, their end, and what NCCL is told of them. NCCL itself is not here."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import PeerExchange
+from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options
+from tests import models
+from tests.ranks import Ranks, run
+
+
+def fake(**known: Any) -> Any:
+    def options(is_high_priority_stream: bool = False) -> Any:
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(**known))
+
+    policy = {"NCCL_CTA_POLICY_EFFICIENCY": 1} if "cta_policy" in known else {}
+    return SimpleNamespace(Options=options, **policy)
+
+
+def test_few_blocks_and_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake(min_ctas=0, max_ctas=0, cta_policy=0), raising=False)
+    options = nccl_options(16)
+    assert options.is_high_priority_stream
+    assert vars(options.config) == {"min_ctas": 4, "max_ctas": 16, "cta_policy": 1}
+    assert vars(nccl_options(2).config) == {"min_ctas": 2, "max_ctas": 2, "cta_policy": 1}
+
+
+def test_an_older_nccl_knows_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake(min_ctas=0, max_ctas=0), raising=False)
+    assert vars(nccl_options(None).config) == {"min_ctas": 0, "max_ctas": 0}
+
+
+def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[str]:
+    """What carries tensors of a CPU where no backend was named, or one for each device."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{folder}/other", rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group, data = mesh.get_group("ep"), models.batch(2, seed=rank)
+    model = models.build(group)
+    engine = Engine(model, build_schedule("sequential", microbatches=2), mesh=mesh, loss_fn=models.loss_fn, timeout=20)
+    engine.step(data[0], target=data[1])
+    assert isinstance(engine.exchange, PeerExchange)
+    assert engine.exchange.background
+    assert engine.boundary.announced is False
+    assert isinstance(next(m for m in model.modules() if hasattr(m, "exchange")).exchange, PeerExchange)
+    return [dist.get_backend(), backend_of(None), backend_of(group), backend_of(engine.exchange.up)]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_the_backend_is_that_of_the_device(tmp_path: Path, backend: str | None) -> None:
+    for named, *found in run(_undefined, 2, str(tmp_path), backend):
+        assert named != "gloo"  # of which torch says nothing useful
+        assert found == ["gloo"] * 3
+
+
+def _no_backend(rank: int, size: int) -> str:
+    with pytest.raises(ValueError, match="for tensors on 'xpu'; allowed: on ") as raised:
+        backend_of(None, "xpu")
+    return str(raised.value)
+
+
+def test_a_device_without_a_backend_is_named(ranks2: Ranks) -> None:
+    assert all("cpu" in said for said in ranks2.run(_no_backend))
+
+
+def _aborted(rank: int, size: int, what: str) -> tuple[bool, str]:
+    """A thread waits for something that never comes; ``abort`` here, or on the other rank, ends its wait."""
+    group = Groups([0, 1], timedelta(seconds=30)).new([0, 1], what)
+    said = []
+
+    def wait() -> None:
+        received = torch.zeros(2**22)
+        work = {
+            "receive": lambda: group.recv([received], 1 - rank, 3),
+            "send": lambda: group.send([received], 1 - rank, 3),
+            "collective": lambda: group.allreduce([received]) if rank == 0 else group.barrier(),
+        }[what]()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    if rank == 0 or what == "receive":
+        thread.start()
+        thread.join(0.5)
+    waited = thread.is_alive()
+    dist.barrier()
+    if rank == 1:
+        abort(group)
+    elif thread.ident:
+        thread.join(10)
+    dist.barrier()
+    return waited, "".join(said)
+
+
+@pytest.mark.parametrize("what", ["receive", "send", "collective"])
+def test_abort_ends_waits_here_and_there(ranks2: Ranks, what: str) -> None:
+    (waited, said), _ = ranks2.run(_aborted, what)
+    assert waited
+    assert "Connection closed by peer" in said or "reset" in said or "pair closure" in said
+
+
+def _named(rank: int, size: int) -> list[str]:
+    return [Groups(ranks).name for ranks in ([0, 1], [1, 0], [rank])]
+
+
+def test_ranks_agree_on_names_without_a_message(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_named)
+    assert first[:2] == second[:2]
+    assert first[0] != first[1]
+    assert first[2] != second[2]

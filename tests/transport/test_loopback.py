@@ -1,0 +1,66 @@
+"""Rows come back as they left, whatever their size, and a rate is kept to."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from overlap1f1b.moe import loopback
+from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import ThreadStream
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Through fewer slots than there are chunks, several exchanges in flight, streams that lag behind each other."""
+    monkeypatch.setattr(loopback, "CHUNK_BYTES", 64)
+    noise = random.Random(1)
+    streams = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
+    exchange = LoopbackExchange(CPU, check=True, streams=(streams[0], streams[1], streams[2]))
+    sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100)]
+    flying = [exchange.rows(source, [len(source)], [len(source)]) for source in sources]
+    for source, transfer in zip(sources, flying, strict=True):
+        received = transfer.finish(timedelta(seconds=10))
+        assert torch.equal(received, source)
+        assert received.data_ptr() != source.data_ptr() or not len(source)
+    assert exchange.mismatches() == 0
+    assert exchange.bytes_sent == sum(s.numel() * s.element_size() for s in sources)
+
+
+def test_counts_are_copied_to_the_host_on_the_way() -> None:
+    exchange, counts = LoopbackExchange(CPU), torch.tensor([3, 0, 1])
+    transfer = exchange.counts(counts)
+    assert transfer.host is not None
+    assert [copy.tolist() for copy in transfer.host.read(timedelta(seconds=5))] == [[[3, 0, 1]], [[3, 0, 1]]]
+    assert transfer.finish(timedelta(seconds=5)).tolist() == [[3, 0, 1]]
+
+
+def test_bytes_that_changed_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrive = loopback._arrive
+
+    def flipped(slot: torch.Tensor, part: slice, result: torch.Tensor) -> None:
+        arrive(slot, part, result)
+        loopback._bytes(result)[5] ^= 1
+
+    monkeypatch.setattr(loopback, "_arrive", flipped)
+    exchange = LoopbackExchange(CPU, check=True)
+    exchange.rows(torch.randn(4, 4)).finish()
+    exchange.rows(torch.randn(4, 4)).finish()
+    assert exchange.mismatches() == 2
+    assert exchange.mismatches() == 0
+
+
+def test_a_rate_is_a_lower_limit_of_time() -> None:
+    exchange = LoopbackExchange(CPU, gbps=1e-3)  # a byte a nanosecond, a thousand times slower
+    source = torch.zeros(20_000, dtype=torch.uint8)
+    start = time.perf_counter()
+    exchange.rows(source).finish()
+    assert time.perf_counter() - start >= 0.02
+    with pytest.raises(ValueError, match=r"-1\.0 GB/s"):
+        LoopbackExchange(CPU, gbps=-1.0)
