@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from overlap1f1b.moe import loopback
+from overlap1f1b.transport import loopback
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
 

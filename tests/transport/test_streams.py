@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap1f1b.moe import streams
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.streams import CudaStream, HostCopy, ThreadStream
 
 
