@@ -1,14 +1,16 @@
 """Floor ``engine``: plays a Program over a model."""
 
+from overlap1f1b.engine.batch import Feed
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.checkpoint.resuming import load_checkpoint, save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
-from overlap1f1b.engine.result import StepResult
-from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, MicrobatchBlock
-from overlap1f1b.engine.run.stage import Stage, blocks_of
+from overlap1f1b.engine.result import Played, StepResult
+from overlap1f1b.engine.run.blocks import MicrobatchBlock, blocks_of
+from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.transport.failures import LostRankError
 
@@ -16,10 +18,12 @@ __all__ = [
     "DEFAULT_OVERLAP",
     "CapacityOverflowError",
     "Engine",
+    "Feed",
     "LossFunction",
     "LostRankError",
     "Microbatch",
     "MicrobatchBlock",
+    "Played",
     "Profile",
     "Recorder",
     "Stage",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh
 
@@ -28,7 +28,7 @@ def options(program: Program, **others: object) -> Facts:
     return {"program": text, **others}
 
 
-def structure(stages: Mapping[int, Stage]) -> Facts:
+def structure(stages: Mapping[int, Blocks]) -> Facts:
     """Blocks of the stages; shapes and dtypes of their parameters, and which of them are trained."""
     facts: Facts = {
         place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
@@ -42,7 +42,7 @@ def structure(stages: Mapping[int, Stage]) -> Facts:
     return facts
 
 
-def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
+def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
     """A sum over the bits of every parameter, the same in whatever order it is computed; shards of FSDP2 are left out.
 
     Args:
@@ -62,7 +62,7 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
     return {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
 
 
-def calls(stages: Mapping[int, Stage]) -> Facts:
+def calls(stages: Mapping[int, Blocks]) -> Facts:
     """What the experts were called with: sizes that a call has on every rank."""
     return {
         f"call {seam} of experts in {stage.names[block]} of stage {number}": text
@@ -71,7 +71,7 @@ def calls(stages: Mapping[int, Stage]) -> Facts:
     }
 
 
-def _parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Each parameter with its place in the model, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):

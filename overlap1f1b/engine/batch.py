@@ -1,46 +1,43 @@
-"""A batch cut into microbatches."""
+"""Split a batch into microbatches, and feed the stages of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap1f1b.engine.play.player import Place, Player
-from overlap1f1b.engine.result import StepResult, result_of
+from overlap1f1b.engine.play.player import MicrobatchKey
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
-from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.transport.mesh import Dimension, Mesh
 
 Part = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
 Batch = Part | Sequence[Part]
-"""A tensor or several, to be cut along the first dimension; or a list of such, one a microbatch.
+"""A tensor or several, to be split along the first dimension; or a list with such an entry for each microbatch.
 
-Several are a tuple, or, where the model's first block names its inputs, a mapping by these names; then None stands for
-one that is not given.
+Several tensors are a tuple, or, if the model's first block names its inputs, a mapping by these names, in which None
+stands for an input that is not given.
 """
 
 
-def cut(batch: Batch | None, count: int, name: str, names: Sequence[str] = ()) -> Callable[[int], Tensors]:
-    """What gives the tensors of a microbatch by its number.
+def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str] = ()) -> Callable[[int], Tensors]:
+    """Return a function that gives the tensors of a microbatch by its number.
 
-    >>> part = cut(torch.arange(4), 2, "inputs")
+    >>> part = split_batch(torch.arange(4), 2, "inputs")
     >>> part(0)[0].tolist(), part(1)[0].tolist()
     ([0, 1], [2, 3])
 
     Args:
-        batch: What to cut; a list has one entry a microbatch, of any sizes.
-        count: Microbatches.
-        name: What it is, for messages.
-        names: Of its tensors in order, where they have any.
+        batch: The batch; a list has one entry a microbatch, of any sizes.
+        count: Number of microbatches.
+        name: Of the batch, for messages.
+        names: Of its tensors in order, if the model names them.
 
     Raises:
-        ValueError: Nothing, other names, or a batch that cannot be cut into that many equal parts.
+        ValueError: No batch, other names, or a batch that cannot be split into that many equal parts.
     """
     if batch is None:
         raise ValueError(f"no {name} on a rank that needs them; allowed: this rank's batch")
@@ -65,7 +62,7 @@ def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
 
 
 def _filled(given: Sequence[Tensor | None]) -> Tensors:
-    """With something in the place of what is not given: what passes between blocks and stages are tensors."""
+    """Put stand-ins where an input is not given: only tensors pass between blocks and stages."""
     like = next((tensor for tensor in given if tensor is not None), None)
     return tuple([absent(like) if tensor is None else tensor for tensor in given])
 
@@ -97,73 +94,27 @@ def _checked(value: Any, name: str, names: Sequence[str]) -> OptionalTensors:
     raise ValueError(f"{name} of type {found}; allowed: {allowed}")
 
 
-class Microbatches(dict[Place, Microbatch]):
-    """Those of a step by (stage, number), each made when its first node is played.
+class Feed(NamedTuple):
+    """What a step gives the stages of a rank.
 
     Args:
-        stages: Of this rank.
-        placement: Of all stages.
-        given: What a microbatch is made of: arguments of :meth:`Stage.microbatch` by stage and number.
-        grad: Whether a backward follows.
+        given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
+            ``loss_scale``, ``keep_outputs``) by the numbers of stage and microbatch.
+        shares: Part of each microbatch in the mean loss over all ranks, by its number.
+        auxiliary: Scale of auxiliary losses; None for the scale that each router has.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        placement: Placement,
-        given: Callable[[int, int], Mapping[str, Any]],
-        *,
-        grad: bool,
-    ) -> None:
-        self._stages, self._count, self._given, self._grad = stages, placement.stages, given, grad
-        self._seed = int(torch.randint(2**62, ())) if grad else 0
-
-    def __missing__(self, place: Place) -> Microbatch:
-        number, index = place
-        seed = self._seed + index * self._count + number
-        given = self._given(number, index)
-        made = self[place] = Microbatch(self._stages[number], index, **given, seed=seed, grad=self._grad)
-        made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
-        if made.before is not None:
-            made.before.after = made
-        if made.after is not None:
-            made.after.before = made
-        return made
-
-    def of_stage(self, number: int) -> list[Microbatch]:
-        """Those of one stage that were played, in their order."""
-        return [microbatch for (stage, _), microbatch in sorted(self.items()) if stage == number]
-
-
-class Work(NamedTuple):
-    """What a rank plays in a step.
-
-    Args:
-        microbatches: Those of each stage of the rank.
-        weights: What each counts for in the mean loss, by its number.
-        auxiliary: Scale of auxiliary losses; None for that of each router.
-    """
-
-    microbatches: Microbatches
-    weights: dict[int, float]
+    given: Callable[[int, int], Mapping[str, Any]]
+    shares: Mapping[int, float]
     auxiliary: float | None
-
-    def played(self, nodes: Sequence[Node], stages: Mapping[int, Stage], player: Player, *, last: int) -> StepResult:
-        """Plays the nodes over the stages, of which the one numbered ``last`` ends the model."""
-        with ExitStack() as installed, torch.no_grad():
-            for stage in stages.values():
-                installed.enter_context(stage.installed(self.auxiliary))
-            player.play(nodes, self.microbatches)
-        ended = self.microbatches.of_stage(last)
-        return result_of(ended, [self.weights[m.index] for m in ended], player)
 
 
 class Loss(NamedTuple):
-    """How the loss of a step is made of its microbatches'.
+    """How the loss of a step follows from its microbatches.
 
     Args:
         function: ``(*outputs, *targets) → scalar`` of one microbatch.
-        count_tokens: Tokens that a microbatch's target counts for; None for a mean over microbatches.
+        count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
         scale: Factor of all gradients.
     """
 
@@ -172,56 +123,62 @@ class Loss(NamedTuple):
     scale: float
 
 
-def work_of(
-    stages: Mapping[int, Stage],
+def feed_batch(
+    stages: Mapping[int, Blocks],
     program: Program,
     mesh: Mesh,
     loss: Loss,
     inputs: Batch | None,
     target: Batch | None,
     *,
-    grad: bool,
     keep: bool,
-) -> Work:
-    """The microbatches of every stage of this rank, cut from a batch.
+) -> Feed:
+    """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
+
+    Args:
+        stages: Stages of this rank, by number.
+        program: Of the step.
+        mesh: Ranks of the engine.
+        loss: Of the step.
+        inputs: Of the first stage.
+        target: Of the last stage.
+        keep: Whether outputs are kept beside the loss.
 
     Raises:
-        ValueError: A batch that is missing or cannot be cut, or counts for no token.
+        ValueError: A batch that is missing or cannot be split, or counts for no token.
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    part = cut(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _none
-    target_of = cut(target, count, "target") if last in stages else _none
-    weights = _weights(program, mesh, loss, target_of)
+    part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
+    target_of = split_batch(target, count, "target") if last in stages else _nothing
+    shares = _shares(program, mesh, loss, target_of)
 
-    def given(number: int, index: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"inputs": part(index)} if number == 0 else {}
-        if number == last:
-            scale = weights[index] * loss.scale
+    def given(stage: int, microbatch: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"inputs": part(microbatch)} if stage == 0 else {}
+        if stage == last:
             arguments |= {
-                "target": target_of(index),
-                "loss_fn": loss.function if weights[index] else _of_no_token,
-                "loss_scale": scale,
+                "target": target_of(microbatch),
+                "loss_fn": loss.function if shares[microbatch] else _of_no_token,
+                "loss_scale": shares[microbatch] * loss.scale,
                 "keep_outputs": keep,
             }
         return arguments
 
-    auxiliary = loss.scale / (count * mesh.size("dp") * mesh.size("ep"))
-    return Work(Microbatches(stages, placement, given, grad=grad), weights, auxiliary)
+    return Feed(given, shares, loss.scale / (count * mesh.size("dp") * mesh.size("ep")))
 
 
-def _none(index: int) -> Tensors:
+def _nothing(index: int) -> Tensors:
     return ()
 
 
 def _of_no_token(*given: Tensor) -> Tensor:
-    """Zero, with gradients of zero: the mean over no token would be undefined, and so would its gradients."""
+    """Return zero, with gradients of zero: the mean over no token would be undefined, and so would its gradients."""
     zeros = [tensor.flatten()[:0].sum() for tensor in given if tensor.requires_grad]
     return sum(zeros, torch.zeros((), device=given[0].device))
 
 
-def _weights(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
-    """Part of each microbatch in the mean loss over all ranks."""
+def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
+    """Return the part of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if loss.count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.size("dp") * mesh.size("ep")))
@@ -229,10 +186,41 @@ def _weights(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int]
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
     tokens = {index: int(loss.count_tokens(*target_of(index))) for index in here}
 
-    def summed(_: Dimension, every: list[int]) -> int:
+    def total_of(_: Dimension, every: list[int]) -> int:
         return sum(every)
 
-    total = mesh.combined(sum(tokens.values()), summed)
+    total = mesh.combined(sum(tokens.values()), total_of)
     if total <= 0:
         raise ValueError(f"count_tokens gives {total} for the whole batch; allowed: 1 or more")
     return {index: number / total for index, number in tokens.items()}
+
+
+class Microbatches(dict[MicrobatchKey, Microbatch]):
+    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
+
+    Args:
+        stages: Stages of this rank, by number.
+        placement: Of all stages.
+        feed: Gives each microbatch its arguments.
+        grad: Whether a backward follows.
+    """
+
+    def __init__(self, stages: Mapping[int, Blocks], placement: Placement, feed: Feed, *, grad: bool) -> None:
+        self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad
+        self._seed = int(torch.randint(2**62, ())) if grad else 0
+
+    def __missing__(self, key: MicrobatchKey) -> Microbatch:
+        number, index = key
+        seed = self._seed + index * self._count + number
+        given = self._feed.given(number, index)
+        made = self[key] = Microbatch(self._stages[number], index, **given, seed=seed, grad=self._grad)
+        made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
+        if made.before is not None:
+            made.before.after = made
+        if made.after is not None:
+            made.after.before = made
+        return made
+
+    def of_stage(self, number: int) -> list[Microbatch]:
+        """Return the microbatches of one stage that were played, in their order."""
+        return [microbatch for (stage, _), microbatch in sorted(self.items()) if stage == number]

@@ -1,21 +1,21 @@
-"""Exchanges of equal sizes: what becomes of rows that find no room."""
+"""Exchanges of equal sizes, and what happens to rows that find no room."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.reduce.reduction import GradientsAside
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.transport.mesh import Mesh
 
-T = TypeVar("T")
 Overflow = Literal["raise", "rerun"]
-"""What to do about rows that found no room: raise :class:`CapacityOverflowError`, or play the step again, exactly."""
+"""After a step that lost rows: raise :class:`CapacityOverflowError`, or play the step again with exact sizes."""
 
 
 class CapacityOverflowError(RuntimeError):
@@ -23,19 +23,19 @@ class CapacityOverflowError(RuntimeError):
 
 
 class Capacity:
-    """Plays steps under a capacity, and sees to it that no row is lost in silence.
+    """The room for rows in a step's exchanges, and the rows that found none.
 
     Args:
         factor: Room as a multiple of an even share; None for exchanges of exact sizes.
         overflow: See :data:`Overflow`.
-        stages: Of this rank.
-        mesh: The ranks that play a step together.
+        stages: Stages of this rank.
+        mesh: Ranks that play a step together.
 
     Raises:
-        ValueError: A factor or an overflow that is none. When played: ranks along "ep" with other numbers of tokens.
+        ValueError: An unknown ``factor`` or ``overflow``; in a step, ranks along "ep" with other numbers of tokens.
     """
 
-    def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Stage], mesh: Mesh) -> None:
+    def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Blocks], mesh: Mesh) -> None:
         if factor is not None and not 0 < factor < math.inf:
             raise ValueError(f"capacity={factor}; allowed: more than 0, or None")
         if overflow not in get_args(Overflow):
@@ -44,13 +44,13 @@ class Capacity:
         self._compared = False
         for stage in self.stages:
             stage.capacity, stage.check_tokens = factor, self._compare
-            stage.adds_to_main &= factor is None  # what a step adds must be there to be taken back
+            stage.adds_to_main &= factor is None  # the gradients of a step that lost rows must be taken back
 
     def _compare(self, tokens: int) -> None:
-        """Compares the first call's tokens over the ranks that exchange; those of later ones are theirs to keep equal.
+        """Compare the first call's tokens over the ranks that exchange; later calls are not compared.
 
         Raises:
-            ValueError: Sizes would not be equal, and ranks would wait for rows that nobody sends.
+            ValueError: Numbers differ: sizes would not be equal, and ranks would wait for rows that nobody sends.
         """
         if self._compared:
             return
@@ -62,51 +62,26 @@ class Capacity:
             )
         self._compared = True
 
-    def played(self, play: Callable[[], T], parameters: Iterable[nn.Parameter] = ()) -> T:
-        """What ``play`` returns.
-
-        Args:
-            play: Plays a step, or the same step once more.
-            parameters: Whose gradients it adds to; a step that lost rows adds nothing.
-
-        Raises:
-            CapacityOverflowError: It lost rows, and is not to be played again.
-        """
-        if self.factor is None:
-            return play()
-        parameters = list(dict.fromkeys(parameters))  # one that a stage shares comes once for each place
-        before = [parameter.grad for parameter in parameters]
-        random = torch.get_rng_state()
-        for parameter in parameters:
-            parameter.grad = None
-        kept = False
-        try:
-            result, lost = self._tried(play)
-            if lost is not None and self.overflow == "rerun":
-                for parameter in parameters:
-                    parameter.grad = None
-                torch.set_rng_state(random)  # the same microbatches draw the same numbers
-                with self._exact():
-                    result, lost = play(), None
-            if lost is not None:
-                raise CapacityOverflowError(lost)
-            kept = True
-        finally:
-            for parameter, grad in zip(parameters, before, strict=True):
-                if not kept or parameter.grad is None:
-                    parameter.grad = grad
-                elif grad is not None:
-                    parameter.grad = grad + parameter.grad
-        return result
-
-    def _tried(self, play: Callable[[], T]) -> tuple[T, str | None]:
+    @contextmanager
+    def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Undo]:
+        """Add gradients to those of earlier steps if the body succeeds; else leave them as they were."""
         for stage in self.stages:
             stage.dropped.clear()
-        result = play()
-        return result, self.mesh.combined(self._lost(), lambda _, every: next(filter(None, every), None))
+        undo = Undo(list(dict.fromkeys(parameters)))  # a shared parameter comes once for each place
+        try:
+            yield undo
+        except BaseException:
+            undo.drop_gradients()
+            raise
+        finally:
+            undo.aside.add_back()
 
-    def _lost(self) -> str | None:
-        """The first call of experts on this rank that lost rows; waits for the device, once for all of them."""
+    def lost_rows(self) -> str | None:
+        """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
+        return self.mesh.combined(self._lost_here(), lambda _, every: next(filter(None, every), None))
+
+    def _lost_here(self) -> str | None:
+        """Return the text of this rank; waits for the device once."""
         entries = [(stage, dropped) for stage in self.stages for dropped in stage.dropped]
         for stage in self.stages:
             stage.dropped.clear()
@@ -126,7 +101,8 @@ class Capacity:
         return None
 
     @contextmanager
-    def _exact(self) -> Iterator[None]:
+    def exact(self) -> Iterator[None]:
+        """Send exact sizes in the body."""
         for stage in self.stages:
             stage.capacity = None
         try:
@@ -134,3 +110,22 @@ class Capacity:
         finally:
             for stage in self.stages:
                 stage.capacity = self.factor
+
+
+class Undo:
+    """Gradients and random state from before a step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.aside = parameters, GradientsAside()
+        self._random = torch.get_rng_state()
+        self.aside.take(parameters)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        """Undo the step, so that the same microbatches draw the same random numbers again."""
+        self.drop_gradients()
+        torch.set_rng_state(self._random)

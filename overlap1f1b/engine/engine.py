@@ -1,11 +1,10 @@
-"""Trains a model by a Program, its exchanges hidden behind compute."""
+"""Train a model by a Program, its exchanges hidden behind compute."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,16 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import calls, options, structure, values
-from overlap1f1b.engine.batch import Batch, Loss, Work, work_of
+from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
+from overlap1f1b.engine.play.device import cuda_watch
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Pace, Player
-from overlap1f1b.engine.play.timing import cuda_watch
+from overlap1f1b.engine.reduce.choose import reductions_of
 from overlap1f1b.engine.reduce.clip import clip
-from overlap1f1b.engine.reduce.reduction import Reduction, reductions_of
+from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
-from overlap1f1b.engine.result import StepResult, mean_loss
+from overlap1f1b.engine.result import Played, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -48,31 +48,33 @@ class Engine:
     The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
 
     Args:
-        model: The whole model as an ``nn.Sequential`` or a list of blocks, which is cut into stages of equal weight;
-            or the stages of this rank by their number, a list each, or a module with a list of ``blocks`` and perhaps
-            parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold Experts.
-        program: What to play, over the mesh's pipeline ranks.
+        model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
+            or the stages of this rank by their number, each a list of blocks, or a module with a list ``blocks`` and
+            perhaps parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold
+            Experts.
+        program: Schedule of the step over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
-        loss_fn: ``(output, target) → scalar`` of one microbatch; of several each, ``(*outputs, *targets)``.
-        weights: Of the blocks of a whole model, where stages are not to have equally many: see :func:`split_blocks`.
+        loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
+            for an engine whose feeds have losses of their own: see :meth:`play`.
+        weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
-        recompute: What blocks drop after their forward and compute again before their backward, to save memory:
-            ``"experts"`` what the experts compute, ``"attention"`` all else (of a block without experts everything),
-            ``"block"`` both. Nothing is exchanged twice: the rows that the experts received and returned are kept.
+        recompute: Activations that blocks drop after their forward and compute again before their backward:
+            ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
+            ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
-        overflow: What to do where that is too little: ``"raise"``, or ``"rerun"`` the step with exact sizes.
+        overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
-        plan: What to play, instead of compiling one.
+        plan: A compiled plan to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
-            Modules under torch's FSDP2 have it reduce theirs.
-        count_tokens: Tokens that a microbatch's target counts for; then the loss of the step is the mean over tokens
-            instead of microbatches, ``loss_fn`` being the mean over those of its own; not called where there is none.
-        dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
-        timeout: Limit in seconds of every wait for another rank; that of FSDP2's process groups becomes the same.
+            For modules under torch's FSDP2, FSDP2 sums them.
+        count_tokens: ``(*targets) → int``, tokens that a microbatch's target counts for. The loss of the step is then
+            the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if there are none.
+        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
-        exchange: To share one between engines, which a failure of one ends for all, or to measure with another; by
-            default one over groups of its own.
+        exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
+            default one over groups of the engine's own.
         pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
@@ -86,7 +88,7 @@ class Engine:
         program: Program,
         *,
         mesh: DeviceMesh | None = None,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
         recompute: Recompute = "none",
@@ -209,12 +211,12 @@ class Engine:
             )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters of this rank's stages."""
+        """Return the parameters of this rank's stages; one that blocks share comes several times."""
         return (p for stage in self.stages.values() for block in stage.blocks for p in block.parameters())
 
     @property
     def costs(self) -> NodeCosts | None:
-        """Seconds of every node, to be set between steps on all ranks alike; with None they are measured anew."""
+        """Seconds of every node. May be set between steps, on all ranks alike; with None they are measured anew."""
         return self._plans.costs
 
     @costs.setter
@@ -223,7 +225,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What the next step plays; another may be set between steps, on all ranks alike, and stays until costs are."""
+        """Plan of the next step. Another may be set between steps, on all ranks alike; it stays until costs are set."""
         return self._plans.of_step
 
     @plan.setter
@@ -238,79 +240,165 @@ class Engine:
         loss_scale: float = 1.0,
         return_outputs: bool = False,
     ) -> StepResult:
-        """Forward and backward of a batch; adds the gradients of the mean loss to ``.grad``.
+        """Run forward and backward of a batch; add the gradients of the mean loss to ``.grad``.
 
-        The loss is the mean over microbatches and over the ranks that hold data ("dp" × "ep"); a rank reports that of
-        its own.
+        The loss is the mean over microbatches and over the ranks that hold data ("dp" × "ep"); a rank reports the mean
+        over its own microbatches.
 
         Args:
-            inputs: ``[B, …]``, the batch of this rank's data, cut into equal microbatches along the first dimension; a
-                tuple of such tensors; or a list with an entry for each microbatch. Where the model names its inputs,
-                a mapping by these names is taken, too, and None for one that is not given: over pipeline ranks for the
-                same ones in each step, or with ``dynamic_shapes``. Needed where the first stage is held, ignored
-                elsewhere.
-            target: The same for the loss, needed where the last stage is held.
-            loss_scale: Factor of all gradients, as of a gradient scaler.
-            return_outputs: Whether the result has what went into the losses.
+            inputs: ``[B, …]``, this rank's batch, split into equal microbatches along the first dimension; a tuple of
+                such tensors; or a list with an entry for each microbatch. If the model names its inputs, also a
+                mapping by these names, with None for an input that is not given: over pipeline ranks the same inputs in
+                every step, unless ``dynamic_shapes`` is set. Needed on ranks with the first stage, ignored elsewhere.
+            target: The same for the loss. Needed on ranks with the last stage, ignored elsewhere.
+            loss_scale: Factor of all gradients, as of a gradient scaler; the same on all ranks.
+            return_outputs: Whether the result has the outputs of the last stage, the arguments of ``loss_fn``.
 
         Raises:
-            ValueError: A batch that is missing or cannot be cut, or a model without a parameter to train.
+            ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        if not self._trains:
-            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        plan, measuring = self.plan, self._plans.measuring
-        play = partial(self._play, plan, inputs, target, loss_scale, grad=True, keep=return_outputs)
-        self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
-        with self.guarded(lambda: self._at(plan)), self.player.observed_step():
-            self.player.position = None
-            self._plans.agree(plan)
-            if not self._steps and self._check_parameters:
-                self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
-            if measuring:
-                self._measure(True)
-            same = self.mesh.compared(loss_scale)
-            result = self._capacity.played(play, self.parameters())
-            if not same():  # a gradient scaler of its own on some rank
-                self.mesh.agree({"loss_scale": loss_scale})
-            if not self._steps:
-                self.mesh.agree(calls(self.stages))
-            if measuring and self._warm:
-                nodes, spans = plan.ranks[self.rank], result.overlap.spans
-                self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
-            self._warm = True
-            self._steps += 1
-        return result
+        loss = self._loss(loss_scale)
+        return self.play(
+            lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
+            loss_scale=loss_scale,
+        ).result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
-        """The loss of a batch that divides into the microbatches, without gradients."""
-        plan = self._plans.of_evaluation
-        play = partial(self._play, plan, inputs, target, 1.0, grad=False, keep=return_outputs)
-        with self.guarded(lambda: self._at(plan)):
+        """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
+        loss = self._loss(1.0)
+        return self.play(
+            lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
+            grad=False,
+        ).result
+
+    def _loss(self, scale: float) -> Loss:
+        if self.loss_fn is None:
+            raise ValueError("an Engine without loss_fn; allowed: one, or Engine.play with a feed that has its own")
+        return Loss(self.loss_fn, self.count_tokens, scale)
+
+    def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> Played:
+        """Run a step whose microbatches get their inputs, targets and losses from a feed.
+
+        :meth:`step` and :meth:`evaluate` are this with the feed of a batch.
+
+        Args:
+            make_feed: Makes the feed; an error in it is told to the other ranks as any other of the step.
+            grad: Whether a backward follows; else the forwards alone are played.
+            loss_scale: Factor of gradients that the feed has applied, to be compared over the ranks.
+
+        Raises:
+            ValueError: A model without a parameter to train; whatever the feed raises.
+            RuntimeError: As of :meth:`step`.
+        """
+        if not grad:
+            plan = self._plans.of_evaluation
+            with self.guarded(lambda: self._at(plan)):
+                self.player.position = None
+                self._plans.agree(plan)
+                with self.sharding.gathered():
+                    return self._play_in_room(plan, make_feed, grad=False)
+        if not self._trains:
+            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
+        plan, measuring, first = self.plan, self._plans.measuring, not self._steps
+        self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
+        with self.guarded(lambda: self._at(plan)), self.player.observed_step():
+            # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
             self._plans.agree(plan)
-            with self.sharding.gathered():
-                return self._capacity.played(play)
+            if first and self._check_parameters:
+                self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
+            # 2. Forwards, backwards, exchanges, reductions.
+            if measuring:
+                self._measure(True)
+            same = self.mesh.compared(loss_scale)
+            played = self._play_in_room(plan, make_feed, grad=True)
+            # 3. All ranks have scaled alike, and called experts alike.
+            if not same():  # a gradient scaler of its own on some rank
+                self.mesh.agree({"loss_scale": loss_scale})
+            if first:
+                self.mesh.agree(calls(self.stages))
+            # 4. The second step's times are the costs of the plan to come.
+            if measuring and self._warm:
+                nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
+                self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
+            self._warm = True
+            self._steps += 1
+        return played
+
+    def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> Played:
+        """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
+        if self._capacity.factor is None:
+            return self._play_nodes(plan, make_feed(), grad=grad)
+        with self._capacity.undoing(self.parameters() if grad else ()) as undo:
+            played = self._play_nodes(plan, make_feed(), grad=grad)
+            lost = self._capacity.lost_rows()
+            if lost is None:
+                return played
+            if self._capacity.overflow == "raise":
+                raise CapacityOverflowError(lost)
+            undo.step()
+            with self._capacity.exact():
+                return self._play_nodes(plan, make_feed(), grad=grad)
+
+    def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> Played:
+        nodes, placement = plan.ranks[self.rank], self.program.placement
+        # 1. Set gradients of earlier steps aside; post the first receives.
+        reductions = self.reductions if grad else []
+        for reduction in reductions:
+            reduction.begin(plan.ranks[self._first_replica])
+        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
+        self.boundary.begin(nodes, remember=grad)
+        # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
+        with contextlib.ExitStack() as installed, torch.no_grad():
+            for stage in self.stages.values():
+                installed.enter_context(stage.installed(feed.auxiliary))
+            self.player.play(nodes, microbatches)
+        ended = microbatches.of_stage(placement.stages - 1)
+        result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)
+        # 3. Wait for the reductions, the last to set gradients aside first.
+        for reduction in reversed(reductions):
+            reduction.finish()
+        return Played(result, microbatches)
+
+    def _measure(self, on: bool) -> None:
+        """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
+        self.boundary.announced = on or self.boundary.dynamic
+        meets = on and self.mesh.group("ep") is not None
+        self.player.before_launch = self._meet if meets else None
+        for stage in self.stages.values():
+            stage.exchange = BackToBack(self.exchange) if meets else self.exchange
+
+    def _meet(self) -> None:
+        for reduction in self.reductions:
+            reduction.settle()
+        self.mesh.meet("ep")
 
     def mean_loss(self, result: StepResult) -> float:
-        """The loss of a step over all ranks. All of them must call this."""
+        """Return the loss of a step over all ranks. All of them must call this."""
         with self.guarded(lambda: "in mean_loss"):
             return mean_loss(result, self.mesh)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales gradients to a norm of at most ``max_norm`` over the whole model; returns it. Collective."""
+        """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
+
+        All ranks must call this.
+        """
         with self.guarded(lambda: "in clip_gradients"):
             return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
-        """A context in which a failure leaves the model as it was, ends the waits of all other ranks, and this engine.
+        """After a failure in the body, leave the model as it was, end the waits of all other ranks, and this engine.
 
         Args:
-            where: What this rank was doing, for messages.
-            of: Failures that do, by default all; after others the engine can go on.
+            where: Returns what this rank was doing, for messages.
+            of: Failures that end the engine, by default all; after others it can go on.
+
+        Raises:
+            RuntimeError: The engine has failed before.
         """
         if self._failed:
             raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
@@ -329,7 +417,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
-        """A context in which a failure is told to the other ranks, and ends their waits."""
+        """Tell the other ranks of a failure in the body, and end their waits."""
         try:
             yield
         except CapacityOverflowError:
@@ -347,35 +435,3 @@ class Engine:
         if position is None:
             return "before the first node of its plan"
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
-
-    def _measure(self, on: bool) -> None:
-        """While nodes are measured, ranks meet before every exchange, send each twice, and announce what they pass."""
-        self.boundary.announced = on or self.boundary.dynamic
-        meets = on and self.mesh.group("ep") is not None
-        self.player.before_launch = self._meet if meets else None
-        for stage in self.stages.values():
-            stage.exchange = BackToBack(self.exchange) if meets else self.exchange
-
-    def _meet(self) -> None:
-        for reduction in self.reductions:
-            reduction.settle()
-        self.mesh.meet("ep")
-
-    def _play(
-        self, plan: Plan, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool
-    ) -> StepResult:
-        reductions = self.reductions if grad else []
-        for reduction in reductions:
-            reduction.begin(plan.ranks[self._first_replica])
-        work = self.work(inputs, target, loss_scale, grad=grad, keep=keep)
-        nodes = plan.ranks[self.rank]
-        self.boundary.begin(nodes, remember=grad)
-        result = work.played(nodes, self.stages, self.player, last=self.program.placement.stages - 1)
-        for reduction in reversed(reductions):
-            reduction.finish()
-        return result
-
-    def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
-        """What a step plays, from what it was called with. A subclass may make it of something else."""
-        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
-        return work_of(self.stages, self.program, self.mesh, loss, inputs, target, grad=grad, keep=keep)

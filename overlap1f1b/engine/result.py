@@ -1,14 +1,16 @@
-"""What a step did."""
+"""The result of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap1f1b.engine.batch import Microbatches
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, one
 from overlap1f1b.plan import Span
@@ -18,15 +20,15 @@ from overlap1f1b.transport.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did on this rank.
+    """Losses, outputs and times of a step on this rank.
 
     Args:
         losses: Loss of each microbatch that ended on this rank, in their order.
-        weights: Part of each in the mean over all ranks' microbatches.
-        outputs: What went into each of the losses, where it was asked for.
-        measured: Gives what was measured of the nodes.
-        peak_activations: Most (stage, microbatch) that were alive at once.
-        peak_held: The same with those that waited for weight gradients alone.
+        weights: Part of each microbatch in the mean over all ranks.
+        outputs: Arguments of each loss that the last block returned, if ``return_outputs`` was set.
+        measured: Returns the measured spans of the nodes.
+        peak_activations: Most microbatches of a stage that were alive at once.
+        peak_held: The same, counting microbatches that wait for weight gradients alone.
     """
 
     losses: tuple[Tensor, ...]
@@ -40,16 +42,16 @@ class StepResult:
     def overlap(self) -> Timeline:
         """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
 
-        On CUDA it is that of the device, and the first look at it waits for the step to end.
+        On CUDA it has the device's times, and the first access waits for the device.
         """
         return Timeline(self.measured())
 
     @property
     def loss(self) -> Tensor:
-        """Mean over the microbatches that ended on this rank, by their weights.
+        """Weighted mean over the microbatches that ended on this rank.
 
         Raises:
-            ValueError: None did: it does not hold the last stage. See :meth:`Engine.mean_loss`.
+            ValueError: None ended here: the rank does not hold the last stage. See :meth:`Engine.mean_loss`.
         """
         if not self.losses:
             raise ValueError("no microbatch ends on this rank; allowed: result.loss where the last stage is held")
@@ -60,8 +62,15 @@ class StepResult:
         return (losses * weights).sum() / weights.sum()
 
 
+class Played(NamedTuple):
+    """A step that was played: its result, and its microbatches with their outputs and input gradients."""
+
+    result: StepResult
+    microbatches: Microbatches
+
+
 def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Player) -> StepResult:
-    """The result of a step that was played, whose last stage ended these microbatches."""
+    """Return the result of a step that was played, with the microbatches that ended on this rank."""
     losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
@@ -69,7 +78,7 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
-    """The loss of a step over all ranks, which must all call this."""
+    """Return the loss of a step over all ranks. All of them must call this."""
     mine = (sum(float(x) * w for x, w in zip(result.losses, result.weights, strict=True)), sum(result.weights))
     total, weight = mesh.combined(mine, lambda _, every: (sum(t for t, _ in every), sum(w for _, w in every)))
     return total / weight

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from overlap1f1b.engine.reduce.fsdp import Sharding
-from overlap1f1b.engine.run.stage import Stage, blocks_of
+from overlap1f1b.engine.run.blocks import blocks_of
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement

@@ -24,8 +24,8 @@ from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
 from tests.campaign.compare import Values, apart, limit_of, unequal, values_of
 from tests.campaign.draw import Case, Layout
-from tests.engine import test_sharding
-from tests.engine.test_tied import Stage
+from tests.engine.reduce import test_sharding
+from tests.engine.reduce.test_tied import Stage
 from tests.pauses import pauses
 
 TIMEOUT_S = 90.0

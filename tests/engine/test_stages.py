@@ -49,7 +49,7 @@ def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
             "allowed: the same, in this order"
         )
         place = (
-            f"block 1 (Block) holds the experts of rank {rank % 2} of those that share them, the engine exchanges as "
+            f"block 1 (Block) holds the experts of rank {rank % 2} of their group, the engine exchanges as "
             f"rank {rank // 2}; allowed: the same"
         )
         assert other == (expected if same_place else place)

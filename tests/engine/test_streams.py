@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.play.player import Carveout
-from overlap1f1b.engine.play.timing import Watch
+from overlap1f1b.engine.play.device import Carveout, Watch
 from overlap1f1b.plan import NodeCosts, Op, Overlap, Resource, cost_key
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange

@@ -706,7 +706,7 @@ def test_head_and_loss_are_walked_once(layers: int) -> None:
 def test_a_main_gradient_that_would_be_added_twice_is_refused() -> None:
     whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
     with pytest.raises(
-        ValueError, match="adds to main_grad in the backward of what follows its experts, which is walk"
+        ValueError, match="adds to main_grad in the backward of the layers behind its experts, which is walk"
     ):
         call(whole, [fused_part(2)], items(2))
 

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from overlap1f1b.engine.run.autograd import main_grad
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 from overlap1f1b.transport.mesh import Dimension, Mesh
 
 
 def clip(
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, Blocks],
     placement: Placement,
     mesh: Mesh,
     max_norm: float,

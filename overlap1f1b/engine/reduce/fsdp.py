@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from overlap1f1b.engine.reduce.plain import BlockPlace
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.reduce.reduction import BlockKey
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Transfer
@@ -49,14 +49,14 @@ class ShardedReducer:
     def __init__(
         self,
         sharding: Sharding,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Blocks],
         lane: Lane,
         *,
         ranks: Sequence[int],
         expert_ranks: Sequence[int],
     ) -> None:
         self.sharding, self.lane = sharding, lane
-        places: dict[nn.Parameter, set[BlockPlace]] = {}
+        places: dict[nn.Parameter, set[BlockKey]] = {}
         experts: set[nn.Parameter] = set()
         for number, stage in stages.items():
             for block in range(len(stage.blocks)):
@@ -64,7 +64,7 @@ class ShardedReducer:
                 experts.update(held)
                 for parameter in (*stage.block_parameters[block], *held):
                     places.setdefault(parameter, set()).add((number, block))
-        self._places: list[tuple[ParameterGroup, set[BlockPlace]]] = []
+        self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
         self.parameters: set[nn.Parameter] = set()
         """What FSDP2 reduces, as it is while gathered."""
         for group in sharding.groups:
@@ -74,8 +74,8 @@ class ShardedReducer:
                 self._places.append((group, {place for p in parameters for place in places[p]}))
             for parameter in parameters:
                 _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
-        self._order: list[tuple[ParameterGroup, set[BlockPlace]]] = []  # of the launches to come, the last first
-        self._ready: set[BlockPlace] = set()
+        self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, the last first
+        self._ready: set[BlockKey] = set()
         self._flights: list[Flight[None]] = []
         self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
         self._hooks: list[RemovableHandle] = []
@@ -90,7 +90,7 @@ class ShardedReducer:
         self._begun, self._flights, self._ready = True, [], set()
         at = {(node.stage, node.block): index for index, node in enumerate(order) if node.op is Op.REDUCE}
 
-        def complete(entry: tuple[ParameterGroup, set[BlockPlace]]) -> int:
+        def complete(entry: tuple[ParameterGroup, set[BlockKey]]) -> int:
             return max(at.get(place, len(order)) for place in entry[1])
 
         self._order = sorted(self._places, key=complete)[::-1]

@@ -1,40 +1,37 @@
-"""Sums gradients of plain modules over the ranks that hold the same parameters."""
+"""Sum gradients of plain modules over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.transport.exchange import Transfer
-from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.lanes import Flight, Lane, Post
 from overlap1f1b.transport.streams import CudaStream
-
-BlockPlace = tuple[int, int]
-"""Stage and block."""
 
 
 class Reducer:
-    """One reduction a block, launched when the block's last contribution is in, so that it travels under the rest.
+    """One all-reduce a block, launched when the block's last contribution is in, so that the rest of the step hides it.
 
-    Gradients that were there before the step are not reduced again: :meth:`begin` sets them aside.
+    Gradients of earlier steps are not reduced again: they are set aside meanwhile.
 
     Args:
-        stages: Those of this rank, by number.
-        dense: Ranks that hold the parameters outside the experts; None for this one alone.
+        stages: Stages of this rank, by number.
+        dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
         experts: Ranks that hold the same experts.
         lane: Where reductions travel.
-        apart: Parameters that something else reduces.
+        apart: Parameters that another reduction sums.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Blocks],
         dense: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None,
         lane: Lane,
@@ -42,45 +39,35 @@ class Reducer:
         apart: Set[nn.Parameter] = frozenset(),
     ) -> None:
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
-        self._before: dict[nn.Parameter, Tensor] = {}
+        self._aside = GradientsAside()
         self._flights: list[tuple[list[nn.Parameter], Flight[Tensor]]] = []
-        self._order: list[BlockPlace] = []  # of the launches still to come, the last first
-        self._ready: dict[BlockPlace, Node] = {}
+        self._order: list[BlockKey] = []  # of the launches still to come, last first
+        self._ready: dict[BlockKey, Node] = {}
         self._stream: CudaStream | None = None
 
     @property
     def reduces(self) -> bool:
-        """Whether there is anything to reduce."""
+        """Whether any gradient has to be summed."""
         blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
         return any(parameters for place in blocks for parameters, _ in self._parameters(*place))
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Sets aside the gradients of earlier steps.
-
-        Args:
-            order: Plan of one of the ranks that sum together: all of them launch the reductions in its order.
-        """
+        """Set gradients of earlier steps aside, and note the order of launches."""
         reduced = [node for node in order if node.op is Op.REDUCE]
         self._order = [(node.stage, node.block) for node in reversed(reduced) if node.stage in self.stages]
         self._ready, self._flights = {}, []
-        self._before = {
-            parameter: parameter.grad
-            for stage, block in self._order
-            for parameters, _ in self._parameters(stage, block)
-            for parameter in parameters
-            if parameter.grad is not None
-        }
-        for parameter in self._before:
-            parameter.grad = None
+        self._aside.take(
+            p for stage, block in self._order for parameters, _ in self._parameters(stage, block) for p in parameters
+        )
 
     def _parameters(self, stage: int, block: int) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-        """What is summed with a block, and over which ranks."""
+        """Return the parameters that are summed with a block, with the ranks of each sum."""
         held = self.stages[stage]
         both = ((held.own_parameters(block), self.dense), (held.expert_parameters_of(block), self.experts))
         return [([p for p in part if p not in self.apart], group) for part, group in both if group is not None]
 
     def launch(self, node: Node) -> list[Flight[Tensor]]:
-        """Starts the reduction of a block, and of those whose turn was after it."""
+        """Start the reduction of a block, and of blocks that waited for their turn behind it."""
         self._ready[node.stage, node.block] = node
         launched = []
         while self._order and self._order[-1] in self._ready:
@@ -92,32 +79,35 @@ class Reducer:
     def _reduce(self, node: Node, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[Flight[Tensor]]:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
-            if parameter.grad is None:  # no token of this rank came by; another rank's may have
+            if parameter.grad is None:  # no token of this rank reached it; another rank's may have
                 parameter.grad = torch.zeros_like(parameter)
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         launched = []
         for bucket in by_dtype.values():
             flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-            flight = self.lane.launch(node, partial(self._all_reduce, flat, group))
+            flight = self.lane.launch(node, self._all_reduce(flat, group))
             self._flights.append((bucket, flight))
             launched.append(flight)
         return launched
 
-    def _all_reduce(self, flat: Tensor, group: dist.ProcessGroup) -> Transfer[Tensor]:
-        if not flat.is_cuda:
-            return Transfer(flat, [group.allreduce([flat])])
-        if self._stream is None:
-            self._stream = CudaStream(flat.device, priority=0)
-        # flat outlives the job by construction: the flight holds it until finish() waits.
-        return Transfer(flat, mark=self._stream.run(partial(_summed, group), flat))
+    def _all_reduce(self, flat: Tensor, group: dist.ProcessGroup) -> Post[Tensor]:
+        def start() -> Transfer[Tensor]:
+            if not flat.is_cuda:
+                return Transfer(flat, [group.allreduce([flat])])
+            if self._stream is None:
+                self._stream = CudaStream(flat.device, priority=0)
+            # flat outlives the job by construction: the flight holds it until finish() waits.
+            return Transfer(flat, mark=self._stream.run(lambda rows: _sum(group, rows), flat))
+
+        return start
 
     def settle(self) -> None:
-        """Waits until nothing is under way, so that the group can be used for something else."""
+        """Wait until nothing is in flight."""
         for _, flight in self._flights:
             flight.drained(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
-        """Waits for all reductions and adds what :meth:`begin` set aside."""
+        """Wait for all reductions, and add the gradients of earlier steps."""
         assert not self._order, f"no reduction of {self._order} in the plan"
         for parameters, flight in self._flights:
             parts = flight.wait().split([parameter.numel() for parameter in parameters])
@@ -127,11 +117,10 @@ class Reducer:
         self.restore()
 
     def restore(self) -> None:
-        """Adds what :meth:`begin` set aside, also after a step that failed."""
-        for parameter, grad in self._before.items():
-            parameter.grad = grad if parameter.grad is None else grad + parameter.grad
-        self._before, self._flights = {}, []
+        """Add the gradients of earlier steps, also after a step that failed."""
+        self._aside.add_back()
+        self._flights = []
 
 
-def _summed(group: dist.ProcessGroup, flat: Tensor) -> None:
+def _sum(group: dist.ProcessGroup, flat: Tensor) -> None:
     dist.all_reduce(flat, group=group)

@@ -6,28 +6,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.stages import Model
+from overlap1f1b.engine.reduce.reduction import GradientsAside
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Placement
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.mesh import Dimension, Mesh
 
 Ties = Mapping[int, Mapping[str, nn.Parameter]]
-"""Tied parameters of this rank's stages, by stage and by a name that all stages of a tie give it."""
+"""Tied parameters of this rank's stages, by stage and by the name that all their stages use."""
 
 
 class TiedReduction:
     """Sums the gradients of tied parameters over the stages, after every other reduction.
 
-    Each stage has a copy of its own. Equal gradients and an optimizer that treats the copies alike keep them equal.
+    Each stage has its own copy. Equal gradients, and an optimizer that treats the copies alike, keep them equal.
+    All ranks of the engine must make it.
 
     Args:
-        ties: Of this rank's stages.
+        ties: Tied parameters of this rank's stages.
         placement: Which rank holds which stage.
-        mesh: Ranks of the engine, all of which must call this.
+        mesh: Ranks of the engine.
 
     Raises:
         ValueError: A tied parameter is a DTensor, or has other shapes on other stages.
@@ -55,11 +56,11 @@ class TiedReduction:
                 continue
             apart = any(set(ranks) != holder for holder in holders)
             self._groups[name] = mesh.new_group(f"tied {name}", pp=ranks, over=()) if apart else None
-        self._before: dict[nn.Parameter, Tensor] = {}
+        self._aside = GradientsAside()
 
     @classmethod
-    def of(cls, model: Model, placement: Placement, mesh: Mesh) -> list[TiedReduction]:
-        """That of the stages which a model is given as; none where no rank has tied parameters."""
+    def of(cls, model: object, placement: Placement, mesh: Mesh) -> list[TiedReduction]:
+        """Return the reduction of a model that is given as stages; empty if no rank has tied parameters."""
         ties: dict[int, Mapping[str, nn.Parameter]] = {}
         if isinstance(model, Mapping):
             ties = {
@@ -70,25 +71,22 @@ class TiedReduction:
 
     @property
     def repeated(self) -> set[nn.Parameter]:
-        """Those of this rank that a norm counts on an earlier stage."""
+        """Parameters of this rank that a norm counts on an earlier stage."""
         return {p for stage, tied in self.ties.items() for name, p in tied.items() if stage != self._stages[name][0]}
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Sets aside the gradients of earlier steps."""
-        held = [p for tied in self.ties.values() for p in tied.values()]
-        self._before = {p: p.grad for p in held if p.grad is not None}
-        for parameter in self._before:
-            parameter.grad = None
+        """Set gradients of earlier steps aside."""
+        self._aside.take(p for tied in self.ties.values() for p in tied.values())
 
     def launch(self, node: Node) -> Sequence[Flight[Any]]:
-        """Nothing: the last contribution of an embedding comes last of all."""
+        """Start nothing: the last contribution of an embedding comes last of all."""
         return ()
 
     def settle(self) -> None:
-        """Nothing is ever under way between nodes."""
+        """Return at once: nothing is in flight between nodes."""
 
     def finish(self) -> None:
-        """Sums over the stages and adds what :meth:`begin` set aside."""
+        """Sum over the stages, and add the gradients of earlier steps."""
         for name, group in self._groups.items():
             held = {stage: tied[name] for stage, tied in sorted(self.ties.items()) if name in tied}
             total = next(iter(held.values())).new_zeros(next(iter(held.values())).shape)
@@ -102,19 +100,17 @@ class TiedReduction:
         self.restore()
 
     def restore(self) -> None:
-        """Adds what :meth:`begin` set aside, also after a step that failed."""
-        for parameter, grad in self._before.items():
-            parameter.grad = grad if parameter.grad is None else grad + parameter.grad
-        self._before = {}
+        """Add the gradients of earlier steps, also after a step that failed."""
+        self._aside.add_back()
 
 
 def repeated(reductions: Sequence[object]) -> set[nn.Parameter]:
-    """Parameters that a norm counts on an earlier stage."""
+    """Return the parameters that a norm counts on an earlier stage."""
     return {p for tied in reductions if isinstance(tied, TiedReduction) for p in tied.repeated}
 
 
 def ties_of(reductions: Sequence[object]) -> dict[str, nn.Parameter]:
-    """Tied parameters of this rank by the name that all stages of a tie give them."""
+    """Return the tied parameters of this rank, by the name that all their stages use."""
     ties = [reduction.ties for reduction in reductions if isinstance(reduction, TiedReduction)]
     return {name: p for by_stage in ties for tied in by_stage.values() for name, p in tied.items()}
 

@@ -1,23 +1,20 @@
-"""One microbatch on one stage: everything that is alive between its forward and its last weight gradient."""
+"""One microbatch on one stage: its state from the forward to the last weight gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overlap1f1b.engine.run.autograd import Gradients, WeightQueue, accumulate
+from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
-
-if TYPE_CHECKING:
-    from overlap1f1b.engine.run.block import BlockRun
-    from overlap1f1b.engine.run.stage import Stage
 
 LossFunction = Callable[..., Tensor]
 """``(*outputs of the last block, *targets) → scalar``."""
@@ -26,24 +23,33 @@ Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
 
 
+class Run(Protocol):
+    """One block's run for one microbatch, as far as the microbatch knows it."""
+
+    def stop(self) -> None:
+        """Unwind a suspended forward."""
+
+
 class Microbatch:
-    """The state of one microbatch: activations, gradients, exchanges in flight. Nothing of it is kept on a module.
+    """The state of one microbatch on one stage: activations, gradients, exchanges in flight.
+
+    Nothing of it is kept on a module, so that several microbatches can be open in one block.
 
     Args:
-        stage: Where it runs.
-        index: Its number, which orders its contributions to gradients.
-        inputs: The first block's input, or several; None if they come from the stage before.
-        target: Last argument of ``loss_fn``, or several.
-        loss_fn: ``(outputs of the last block, target) → scalar``; None returns the outputs instead.
-        loss_scale: Gradient of the step's loss by this microbatch's.
-        seed: Start of its stream of random numbers; None draws from the thread's own.
+        stage: The blocks that it runs through.
+        index: Number of the microbatch; contributions to gradients are added in this order.
+        inputs: One input of the first block or several; None if the stage before passes them on.
+        target: One target of ``loss_fn`` or several.
+        loss_fn: ``(*outputs of the last block, *targets) → scalar``; without it the outputs are returned.
+        loss_scale: Derivative of the step's loss by the loss of this microbatch.
+        seed: Seed of its stream of random numbers; None draws from the thread's generators.
         grad: Whether a backward follows.
-        keep_outputs: Whether to keep what went into ``loss_fn``.
+        keep_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stage: Blocks,
         index: int,
         inputs: Tensor | Sequence[Tensor] | None = None,
         *,
@@ -58,38 +64,41 @@ class Microbatch:
         self.target, self.loss_scale, self.keep_outputs = tensors(target), loss_scale, keep_outputs
         self.forwarded = self.ended = self.finished = False
         self.activations: Tensors | None = None if inputs is None else tensors(inputs)
-        """Input of the next block to run: leaves, those with a gradient to come require it."""
+        """Inputs of the next block: leaves, which require a gradient where one will come."""
         self.outputs: Tensors | None = None
-        """What the last block returned (the loss, where there is a ``loss_fn``), until it is sent on."""
+        """Outputs of the last block, or the loss if there is a ``loss_fn``, until they are sent on."""
         self.differentiable: tuple[bool, ...] = ()
-        """Which of the outputs have a gradient to come."""
+        """Whether each output will get a gradient."""
         self.kept: Tensors = ()
+        """Arguments of ``loss_fn``, if ``keep_outputs``."""
         self.output_grads: OptionalTensors | None = None
         self.input_grads: OptionalTensors = ()
         self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
         self.after: Microbatch | None = None
-        self.runs: dict[int, BlockRun] = {}
+        self.runs: dict[int, Run] = {}
+        """Blocks between their first node and their last, by position."""
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
-        self.flights: dict[Kind, Flight[Tensor]] = {}
-        self.arriving: dict[Kind, Flight[Tensors]] = {}  # from another rank's stage
+        """Weight gradients that a backward has left, by (op, block, call of experts)."""
+        self.flights: dict[Kind, Flight[Tensor]] = {}  # the exchange that the next compute node waits for, each way
+        self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
         self.memo: dict[object, Any] = {}
-        """What blocks keep for one another, see :class:`MicrobatchBlock`."""
+        """Values that blocks share, see :class:`~overlap1f1b.engine.run.blocks.MicrobatchBlock`."""
 
     @property
     def output(self) -> Tensor | OptionalTensors | None:
-        """The loss, or what the last block returned, detached; None before its forward has ended."""
+        """The loss or the last block's outputs, detached; None before the forward has ended."""
         return one(self.outputs)
 
     @property
     def input_grad(self) -> Tensor | OptionalTensors | None:
-        """Gradient of the input, or of each; None where it requires none."""
+        """Gradient of the input, or of each input; None for one that requires none."""
         return one(self.input_grads) if self.input_grads else None
 
     def await_input(self, kind: Kind) -> Tensor | None:
-        """Waits for what the next compute node of a chain needs from other ranks; returns what an exchange brought."""
+        """Wait for the tensors that the next compute node needs from other ranks; return an exchange's rows."""
         if kind in self.arriving:
             arrived = self.arriving.pop(kind).wait()
             if kind is Kind.F:
@@ -100,10 +109,10 @@ class Microbatch:
         return self.flights.pop(kind).wait() if kind in self.flights else None
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
-        """What the last block, called so, has returned, or the loss of it.
+        """Return the last block's outputs, or the loss if there is a ``loss_fn``.
 
         Raises:
-            ValueError: A loss that is not one number, or requires no gradient.
+            ValueError: A loss that is not one number, or requires no gradient; ``name`` is the block's.
         """
         if self.loss_fn is None:
             return outs
@@ -114,14 +123,14 @@ class Microbatch:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
         if self.grad and not loss.requires_grad:
-            raise ValueError(f"the loss of what {name} returns requires no gradient; allowed: one that does")
-        if self.grad and not self.forwarded:  # else it is computed again, and another gradient may have been given
-            # Filled where it is needed: a copy to a GPU would wait for it.
+            raise ValueError(f"the loss of {name}'s outputs requires no gradient; allowed: a loss that depends on them")
+        if self.grad and not self.forwarded:  # a recomputed forward must not replace a gradient that was given since
+            # Filled on its device: a copy to a GPU would wait for the device.
             self.output_grads = (torch.full_like(loss, self.loss_scale),)
         return (loss,)
 
     def take_passed(self, kind: Kind) -> tuple[Tensors, tuple[bool, ...]]:
-        """What another rank's stage is sent, which this lets go of, and which of it will have a gradient."""
+        """Hand over the tensors to send to another rank's stage, and whether each will get a gradient."""
         if kind is Kind.F:
             passed, self.outputs = self.outputs, None
             assert passed is not None
@@ -130,7 +139,7 @@ class Microbatch:
         return grads, (False,) * len(grads)
 
     def take_activations(self) -> Tensors:
-        """The input of the next block, which this lets go of."""
+        """Hand over the inputs of the next block."""
         if self.activations is None and self.before is not None:
             before, self.before = self.before, None
             passed, before.outputs = before.outputs, None
@@ -141,7 +150,7 @@ class Microbatch:
         return taken
 
     def take_output_grads(self) -> OptionalTensors:
-        """The gradients of what the next block of the backward returned, which this lets go of."""
+        """Hand over the gradients of the outputs of the block whose backward is next."""
         if self.output_grads is None and self.after is not None:
             after, self.after = self.after, None
             self.output_grads, after.input_grads = after.input_grads, ()
@@ -149,24 +158,40 @@ class Microbatch:
         assert taken is not None, f"microbatch {self.index} has no gradient of its output"
         return taken
 
+    def complete(self, gradients: Gradients, block: int) -> Gradients:
+        """Return the gradients that this microbatch completes with ``block``, sums of tied parameters among them.
+
+        Plain autograd sums a microbatch's gradients of a tied parameter before it adds the sum to ``.grad``; the same
+        order here keeps sums bit-equal.
+        """
+        tied = self.stage.tied
+        for parameter in [p for p in gradients if p in tied]:
+            grad = gradients.pop(parameter)
+            before = self.tied.get(parameter)
+            self.tied[parameter] = grad if before is None else before + grad
+        for parameter, first in tied.items():
+            if first == block and parameter in self.tied:
+                gradients[parameter] = self.tied.pop(parameter)
+        return gradients
+
     def accumulate_weights(self) -> None:
-        """Computes the weight gradients that its backward has left, if any, and adds them to ``.grad``."""
-        if self.finished:  # nothing was left
+        """Compute the weight gradients that the backward has left, and add them to ``.grad``."""
+        if self.finished:
             return
         with torch.no_grad():
             for place in list(self.queues):
                 accumulate(self.queues.pop(place).compute())
 
     def finish(self) -> None:
-        """Lets go of everything but results: nothing of it is left to play but what it sends.
+        """Release everything but results, when only sends are left.
 
-        With thousands of them in a step, what they kept would have Python look for garbage in all its objects.
+        With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """
         self.finished, self.target, self.loss_fn = True, (), None
         del self.runs, self.queues, self.flights, self.arriving, self.expected, self.random, self.tied, self.memo
 
     def stop(self) -> None:
-        """Unwinds suspended forwards and lets go of everything."""
+        """Unwind suspended forwards and release everything."""
         if self.finished:
             return
         for run in self.runs.values():
@@ -177,83 +202,22 @@ class Microbatch:
 
 
 def absent(like: Tensor | None = None) -> Tensor:
-    """Stands for an input that is not given this step, on the device of another."""
+    """Return the stand-in for an input that is not given this step, on the device of another input."""
     return torch.empty(0, dtype=torch.bool, device=None if like is None else like.device)
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether it is :func:`absent`."""
+    """Return whether a tensor is the stand-in of :func:`absent`."""
     return tensor.dtype is torch.bool and tensor.shape == (0,)
 
 
 def tensors(value: Tensor | Sequence[Tensor] | None) -> Tensors:
-    """One tensor, several, or none, as a tuple."""
+    """Return one tensor, several, or none as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | None, ...] | None:
-    """A single value as it is, several as a tuple."""
+    """Return a single value by itself, several as a tuple."""
     return values[0] if values is not None and len(values) == 1 else values
-
-
-class MicrobatchBlock(nn.Module):
-    """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
-
-    In ``microbatch.memo`` the blocks of a stage keep what all of them need, such as masks and rotary embeddings; a key
-    is the block's own to choose. It lasts until the microbatch has ended. ``microbatch.target`` is that of the loss.
-    Without an engine there is no microbatch.
-
-    Attributes:
-        input_names: Of what the first block of a model takes, in order. A step's inputs may then be a mapping by these
-            names, and an input that is not given this step is None. Any block may return None for it, to pass it on.
-    """
-
-    input_names: tuple[str, ...] = ()
-
-
-class RandomStream:
-    """A stream of random numbers of its own: dropout does not depend on what runs in between.
-
-    Args:
-        seed: Where it starts; without one it is the thread's stream, as it stands.
-        generators: Which draw from it.
-    """
-
-    __slots__ = ("_every", "_generators", "_outside", "_seed", "_states")
-
-    def __init__(self, seed: int | None, generators: tuple[torch.Generator, ...]) -> None:
-        self._every = generators
-        self._generators = () if seed is None else generators
-        self._seed = seed or 0
-        self._states: list[Tensor] | None = None
-        self._outside: list[Tensor] = []
-
-    def again(self) -> RandomStream:
-        """A stream that gives once more what this one is about to give."""
-        twin = copy(self)
-        if not self._generators:
-            twin._generators, twin._states = self._every, [generator.get_state() for generator in self._every]
-        return twin
-
-    def __enter__(self) -> None:
-        self._outside = [generator.get_state() for generator in self._generators]
-        for position, generator in enumerate(self._generators):
-            if self._states is None:
-                generator.manual_seed(self._seed)
-            else:
-                generator.set_state(self._states[position])
-
-    def __exit__(self, *error: object) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
-        self._outside = []
-
-
-def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
-    """The generators that a forward on this device may draw from."""
-    if device.type != "cuda":
-        return (torch.default_generator,)
-    return (torch.default_generator, torch.cuda.default_generators[device.index or 0])

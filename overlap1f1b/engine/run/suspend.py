@@ -101,7 +101,7 @@ class Forward(greenlet):
             inside.restore(ThreadState.capture(self.device), self.name)
 
 
-def seam(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def suspending(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The callable that stands in for ``experts.forward``: inside a :class:`Forward` it suspends, else it is plain."""
 
     def call(tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine import batch as engine_batch
-from overlap1f1b.engine.batch import Microbatches, Work
+from overlap1f1b.engine.batch import Feed, Microbatches
 from overlap1f1b.engine.run.microbatch import LossFunction, OptionalTensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 
@@ -21,19 +18,11 @@ class CutModules(Engine):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, loss_fn=_unused, reduce=False)
-        self._batch: Batch | None = None
-        self._made: Microbatches | None = None
+        super().__init__(*arguments, **options, reduce=False)
 
     def run(self, batch: Batch, *, grad: bool) -> Ended:
         """Plays a step, or its forwards alone."""
-        self._batch = batch
-        try:
-            self.step() if grad else self.evaluate()
-            assert self._made is not None
-            return self._ended(batch, self._made)
-        finally:
-            self._batch = self._made = None
+        return self._ended(batch, self.play(lambda: self._feed(batch), grad=grad).microbatches)
 
     def _ended(self, batch: Batch, made: Microbatches) -> Ended:
         begun, ended = made.of_stage(0), made.of_stage(self.program.placement.stages - 1)
@@ -46,18 +35,9 @@ class CutModules(Engine):
             input_grads=[grads for grads in input_grads if grads],
         )
 
-    def work(
-        self,
-        inputs: engine_batch.Batch | None,
-        target: engine_batch.Batch | None,
-        loss_scale: float,
-        *,
-        grad: bool,
-        keep: bool,
-    ) -> Work:
+    def _feed(self, batch: Batch) -> Feed:
         """The microbatches of both ends; auxiliary losses count as each router says."""
-        batch, placement = self._batch, self.program.placement
-        assert batch is not None
+        placement = self.program.placement
         first, last = 0, placement.stages - 1
         pipe_of = {number: pipe for pipe, number in placement.places(self.rank)}
         indices = {number: self.program.microbatches_of(pipe) for number, pipe in pipe_of.items()}
@@ -72,14 +52,9 @@ class CutModules(Engine):
                 "keep_outputs": batch.keep_outputs,
             }
 
-        self._made = Microbatches(self.stages, placement, given, grad=grad)
-        return Work(self._made, dict.fromkeys(range(self.program.microbatches), 1.0), None)
+        return Feed(given, dict.fromkeys(range(self.program.microbatches), 1.0), None)
 
 
 def _labelled(criterion: Criterion, labels: OptionalTensors) -> LossFunction:
     # The engine's targets are tensors; a label may be None.
     return lambda *outputs: criterion(*outputs, *labels)
-
-
-def _unused(*outputs: Tensor) -> Tensor:
-    raise AssertionError("every microbatch has a loss of its own")

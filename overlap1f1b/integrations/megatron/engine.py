@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.batch import Batch, Microbatches, Work
+from overlap1f1b.engine.batch import Feed
 from overlap1f1b.integrations.megatron.chunk import Chunk, Step
 from overlap1f1b.integrations.megatron.config import agreed
 from overlap1f1b.integrations.megatron.scalers import MOE, scaled
@@ -41,7 +41,7 @@ class ChunkEngine(Engine):
         blocks = {stage: chunk.segments for stage, chunk in chunks.items()}
         self._agreement_limit = timedelta(seconds=options["timeout"])
         costs = agreed(costs, groups, self._agreement_limit)
-        super().__init__(blocks, program, loss_fn=_same, reduce=False, costs=costs, **options)
+        super().__init__(blocks, program, reduce=False, costs=costs, **options)
         self.chunks, self.groups = dict(chunks), groups
         self._auxiliary = 1.0
 
@@ -77,12 +77,9 @@ class ChunkEngine(Engine):
                 stepping.enter_context(chunk.stepping(step))
             self.player.around = telling
             stepping.callback(setattr, self.player, "around", None)
-            if around is None:
-                self.evaluate()
-            else:
-                self.step()
+            self.play(self._feed, grad=around is not None)
 
-    def work(self, inputs: Batch | None, target: Batch | None, loss_scale: float, *, grad: bool, keep: bool) -> Work:
+    def _feed(self) -> Feed:
         """Microbatches without inputs or targets, whose losses count as they are."""
         placement = self.program.placement
 
@@ -92,8 +89,7 @@ class ChunkEngine(Engine):
                 "loss_fn": _same if number == placement.stages - 1 else None,
             }
 
-        microbatches = Microbatches(self.stages, placement, given, grad=grad)
-        return Work(microbatches, dict.fromkeys(range(self.program.microbatches), 1.0), self._auxiliary)
+        return Feed(given, dict.fromkeys(range(self.program.microbatches), 1.0), self._auxiliary)
 
 
 def _same(loss: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine.play.player import Filler
+from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.plan import Node, Op, Resource
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import build_exchange

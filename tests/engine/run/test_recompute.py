@@ -21,8 +21,8 @@ from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
+from tests.engine.run.test_suspend import CONTEXTS, Wrapped
 from tests.engine.test_engine import COSTS, Delayed, step
-from tests.engine.test_forward import CONTEXTS, Wrapped
 from tests.pauses import pauses
 from tests.ranks import Ranks
 

@@ -18,7 +18,7 @@ from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
-from tests.engine.test_recompute import Counted
+from tests.engine.run.test_recompute import Counted
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 

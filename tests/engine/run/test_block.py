@@ -151,7 +151,7 @@ def test_a_sum_that_is_kept_may_not_be_changed() -> None:
         )
         assert not models.equal(found, expected)
     error = (
-        r"^block 1 \(Frozen\) changes what its experts return in place, with recompute='block' and "
+        r"^block 1 \(Frozen\) changes the result of its experts in place, with recompute='block' and "
         r"weights_in='activation'; allowed: a copy"
     )
     with pytest.raises(ValueError, match=error):

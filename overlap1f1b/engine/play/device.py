@@ -1,0 +1,98 @@
+"""A GPU's own clock, and the multiprocessors that exchanges take from compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from overlap1f1b.plan import Node, Span
+from overlap1f1b.transport.lanes import Flight
+
+
+class Watch(NamedTuple):
+    """The clock of a device on which the thread only queues work.
+
+    Args:
+        stamp: Record a mark behind the work that has been queued so far.
+        between: Return the seconds from one mark to another; the device has passed both.
+        settle: Wait until the device has passed all marks.
+    """
+
+    stamp: Callable[[], Any]
+    between: Callable[[Any, Any], float]
+    settle: Callable[[], object]
+
+
+def cuda_watch(device: torch.device) -> Watch:
+    """Return a clock of CUDA events on the current stream."""
+
+    def stamp() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, lambda: torch.cuda.synchronize(device))
+
+
+class StepTimes:
+    """Marks around the compute nodes of a step."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.origin = watch, watch.stamp()
+        self._computed: list[tuple[Node, Any, Any]] = []
+
+    def computed(self, node: Node, begun: Any) -> None:
+        """Note that a node has been queued since the mark ``begun``."""
+        self._computed.append((node, begun, self.watch.stamp()))
+
+    def spans(self, flights: Iterable[Flight[Any]]) -> tuple[Span, ...]:
+        """Return the spans of the nodes and of these exchanges, in seconds from the start; waits for the device."""
+        self.watch.settle()
+        stamped = [(f.node, f.begun, f.ended) for f in flights if f.begun is not None and f.ended is not None]
+        since = self.watch.between
+        return tuple(
+            Span(node, since(self.origin, begun), since(self.origin, ended))
+            for node, begun, ended in (*self._computed, *stamped)
+        )
+
+
+class Carveout:
+    """Leave multiprocessors to the transport while an exchange is in flight.
+
+    torch's matrix products (cuBLAS, grouped, row-wise scaled) and FlashAttention 3 launch one block for every
+    multiprocessor. If some are taken, they run in two waves, up to twice as long. Kernels that are queued before an
+    exchange is launched or after it is awaited use all multiprocessors.
+
+    Args:
+        sms: Number of multiprocessors to leave; 0 does nothing.
+        set_carveout: Function that tells torch; by default torch's own, where this version has it.
+    """
+
+    def __init__(self, sms: int, set_carveout: Callable[[int | None], None] | None = None) -> None:
+        self.sms = sms
+        self._set = set_carveout or getattr(torch._C, "_set_sm_carveout_experimental", None)
+        self._flying = 0
+
+    def launched(self) -> None:
+        """Note that an exchange is in flight."""
+        self._flying += 1
+        if self._flying == 1:
+            self._apply(self.sms)
+
+    def awaited(self) -> None:
+        """Note that compute waits for an exchange."""
+        self._flying -= 1
+        if self._flying == 0:
+            self._apply(None)
+
+    def clear(self) -> None:
+        """Note that no exchange is in flight any more."""
+        if self._flying:
+            self._flying = 0
+            self._apply(None)
+
+    def _apply(self, sms: int | None) -> None:
+        if self.sms and self._set is not None:
+            self._set(sms)

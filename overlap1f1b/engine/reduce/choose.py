@@ -1,0 +1,55 @@
+"""Choose what sums the gradients of a rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from torch import nn
+
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer, Sharding
+from overlap1f1b.engine.reduce.plain import Reducer
+from overlap1f1b.engine.reduce.reduction import Reduction
+from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.transport.groups import Group
+from overlap1f1b.transport.lanes import Lane
+from overlap1f1b.transport.mesh import Mesh
+
+
+def reductions_of(
+    stages: Mapping[int, Blocks],
+    sharding: Sharding,
+    mesh: Mesh,
+    replicas: Sequence[int],
+    *,
+    dense: Group | None,
+    experts: Group | None,
+    lane: Lane,
+    shards: Lane,
+) -> list[Reduction]:
+    """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
+
+    Args:
+        stages: Stages of this rank, by number.
+        sharding: What FSDP2 holds of them.
+        mesh: Ranks of the engine.
+        replicas: Pipeline ranks that hold the same stages as this rank.
+        dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
+        experts: Ranks that hold the same experts.
+        lane: Of the engine's own reductions.
+        shards: Of FSDP2's reductions.
+
+    Raises:
+        ValueError: FSDP2 was applied over other ranks than those that hold the same parameters.
+    """
+    reductions: list[Reduction] = []
+    apart: Set[nn.Parameter] = frozenset()
+    if sharding.groups:
+        ranks, expert_ranks = (mesh.ranks(pp=replicas, over=over) for over in (("dp", "ep"), ("dp",)))
+        with sharding.gathered():
+            sharded = ShardedReducer(sharding, stages, shards, ranks=ranks, expert_ranks=expert_ranks)
+        reductions.append(sharded)
+        apart = sharded.parameters
+    own = Reducer(stages, dense, experts, lane, apart=apart)
+    if own.reduces:
+        reductions.append(own)
+    return reductions

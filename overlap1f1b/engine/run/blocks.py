@@ -1,0 +1,265 @@
+"""The blocks of one stage, and what the engine changes in them while a step lasts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.engine.run.random import generators_of
+from overlap1f1b.engine.run.suspend import suspending, uncompiled
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
+from overlap1f1b.moe.experts import Experts
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, parse_recompute
+from overlap1f1b.transport.exchange import Exchange, LocalExchange
+
+
+class MicrobatchBlock(nn.Module):
+    """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
+
+    In ``microbatch.memo`` the blocks of a stage share what they compute once a microbatch, such as masks and rotary
+    embeddings, under keys of their own choice. ``microbatch.target`` is the target of the loss. A forward that runs
+    without an engine gets ``microbatch=None``.
+
+    Attributes:
+        input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
+            names, in which None stands for an input that is not given. Any block may return None to pass it on.
+    """
+
+    input_names: tuple[str, ...] = ()
+
+
+class Dropped(NamedTuple):
+    """Rows of one call of experts that found no room under a capacity.
+
+    Args:
+        block: Position of the block in its stage.
+        microbatch: Number of the microbatch.
+        rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
+        counts: Sent rows of each expert, int64 ``[E]``.
+        room: Rows that can be sent to each rank.
+    """
+
+    block: int
+    microbatch: int
+    rows: Tensor
+    counts: Tensor
+    room: int
+
+
+class Blocks:
+    """The modules of a stage in order, their parameters, and the calls that are replaced while the engine runs them.
+
+    See :class:`~overlap1f1b.engine.run.stage.Stage` for the arguments.
+    """
+
+    def __init__(
+        self,
+        blocks: nn.Module | Sequence[nn.Module],
+        exchange: Exchange | None = None,
+        *,
+        reduce_own: bool = False,
+        reduce_experts: bool = False,
+        number: int = 0,
+        first: int = 0,
+        recompute: Recompute = "none",
+    ) -> None:
+        self.number = number
+        self.exchange = exchange or LocalExchange()
+        self.capacity: float | None = None
+        """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
+        self.dropped: list[Dropped] = []
+        """Rows without room, of every call under a capacity; emptied by the reader."""
+        self.check_tokens: Callable[[int], None] | None = None
+        """Called with the number of tokens of every call under a capacity."""
+        self.adds_to_main = not reduce_experts
+        """Whether experts' weight gradients may be added to ``main_grad``: nothing here reduces ``.grad`` then."""
+        self.calls: dict[tuple[int, int], str] = {}
+        """Sizes with which experts were called, as text, by (block, call): equal on all ranks."""
+        self.blocks = blocks_of(blocks)
+        if not self.blocks:
+            raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
+        first_block = self.blocks[0]
+        self.input_names = first_block.input_names if isinstance(first_block, MicrobatchBlock) else ()
+        self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
+        """Of the blocks, for messages."""
+        parameter = next((p for block in self.blocks for p in block.parameters()), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.generators = generators_of(self.device)
+        self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
+        self.block_parameters: list[list[nn.Parameter]] = []
+        """Trained parameters of each block outside its experts."""
+        self.tied: dict[nn.Parameter, int] = {}
+        """Parameters that several blocks share, with the first of these blocks."""
+        self._find_parameters()
+        self.linears = [
+            [m for m in block.modules() if _splits(m) and m.weight not in self.tied] for block in self.blocks
+        ]
+        """Layers of each block whose weight gradients are computed apart."""
+        self.carriers = [[m for m in block.modules() if isinstance(m, AuxiliaryCarrier)] for block in self.blocks]
+        """Modules of each block that attach auxiliary losses."""
+        self.shape: StageShape = tuple(
+            BlockShape(
+                seams=len(self.experts_of(index)),
+                split=bool(self.linears[index]),
+                reduced=bool(
+                    (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
+                ),
+                recompute=parse_recompute(recompute),
+            )
+            for index in range(len(self.blocks))
+        )
+        self.whole_backward = [
+            not shape.split and not any(p in self.tied for p in own)
+            for shape, own in zip(self.shape, self.block_parameters, strict=True)
+        ]
+        """Whether a block's backward may add to ``.grad`` at once, as no other node contributes to its gradients."""
+        self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
+        """Whether the sizes of one call of experts tell the sizes of the next."""
+        self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
+        self.queue = WeightQueue()
+        """Where forwards that run now leave their weight gradients."""
+
+    def _find_parameters(self) -> None:
+        first: dict[nn.Parameter, int] = {}
+        for index, name in enumerate(self.names):
+            for experts in self.experts_of(index):
+                if experts.exchange.ranks != self.exchange.ranks:
+                    raise ValueError(
+                        f"{name} holds experts for {experts.exchange.ranks} ranks, "
+                        f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
+                    )
+                if experts.exchange.rank != self.exchange.rank:
+                    raise ValueError(
+                        f"{name} holds the experts of rank {experts.exchange.rank} of their group, "
+                        f"the engine exchanges as rank {self.exchange.rank}; allowed: the same"
+                    )
+                self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
+            apart = {p for parameters in self.expert_parameters.values() for p in parameters}
+            own = [p for p in self.blocks[index].parameters() if p.requires_grad and p not in apart]
+            self.block_parameters.append(own)
+            for parameter in own:
+                if first.setdefault(parameter, index) != index:
+                    self.tied[parameter] = first[parameter]
+
+    def seam_beside(self, block: int, seam: int, step: int) -> tuple[int, int] | None:
+        """Return (block, seam) of the call of experts ``step`` calls later, earlier if negative; None past an end."""
+        position = self._seams.index((block, seam)) + step
+        return self._seams[position] if 0 <= position < len(self._seams) else None
+
+    def own_parameters(self, block: int) -> list[nn.Parameter]:
+        """Return the parameters outside the experts whose gradients are complete after this block's backward."""
+        return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
+
+    def experts_of(self, block: int) -> list[Experts]:
+        """Return the block's experts, in the order of its modules."""
+        return [module for module in self.blocks[block].modules() if isinstance(module, Experts)]
+
+    def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
+        """Return the trained parameters of the block's experts."""
+        return [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
+
+    @contextmanager
+    def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:
+        """Replace the forwards of experts and linear layers: the former suspend, the latter split weight gradients off.
+
+        Only attributes of module instances change, and all of them change back at the end.
+
+        Args:
+            loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
+        """
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+
+        def change(module: nn.Module, name: str, value: object) -> None:
+            changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
+            module.__dict__[name] = value
+
+        compiler: Any = sys.modules.get("torch._functorch.config")  # loaded with torch.compile
+        if compiler is not None:
+            donated, compiler.donated_buffer = compiler.donated_buffer, False  # parts of a graph are walked twice
+        try:
+            for experts in self.expert_parameters:
+                change(experts, "forward", suspending(experts, _unsplit(experts)))
+                change(experts, "product", uncompiled(_SplitProduct(self, experts)))
+            for linear in (m for linears in self.linears for m in linears):
+                change(linear, "forward", uncompiled(_SplitForward(self, linear)))
+            for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
+                change(carrier, "loss_scale", loss_scale)
+            yield
+        finally:
+            if compiler is not None:
+                compiler.donated_buffer = donated
+            for attributes, name, value in reversed(changed):
+                if value is _MISSING:
+                    del attributes[name]
+                else:
+                    attributes[name] = value
+
+
+_MISSING = object()
+
+
+class _SplitForward:
+    """The forward of an ``nn.Linear`` that leaves its weight gradient to the queue in force."""
+
+    def __init__(self, blocks: Blocks, linear: nn.Linear) -> None:
+        self.blocks, self.linear = blocks, linear
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return SplitLinear.apply(input, self.linear.weight, self.linear.bias, self.blocks.queue)
+
+
+class _SplitProduct:
+    """The grouped product of experts that leaves its weight gradient to the queue in force."""
+
+    def __init__(self, blocks: Blocks, experts: Experts) -> None:
+        self.blocks = blocks
+        self.kernels = experts.kernels if blocks.adds_to_main else None
+
+    def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        return SplitGroupedMM.apply(rows, weight, counts, self.blocks.queue, self.kernels)
+
+
+def _unsplit(experts: Experts) -> Callable[..., Tensor]:
+    """Return the experts' own forward, for calls that nothing suspends, as in a checkpoint's second forward."""
+    forward, whole = experts.forward, experts.product
+
+    def call(*args: Tensor) -> Tensor:
+        split, experts.product = experts.product, whole
+        try:
+            return forward(*args)
+        finally:
+            experts.product = split
+
+    return call
+
+
+def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a plain ``nn.Linear`` with a trained weight (no parametrization, no subclass)."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and (weight := module._parameters.get("weight")) is not None
+        and weight.requires_grad
+    )
+
+
+def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
+
+    Raises:
+        ValueError: A model with a forward of its own.
+    """
+    if not isinstance(model, nn.Module):
+        return list(model)
+    if isinstance(blocks := model.__dict__.get("blocks"), list):
+        return list(blocks)
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
+    # Not children(), which leaves out a module's second place.
+    return [block for block in model._modules.values() if block is not None]

@@ -1,0 +1,60 @@
+"""Which method of a block's run carries out which node of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from overlap1f1b.engine.run.autograd import accumulate
+from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.recompute import RecomputedRun
+from overlap1f1b.plan import Node, Op
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.lanes import Post
+
+_COMPUTE: dict[tuple[Op, Kind], Callable[[BlockRun, Any], None]] = {
+    (Op.DENSE, Kind.F): lambda run, received: run.attention_f(),
+    (Op.ATTENTION, Kind.F): lambda run, received: run.attention_f(),
+    (Op.EXPERTS, Kind.F): lambda run, received: run.experts_f(received),
+    (Op.AGGREGATE, Kind.F): lambda run, received: run.aggregate_f(received),
+    (Op.AGGREGATE, Kind.I): lambda run, received: run.aggregate_b(received),
+    (Op.EXPERTS, Kind.I): lambda run, received: run.experts_b(received),
+    (Op.ATTENTION, Kind.I): lambda run, received: run.attention_b(received),
+    (Op.DENSE, Kind.I): lambda run, received: run.dense_b(),
+}
+_RECOMPUTE: dict[Op, Callable[[RecomputedRun], None]] = {
+    Op.RECOMPUTE_EXPERTS: lambda run: run.recompute_experts(),
+    Op.RECOMPUTE_ATTENTION: lambda run: run.recompute_attention(),
+    Op.RECOMPUTE_DENSE: lambda run: run.recompute_attention(),
+}
+
+
+def compute(node: Node, microbatch: Microbatch, received: Tensor | None) -> None:
+    """Carry out a compute node; ``received`` are the rows of the exchange before it, if there is one."""
+    if node.kind is Kind.W:
+        accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+        return
+    run = _run_of(microbatch, node.block)
+    again = _RECOMPUTE.get(node.op)
+    if again is None:
+        _COMPUTE[node.op, node.kind](run, received)
+    else:
+        assert isinstance(run, RecomputedRun)
+        again(run)
+
+
+def post(node: Node, microbatch: Microbatch) -> Post[Tensor]:
+    """Return the function that starts the exchange of an exchange node."""
+    return _run_of(microbatch, node.block).post(node)
+
+
+def _run_of(microbatch: Microbatch, block: int) -> BlockRun:
+    run = microbatch.runs.get(block)
+    if run is None:
+        drops = microbatch.grad and microbatch.stage.shape[block].recompute != "none"
+        run = microbatch.runs[block] = RecomputedRun(microbatch, block) if drops else BlockRun(microbatch, block)
+    assert isinstance(run, BlockRun)
+    return run
