@@ -24,6 +24,7 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Flight, Lane, Observer
+from overlap1f1b.transport.limits import DRAIN_S
 
 Pace = Callable[[Node], float]
 Around = Callable[[Node], AbstractContextManager[object]]
@@ -175,7 +176,7 @@ class Player:
             for microbatch in microbatches.values():
                 microbatch.stop()
             self._live, self._held = set(), set()
-            deadline = time.monotonic() + 1.0
+            deadline = time.monotonic() + DRAIN_S
             for flight in self.flights:
                 flight.drain(max(0.0, deadline - time.monotonic()))
             self._carveout.clear()
