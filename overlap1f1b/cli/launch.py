@@ -17,13 +17,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from overlap1f1b.cli.wire import Wire
+from overlap1f1b.transport.limits import INTERRUPT_S, KILL_S, TERM_S
 
 COMMAND = (sys.executable, "-m", "overlap1f1b")
 STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started: the path of their FileStore
 
-INTERRUPT_S = 3.0  # after Ctrl-C or SIGTERM, how long the ranks may take to end
-TERM_S = 5.0  # from SIGTERM to SIGKILL
-KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel does not let go
 
 PR_SET_PDEATHSIG = 1
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -14,6 +14,7 @@ from overlap1f1b.cli.output import check_folder, check_json
 from overlap1f1b.cli.rate import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 
 LONGEST = 1_000_000
 """Seconds of a wait; c10d counts milliseconds, and takes no more of them than fit."""
@@ -94,7 +95,7 @@ class RunOptions:
     the place of one of the sizes above."""
     seed: int = 0
     """Of weights and batches."""
-    timeout: float = 120.0
+    timeout: float = COMMAND_LINE_LIMIT_S
     """Seconds after which a wait for another rank is given up."""
     json: str | None = None
     """File for the results as JSON, or - for standard output."""

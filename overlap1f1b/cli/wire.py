@@ -27,6 +27,7 @@ import time
 from types import TracebackType
 
 from overlap1f1b.cli.rate import MIN_RATE
+from overlap1f1b.transport.limits import KILL_S, SHELL_S
 
 INTERFACE = "OVERLAP1F1B_WIRE_INTERFACE"  # in a rank's environment: the interface to shape ...
 HUB = "OVERLAP1F1B_WIRE_HUB"  # ... and with more than two ranks the hub's namespace ...
@@ -46,8 +47,6 @@ SETTINGS = (
     "tcp_wmem=4096 8388608 8388608",
     "tcp_rmem=4096 8388608 33554432",
 )
-COMMAND_S = 20.0
-KILL_S = 5.0
 
 
 def require() -> None:
@@ -212,10 +211,10 @@ def _run(*command: str, check: bool = True) -> str:
     """The command's output. It has a session of its own, so that a terminal's Ctrl-C does not end it half way."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_S, start_new_session=True, check=False
+            command, capture_output=True, text=True, timeout=SHELL_S, start_new_session=True, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"--wire: `{' '.join(command)}` took longer than {COMMAND_S:g} s") from None
+        raise ValueError(f"--wire: `{' '.join(command)}` took longer than {SHELL_S:g} s") from None
     if check and done.returncode != 0:
         reason = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
         raise ValueError(f"--wire: `{' '.join(command)}` failed: {reason or f'status {done.returncode}'}")

@@ -17,6 +17,7 @@ from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
 from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
@@ -29,7 +30,7 @@ def combined_forward_backward_step(
     output_grad: Tensor | Sequence[Tensor | None] | None = None,
     overlap: Overlap = "pairs",
     costs: NodeCosts = _TYPICAL,
-    timeout: float = 600.0,
+    timeout: float = DEFAULT_LIMIT_S,
     split: bool = False,
 ) -> tuple[Passed, Passed]:
     """The forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.

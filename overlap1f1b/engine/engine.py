@@ -30,6 +30,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.lanes import Lane
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
 
 DEFAULT_OVERLAP = 3
@@ -99,7 +100,7 @@ class Engine:
         reduce: bool = True,
         count_tokens: Callable[..., int] | None = None,
         dynamic_shapes: bool = False,
-        timeout: float = 600.0,
+        timeout: float = DEFAULT_LIMIT_S,
         check_parameters: bool = True,
         exchange: Exchange | None = None,
         pace: Pace | None = None,

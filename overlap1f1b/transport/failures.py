@@ -15,11 +15,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-T = TypeVar("T")
+from overlap1f1b.transport.limits import ANSWER_S, GRACE_POLL_S, GRACE_S, ROLL_CALL_POLL_S, ROLL_CALL_S
 
-_GRACE_S = 0.5  # how long a rank that lost another waits for the cause, before it raises
-_ROLL_CALL_S = 2.0  # and how long for a word of every rank, before it says which are silent
-_ANSWER_S = 2.0  # how long the store may take to answer, before it counts as gone
+T = TypeVar("T")
 
 
 class LostRankError(RuntimeError):
@@ -77,7 +75,7 @@ class Store:
 
             thread = threading.Thread(target=ask, name="overlap1f1b-store", daemon=True)
             thread.start()
-            thread.join(_ANSWER_S)
+            thread.join(ANSWER_S)
             self.gone = not answers
             return answers[0] if answers else otherwise
 
@@ -144,9 +142,9 @@ class Failures:
         if self._store is None or not _is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        deadline, words = time.monotonic() + _ROLL_CALL_S, self._words({})
+        deadline, words = time.monotonic() + ROLL_CALL_S, self._words({})
         while (cause := self.read()) is None and time.monotonic() < deadline and len(words) < len(self.labels):
-            time.sleep(0.05)
+            time.sleep(ROLL_CALL_POLL_S)
             words = self._words(words)
         if cause is not None:
             if cause not in said:
@@ -156,7 +154,7 @@ class Failures:
         else:
             silent = [label for rank, label in self.labels.items() if rank not in words and rank != self._rank]
             if silent:
-                text = f"no word, within {_ROLL_CALL_S:g} s, from {', '.join(silent)}: killed, stopped, ended or busy"
+                text = f"no word, within {ROLL_CALL_S:g} s, from {', '.join(silent)}: killed, stopped, ended or busy"
                 error.add_note(text)
             for rank, word in words.items():
                 if word.startswith("ended"):
@@ -176,13 +174,13 @@ class Failures:
 
     def read(self, *, wait: bool = False) -> str | None:
         """The first cause of a failure; ``wait`` gives another rank a moment to tell it."""
-        deadline = time.monotonic() + (_GRACE_S if wait else 0.0)
+        deadline = time.monotonic() + (GRACE_S if wait else 0.0)
         while self._store is not None and not self._store.gone:
             if (cause := self._store.get("cause")) is not None:
                 return cause
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(0.02)
+            time.sleep(GRACE_POLL_S)
         return None
 
 

@@ -15,14 +15,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.failures import Failures, LostRankError, headline
+from overlap1f1b.transport.limits import ABORT_S, LATE_FACTOR, LOOK_S
 
 T = TypeVar("T")
 
 Post = Callable[[], Transfer[T]]
 """Starts a transfer."""
-
-_LOOK_S = 1.0  # how often a rank that waits looks whether another has failed
-_ABORTED_S = 5.0  # how long the threads of a lane may take to notice that its groups were aborted
 
 
 class Observer(Protocol):
@@ -75,13 +73,13 @@ class Flight(Generic[T]):
         if self._arrived is None:
             self.lane.depart_late(self)
             self.land()
-        elif not self._arrived.wait(_LOOK_S):
+        elif not self._arrived.wait(LOOK_S):
             self._wait_long(self._arrived)
 
     def _wait_long(self, arrived: threading.Event) -> None:
         # The transfers before it on the lane have as long, and this one from its own start.
-        deadline = time.monotonic() + 2 * self.lane.timeout.total_seconds()
-        while not arrived.wait(_LOOK_S):
+        deadline = time.monotonic() + LATE_FACTOR * self.lane.timeout.total_seconds()
+        while not arrived.wait(LOOK_S):
             if self.lane.failures.read() is not None:
                 self._error = ConnectionError("another rank failed")
                 return
@@ -282,7 +280,7 @@ class _Crew:
         self._join(0.0 if failures is not None and failures.failed else self.timeout.total_seconds())
         if abort is not None and any(thread.is_alive() for thread in self._threads):
             abort()
-            self._join(_ABORTED_S)
+            self._join(ABORT_S)
 
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -23,6 +23,7 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Flight, Lane, Observer
+from overlap1f1b.transport.limits import DRAIN_S
 
 MicrobatchKey = tuple[int, int]
 """Numbers of stage and microbatch."""
@@ -31,7 +32,6 @@ Pace = Callable[[Node], float]
 Around = Callable[[Node], AbstractContextManager[object]]
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 
-_DRAIN_S = 1.0  # for the exchanges in flight when a step fails, all together
 _NO_CONTEXT = nullcontext()
 
 
@@ -160,7 +160,7 @@ class Player:
         for microbatch in microbatches.values():
             microbatch.stop()
         self._live, self._held = set(), set()
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = time.monotonic() + DRAIN_S
         for flight in self.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
         self._carveout.clear()

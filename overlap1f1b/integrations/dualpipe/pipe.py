@@ -20,6 +20,7 @@ from overlap1f1b.integrations.dualpipe.whole import WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.groups import gathered
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
 
 OWN = "overlapped_forward_backward"
@@ -68,7 +69,7 @@ class Pipeline(nn.Module):
         costs: NodeCosts | None = None,
         weight_store: WeightStore | None = None,
         dynamic_shapes: bool = False,
-        timeout: float = 600.0,
+        timeout: float = DEFAULT_LIMIT_S,
     ) -> None:
         super().__init__()
         self.module = nn.ModuleList(modules)

@@ -16,6 +16,7 @@ from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Action, Command, Instruction, Kind, Pair, Program, Verb
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.lanes import Flight
+from overlap1f1b.transport.limits import DRAIN_S
 
 T = TypeVar("T")
 Place = tuple[int, int]
@@ -131,10 +132,10 @@ class Walk:
         return Ended(_in_order(self._losses), _in_order(self._outputs), _in_order(self._input_grads))
 
     def drain(self) -> None:
-        """Gives what is under way a second to end."""
+        """Gives what is under way a moment to end."""
         flights: list[Flight[Any]] = [*self._sends, *self._arriving.values()]
         for flight in flights:
-            flight.drain(seconds=1.0)
+            flight.drain(DRAIN_S)
 
     # ---------------------------------------------------------------------------------------------- between stages
 

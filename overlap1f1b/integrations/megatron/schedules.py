@@ -17,6 +17,7 @@ from overlap1f1b.integrations.megatron.names import (
     WITHOUT_INTERLEAVING,
 )
 from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 
 def get_forward_backward_func(
@@ -29,7 +30,7 @@ def get_forward_backward_func(
     costs: NodeCosts | None = None,
     layers: Layers = default_layers,
     split_rank: int | None = None,
-    timeout: float = 600.0,
+    timeout: float = DEFAULT_LIMIT_S,
 ) -> ForwardBackward:
     """The function that runs the forwards and backwards of a step; keep it, it holds what is planned and measured.
 

@@ -25,6 +25,7 @@ from overlap1f1b.integrations.torch_pipelining.place import Place, checked
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 _KINDS = (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B)
 
@@ -35,7 +36,7 @@ def register(
     overlap: Overlap = "pairs",
     costs: NodeCosts | None = None,
     exchange: Exchange | None = None,
-    timeout: float = 600.0,
+    timeout: float = DEFAULT_LIMIT_S,
 ) -> Registration:
     """Has a schedule of torch.distributed.pipelining run its OVERLAP_F_B actions with the exchanges hidden.
 
