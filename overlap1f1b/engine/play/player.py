@@ -200,13 +200,13 @@ class Player:
         return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[Place, Microbatch]) -> None:
-        lane = node.lane
-        if lane is Resource.COMPUTE:
+        resource = node.resource
+        if resource is Resource.COMPUTE:
             self._compute(node, microbatches[node.stage, node.microbatch])
         elif node.op is Op.REDUCE:
             for reduction in self.reductions:
                 self.flights += reduction.launch(node)
-        elif lane is Resource.PEER:
+        elif resource is Resource.PEER:
             self._pass(node, microbatches[node.stage, node.microbatch])
         else:
             self._launch(node, microbatches[node.stage, node.microbatch])
@@ -304,7 +304,7 @@ class Filler:
     def __init__(self, nodes: Sequence[Node], ready: Callable[[Node], bool], play: Callable[[int], None]) -> None:
         self._nodes, self._ready, self._play = nodes, ready, play
         self._coming = deque(
-            at for at, node in enumerate(nodes) if node.kind is Kind.W and node.lane is Resource.COMPUTE
+            at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE
         )
         self._taken: set[int] = set()
 
