@@ -95,8 +95,8 @@ class Node(NamedTuple):
     pipe: int = 0
 
     @property
-    def lane(self) -> Resource:
-        """The lane that the node occupies."""
+    def resource(self) -> Resource:
+        """The resource that the node occupies."""
         return RESOURCE_OF[self.op]
 
     @property

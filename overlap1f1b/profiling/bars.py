@@ -71,7 +71,7 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
         several, group = staged(timeline.spans), (PREDICTED, *_replica(recording))
         for node, start, end in timeline.spans:
             if end > start:
-                lane = LANES[node.lane]
+                lane = LANES[node.resource]
                 text, style = _look(node, lane, several=several)
                 bars.append(Bar(f"rank {recording.rank} {PREDICTED}", lane, node, text, style, start, end, group))
     return bars
@@ -105,7 +105,7 @@ def _replica(recording: Recording) -> tuple[object, ...]:
 def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
     """Text and colour."""
     if isinstance(what, Node):
-        return text_of(what, staged=several), _STYLES.get(what.lane, what.kind.value)
+        return text_of(what, staged=several), _STYLES.get(what.resource, what.kind.value)
     return "", "other" if lane == "compute" else "exchange"
 
 

@@ -49,9 +49,9 @@ def _landings(recording: Recording, step: Step) -> Landed:
         node = recording.names[what]
         if not isinstance(node, Node) or node.op is Op.REDUCE:
             continue
-        if node.lane in EXCHANGES:
+        if node.resource in EXCHANGES:
             landed[node, group] = end
-        elif node.lane is Resource.PEER:
+        elif node.resource is Resource.PEER:
             key = destination(node) if node.op is Op.SEND else (node.pipe, node.stage, node.microbatch, node.kind)
             landed[key, replica] = end
     return landed

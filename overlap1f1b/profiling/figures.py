@@ -237,7 +237,7 @@ def _kind(what: object) -> str:
 def _of_chain(node: Node) -> bool:
     return (
         node.kind is not Kind.W
-        and node.lane is not Resource.PEER
+        and node.resource is not Resource.PEER
         and node.op is not Op.REDUCE
         and node.op not in RECOMPUTES
     )

@@ -74,7 +74,7 @@ def _costs(steps: Sequence[tuple[Recording, Step]]) -> NodeCosts:
             if node.op is not Op.RECEIVE:
                 took.setdefault(cost_key(node), []).append(time)
         for key, times in took.items():
-            mean = fmean(times) if Node(*key[:2], 0, 0).lane is Resource.COMPUTE else min(times)
+            mean = fmean(times) if Node(*key[:2], 0, 0).resource is Resource.COMPUTE else min(times)
             merged[key] = max(merged.get(key, 0.0), mean)
     return NodeCosts(by_node=merged)
 
@@ -85,7 +85,7 @@ def _times(recording: Recording, step: Step) -> Mapping[Node, float]:
     for spans in (step.compute, step.flights):
         for what, start, end in spans.whole:
             node = recording.names[what]
-            if isinstance(node, Node) and (node.lane is Resource.COMPUTE or spans is step.flights):
+            if isinstance(node, Node) and (node.resource is Resource.COMPUTE or spans is step.flights):
                 times[node] = (end - start) / 1e6
     return times
 

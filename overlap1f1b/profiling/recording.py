@@ -152,4 +152,4 @@ class Recording:
 
 def lane_of(what: What) -> Resource:
     """The lane of a span that travels."""
-    return what.lane if isinstance(what, Node) else Resource.EXCHANGE
+    return what.resource if isinstance(what, Node) else Resource.EXCHANGE

@@ -119,7 +119,7 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
     every = Spans.of(np.array(spans.what, np.int64), start, end)
     every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
     issued, flights, waits = (every[kind == number] for number in _KINDS.values())
-    computes = [isinstance(what, Node) and what.lane is Resource.COMPUTE for what in names]
+    computes = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in names]
     compute = issued[np.array(computes, bool)[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
     until = max(begin + round(seconds * _SECOND), last)

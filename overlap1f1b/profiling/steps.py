@@ -40,7 +40,7 @@ class _Builder:
         self.names = table.names
         self.device = bool(len(kernels.start))
         self.by_range = bool((kernels.owner >= 0).any()) if self.device else bool(len(table.nodes["node"].what))
-        on_compute = [isinstance(what, Node) and what.lane is Resource.COMPUTE for what in self.names]
+        on_compute = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
         self.ran = np.maximum.accumulate(kernels.end)  # when everything that was launched so far had ended

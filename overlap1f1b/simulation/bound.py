@@ -142,8 +142,8 @@ class _Load:
 
 def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
     nodes = [node for node in chains.of(action) if node.op not in (Op.SEND, Op.RECEIVE)]
-    compute = sum(costs(node) for node in nodes if node.lane is Resource.COMPUTE)
-    exchanges = [costs.links(node) for node in nodes if node.lane is Resource.EXCHANGE]
+    compute = sum(costs(node) for node in nodes if node.resource is Resource.COMPUTE)
+    exchanges = [costs.links(node) for node in nodes if node.resource is Resource.EXCHANGE]
     weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
     last = chains.weight(nodes[-1])
     return _Chain(

@@ -89,7 +89,7 @@ def draw(spans: Sequence[Span], width: int) -> str:
     several = staged(spans)
     lines = []
     for lane in (Resource.COMPUTE, Resource.EXCHANGE, Resource.CONTROL, Resource.PEER):
-        rows = stacked(span for span in spans if span.node.lane is lane and span.end > span.start)
+        rows = stacked(span for span in spans if span.node.resource is lane and span.end > span.start)
         for number, row in enumerate(rows or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else rows):
             line = [" "] * (width + 1)
             for span in row:

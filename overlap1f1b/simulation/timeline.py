@@ -74,7 +74,7 @@ class Timeline:
 
     def busy(self, *lanes: Resource) -> list[Interval]:
         """Disjoint intervals in which one of the lanes works."""
-        return union((span.start, span.end) for span in self.spans if span.node.lane in lanes)
+        return union((span.start, span.end) for span in self.spans if span.node.resource in lanes)
 
     @property
     def exchange(self) -> float:
@@ -122,4 +122,4 @@ class Timeline:
 
     def events(self, rank: int) -> list[Event]:
         """The spans as they stand in a trace."""
-        return [Event(f"rank {rank}", s.node.lane.value, str(s.node), s.start, s.end) for s in self.spans]
+        return [Event(f"rank {rank}", s.node.resource.value, str(s.node), s.start, s.end) for s in self.spans]

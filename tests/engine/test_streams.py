@@ -88,9 +88,9 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
         lane.stamp = watch.stamp
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
     assert not settled
-    spans = {span.node: span for span in result.overlap.spans if span.node.lane is Resource.COMPUTE}
+    spans = {span.node: span for span in result.overlap.spans if span.node.resource is Resource.COMPUTE}
     assert settled == [True]
-    assert set(spans) == {node for node in overlapped.plan.nodes if node.lane is Resource.COMPUTE}
+    assert set(spans) == {node for node in overlapped.plan.nodes if node.resource is Resource.COMPUTE}
     seen = {span.node: span for span in overlapped.player.measured()()}
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 

@@ -22,9 +22,9 @@ def drawn(spans: Iterable[Span]) -> list[str]:
     first, last = round(min(span.start for span in spans)), round(max(span.end for span in spans))
     columns: dict[Resource, list[str]] = {lane: [""] * (last - first) for lane in (Resource.EXCHANGE, Resource.COMPUTE)}
     for span in spans:
-        column, start = columns[span.node.lane], round(span.start) - first
+        column, start = columns[span.node.resource], round(span.start) - first
         for line in range(start, round(span.end) - first):
-            assert not column[line], f"two nodes at once on the {span.node.lane.value} lane"
+            assert not column[line], f"two nodes at once on the {span.node.resource.value} lane"
             column[line] = "…"
         column[start] = f"{span.node.name}{span.node.block} m{span.node.microbatch}"
     width = max(map(len, columns[Resource.EXCHANGE]))

@@ -33,7 +33,7 @@ def test_text(node: Node, text: str) -> None:
 
 
 def test_lanes() -> None:
-    lanes = {op: Node(op, Kind.F, 0, 0).lane for op in Op}
+    lanes = {op: Node(op, Kind.F, 0, 0).resource for op in Op}
     assert {op for op, lane in lanes.items() if lane is Resource.EXCHANGE} == {Op.DISPATCH, Op.COMBINE, Op.REDUCE}
     assert {op for op, lane in lanes.items() if lane is Resource.CONTROL} == {Op.COUNTS}
     assert {op for op, lane in lanes.items() if lane is Resource.COMPUTE} == {
@@ -85,7 +85,7 @@ def test_what_is_dropped_is_computed_again_where_it_is_needed_first(mode: Recomp
     shape = (DENSE._replace(recompute=mode), MOE._replace(recompute=mode))
     backward = [str(node) for node in backward_chain(Action(Kind.B, 0, 4), shape)]
     assert " ".join(backward).replace(" m4", "") == chain
-    exchanges = [node for node in backward_chain(Action(Kind.B, 0, 4), shape) if node.lane is Resource.EXCHANGE]
+    exchanges = [node for node in backward_chain(Action(Kind.B, 0, 4), shape) if node.resource is Resource.EXCHANGE]
     assert [node.op for node in exchanges] == [Op.COMBINE, Op.DISPATCH]
 
 
@@ -124,7 +124,7 @@ def test_tags_tell_exchanges_apart() -> None:
         for stage in (0, 1, 16, 255)
         for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B))
         for node in chain(Action(kind, stage, microbatch), shape)
-        if node.lane in (Resource.EXCHANGE, Resource.CONTROL)
+        if node.resource in (Resource.EXCHANGE, Resource.CONTROL)
     ]
     assert len({node.tag for node in nodes}) == len(nodes)
     assert all(0 <= node.tag < 2**31 for node in nodes)

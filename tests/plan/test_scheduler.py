@@ -121,7 +121,7 @@ def test_two_open_actions_hide_each_others_exchanges_in_warm_up_and_in_cool_down
 
 def test_the_earlier_action_goes_first_on_a_tie() -> None:
     nodes = scheduled(combined_1f1b(3, extra_warmup=2), Policy(3), NodeCosts(), layers=2)
-    compute = [node for node in nodes if node.kind is Kind.F and node.lane is Resource.COMPUTE]
+    compute = [node for node in nodes if node.kind is Kind.F and node.resource is Resource.COMPUTE]
     assert [node.microbatch for node in compute] == [0] * 6 + [1] * 6 + [2] * 6
 
 

@@ -170,7 +170,7 @@ def spans_of(spans: Iterable[Span], unit: float = 1e-3) -> list[tuple[str, str, 
     """Spans of a simulated rank, in the order of issue, as a record has them."""
     found, now = [], 0.0
     for node, start, end in spans:
-        if node.lane is Resource.COMPUTE:
+        if node.resource is Resource.COMPUTE:
             found.append(("node", str(node), start * unit, end * unit))
             now = end
         else:

@@ -23,7 +23,7 @@ def test_phases_end_with_the_first_backward_and_the_last_forward(
         (recording,) = read_file(folder / f"rank{number}.json")
         (step,) = recording.steps
         phases = {name: [time / 1e6 for time in edges] for name, edges in Lanes(recording, step).phases.items()}
-        spans = [span for span in rank.spans if span.node.lane is Resource.COMPUTE]
+        spans = [span for span in rank.spans if span.node.resource is Resource.COMPUTE]
         first = min(span.start for span in spans if span.node.kind is not Kind.F)
         last = max(first, *(span.end for span in spans if span.node.kind is Kind.F))
         assert phases["warm_up"] == pytest.approx([0, first])

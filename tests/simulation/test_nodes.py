@@ -42,7 +42,7 @@ def test_a_send_leaves_when_its_own_member_of_a_pair_is_done() -> None:
             if span.node.op is Op.SEND:
                 assert span.start == max(end[key], free)  # behind the send before it
                 free = span.end
-            elif span.node.lane is Resource.COMPUTE:
+            elif span.node.resource is Resource.COMPUTE:
                 end[key] = span.end
 
 

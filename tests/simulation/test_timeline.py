@@ -124,7 +124,7 @@ def test_simulated_timelines(data: st.DataObject) -> None:
     assert tuple(span.node for span in line.spans) == plan.nodes
     assert line.makespan == plan.predicted == makespan(plan.nodes, costs, counts_block=block)
     assert length(line.busy(Resource.COMPUTE)) == sum(
-        costs(node) for node in plan.nodes if node.lane is Resource.COMPUTE
+        costs(node) for node in plan.nodes if node.resource is Resource.COMPUTE
     )
     assert 0 <= line.exposed <= line.exchange <= line.makespan
     assert 0 <= line.hidden_fraction <= 1

@@ -145,7 +145,7 @@ class PipelineBench:
         for turn in range(5):
             _, result = self.step(default)
             if turn > 1:  # the first measure nodes
-                spans = [span for span in result.overlap.spans if span.node.lane is Resource.COMPUTE]
+                spans = [span for span in result.overlap.spans if span.node.resource is Resource.COMPUTE]
                 computed.append(_largest(sum(span.end - span.start for span in spans)))
         seconds = median(computed)
         self._sizes = [self.recording.sizes[node.tag] for node in self._exchanges(default)]

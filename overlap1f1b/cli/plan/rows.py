@@ -44,7 +44,7 @@ def _lanes(timeline: PlanTimeline, rank: int) -> list[Row]:
     spans = timeline.ranks[rank].spans
     several = staged(spans)
     for lane, name in _LANES.items():
-        stack = stacked(s for s in spans if s.node.lane is lane and s.end > s.start)
+        stack = stacked(s for s in spans if s.node.resource is lane and s.end > s.start)
         for row in stack or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else stack:
             cells = [
                 Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(lane, s.node.kind.value))

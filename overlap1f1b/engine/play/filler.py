@@ -26,7 +26,7 @@ class Filler:
     def __init__(self, nodes: Sequence[Node], ready: Callable[[Node], bool], play: Callable[[int], None]) -> None:
         self._nodes, self._ready, self._play = nodes, ready, play
         self._coming = deque(
-            at for at, node in enumerate(nodes) if node.kind is Kind.W and node.lane is Resource.COMPUTE
+            at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE
         )
         self._taken: set[int] = set()
 

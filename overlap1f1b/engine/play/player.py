@@ -178,7 +178,7 @@ class Player:
         return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        resource = node.lane
+        resource = node.resource
         if resource is Resource.COMPUTE:
             self._compute(node, microbatches[node.stage, node.microbatch])
         elif node.op is Op.REDUCE:

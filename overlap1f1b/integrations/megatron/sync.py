@@ -34,7 +34,7 @@ class GradientSync:
         self._grad_sync: dict[int, Sync] = {}
         if grad_sync is not None:
             self._grad_sync = dict(zip(models, each(grad_sync, len(models)), strict=True))
-        backward = [node for node in nodes if node.lane is Resource.COMPUTE and node.kind is not Kind.F]
+        backward = [node for node in nodes if node.resource is Resource.COMPUTE and node.kind is not Kind.F]
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
 

@@ -57,8 +57,8 @@ def _early(rank: int, size: int, name: str) -> list[str]:
         program = build_schedule(name, microbatches=5)
         engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=costs, exchange=exchange, timeout=20)
         result = engine.step(data[0], target=data[1])
-        planned = [node for node in engine.plan.ranks[0] if node.lane is Resource.COMPUTE]
-        found = [span.node for span in result.overlap.spans if span.node.lane is Resource.COMPUTE]
+        planned = [node for node in engine.plan.ranks[0] if node.resource is Resource.COMPUTE]
+        found = [span.node for span in result.overlap.spans if span.node.resource is Resource.COMPUTE]
         for weight in (True, False):
             kept = [[node for node in order if (node.kind is Kind.W) is weight] for order in (planned, found)]
             problems += ["another order"] * (kept[0] != kept[1])

@@ -84,13 +84,15 @@ def record(rank: int, size: int, folder: Path) -> None:
             assert kept == planned, "each node once a step, in the order of the plan"
     waited = [r.node for r in found if isinstance(r, NodeRange) and r.kind == "wait"]
     assert waited
-    assert all(node.lane is not Resource.COMPUTE for node in waited)
+    assert all(node.resource is not Resource.COMPUTE for node in waited)
 
     actions = [str(ActionRange(action)) for action in program.actions(0)]
     for what in ("start", "end"):
         written = [name for told, name in log.told if told == what]
         assert sorted(written[: 2 * len(actions)]) == sorted(actions * 2)
-    away = [node for node in nodes if node.lane not in (Resource.COMPUTE, Resource.CONTROL)]  # counts have no thread
+    away = [
+        node for node in nodes if node.resource not in (Resource.COMPUTE, Resource.CONTROL)
+    ]  # counts have no thread
     for what in ("start", "end"):
         flown = [name for told, name in log.others if told == what]
         expected = [str(NodeRange("flight", node)) for node in away]
@@ -105,13 +107,15 @@ def record(rank: int, size: int, folder: Path) -> None:
         assert all(0 <= start <= end <= step["seconds"] for _, _, start, end in step["spans"])
         flights = {s.range.node: s.end - s.start for s in kept.spans if s.range[0] == "flight"}  # type: ignore[union-attr]
         seen = {
-            span.node: span.end - span.start for span in result.overlap.spans if span.node.lane is not Resource.COMPUTE
+            span.node: span.end - span.start
+            for span in result.overlap.spans
+            if span.node.resource is not Resource.COMPUTE
         }
         assert {n: t for n, t in flights.items() if n in seen} == pytest.approx(seen)
         computed = {parse_node(text) for kind, text, *_ in step["spans"] if kind == "node"}
         assert computed == set(nodes)
         assert {parse_node(text) for kind, text, *_ in step["spans"] if kind == "flight"} == {
-            node for node in nodes if node.lane is not Resource.COMPUTE
+            node for node in nodes if node.resource is not Resource.COMPUTE
         }
 
 
