@@ -1,6 +1,6 @@
-"""What has to be equal on ranks that train together, as facts for :meth:`Mesh.agree`.
+"""Facts that must be equal on ranks that train together, for :meth:`Mesh.agree`.
 
-Ranks that differ in an option wait for each other for ever, or train on with wrong gradients.
+Ranks that differ in an option would wait for each other for ever, or go on with wrong gradients.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def options(program: Program, **others: object) -> Facts:
-    """The options of an engine."""
+    """Return the options of an engine."""
     order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
     text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
     return {"program": text, **others}
 
 
 def structure(stages: Mapping[int, Blocks]) -> Facts:
-    """Blocks of the stages; shapes and dtypes of their parameters, and which of them are trained."""
+    """Return the blocks of the stages, and shapes and dtypes of their parameters and whether they are trained."""
     facts: Facts = {
         place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
         for place, p, _ in _parameters(stages)
@@ -43,12 +43,12 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 
 
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
-    """A sum over the bits of every parameter, the same in whatever order it is computed; shards of FSDP2 are left out.
+    """Return a sum over the bits of every parameter, which no order of summation changes; FSDP2's shards are left out.
 
     Args:
-        stages: Of this rank.
-        ties: Parameters that other stages hold, too, by names that all of them use.
-        mesh: Ranks of the engine; those with another place along "ep" have other experts.
+        stages: Stages of this rank, by number.
+        ties: Parameters tied over stages, by the names that all their stages use.
+        mesh: Ranks of the engine; ranks at another position along "ep" have other experts.
     """
     held = [
         (f"{place} of the experts on ep {mesh.rank('ep')}" if expert and mesh.size("ep") > 1 else place, p)
@@ -63,7 +63,7 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
 
 
 def calls(stages: Mapping[int, Blocks]) -> Facts:
-    """What the experts were called with: sizes that a call has on every rank."""
+    """Return the sizes with which experts were called, which are equal on all ranks."""
     return {
         f"call {seam} of experts in {stage.names[block]} of stage {number}": text
         for number, stage in stages.items()
@@ -72,7 +72,7 @@ def calls(stages: Mapping[int, Blocks]) -> Facts:
 
 
 def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Each parameter with its place in the model, and whether it is an expert's."""
+    """Yield each parameter with its place in the model, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):
             experts = {id(p) for module in stage.experts_of(index) for p in module.parameters()}

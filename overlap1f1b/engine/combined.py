@@ -1,4 +1,4 @@
-"""One forward and one backward, interleaved: the step that schedules are made of, usable alone."""
+"""Run one forward and one backward interleaved, without an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def combined_forward_backward_step(
     timeout: float = DEFAULT_LIMIT_S,
     split: bool = False,
 ) -> tuple[Passed, Passed]:
-    """The forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.
+    """Run the forward of one microbatch and the backward of another, each one's exchanges behind the other's compute.
 
     >>> stage = Stage(blocks, exchange)
     >>> previous = None
@@ -43,21 +43,21 @@ def combined_forward_backward_step(
     ...     previous = current
     >>> combined_forward_backward_step(None, previous)
 
-    Gradients of parameters are added to ``.grad`` and are not summed over ranks. The two may be of different stages
-    that this rank holds, which have one exchange and different numbers.
+    Gradients of parameters are added to ``.grad`` and are not summed over ranks. The two microbatches may be of
+    different stages of this rank, which then share one exchange and have different numbers.
 
     Args:
         forward: Microbatch to run forward; None runs the backward alone.
         backward: Microbatch, already run forward, to run backward; None runs the forward alone.
-        output_grad: Gradient of ``backward``'s output; not given where its ``loss_fn`` made a loss.
+        output_grad: Gradient of ``backward``'s output; not given if its ``loss_fn`` made a loss.
         overlap: ``"pairs"`` is Megatron-Core's order; 2 orders the nodes by ``costs``; ``"serial"`` keeps them apart.
         costs: Of the nodes, in any unit.
         timeout: Limit in seconds of every wait for another rank.
         split: Whether the backward stops at input gradients; :meth:`Microbatch.accumulate_weights` does the rest.
 
     Returns:
-        The forward's output (the loss, where it has a ``loss_fn``), detached, and the gradient of the backward's input,
-        None where the input requires none.
+        The forward's output (the loss, if it has a ``loss_fn``), detached, and the gradient of the backward's input,
+        None if the input requires none.
 
     Raises:
         ValueError: Neither is given, both are the same, the gradient of the output is missing, or stages that cannot

@@ -1,4 +1,4 @@
-"""Which blocks a rank runs."""
+"""Split a model into stages, and make the stages of a rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.M
 def split_blocks(
     blocks: Sequence[nn.Module], stages: int, weights: Sequence[float] | None = None
 ) -> list[list[nn.Module]]:
-    """Consecutive blocks for every stage: the heaviest as light as can be, then all as equal, the first rather more.
+    """Split blocks into stages: the heaviest stage as light as possible, then all as equal as possible.
+
+    On a tie earlier stages get more blocks.
 
     >>> [len(part) for part in split_blocks([nn.Identity()] * 5, 3)]
     [2, 2, 1]
@@ -33,9 +35,9 @@ def split_blocks(
     [4, 2]
 
     Args:
-        blocks: The whole model.
-        stages: How many parts, each of a block or more.
-        weights: Of the blocks; by default all weigh the same.
+        blocks: The blocks of the whole model.
+        stages: Number of stages, each of at least one block.
+        weights: Cost of each block, in any unit; by default all cost the same.
 
     Raises:
         ValueError: Fewer blocks than stages, or weights of another number, negative or infinite.
@@ -47,16 +49,23 @@ def split_blocks(
     if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights {list(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
     sums = [0.0, *accumulate(weights)]
-    heaviest = _cut(sums, stages, max)[0]  # it sets the pace; of cuts with no heavier stage the most even one is taken
-    starts = [0, *_cut(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]
+    heaviest = _best_split(sums, stages, max)[0]  # it sets the pace of the pipeline
+    starts = [0, *_best_split(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]
     return [list(blocks[start:end]) for start, end in pairwise(starts)]
 
 
-def _cut(
+def _best_split(
     sums: Sequence[float], stages: int, combine: Callable[[float, float], float], heaviest: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """The least of what the stages' weights combine to, and where the stages end: the first as late as can be."""
-    least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # from each block to the last
+    """Return the best split by dynamic programming: its cost, and where each stage ends, the first as late as possible.
+
+    Args:
+        sums: Weights of the blocks before each position.
+        stages: Number of stages.
+        combine: Cost of a stage's weight and of the stages behind it.
+        heaviest: Largest weight of a stage.
+    """
+    least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # of the blocks behind a position
     for _ in range(stages):
         found: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start in range(max(least)):
@@ -83,11 +92,11 @@ def stages_of(
     reduce_experts: bool,
     recompute: Recompute = "none",
 ) -> tuple[dict[int, Stage], Sharding]:
-    """The stages that a pipeline rank holds, by their number, and what FSDP2 holds of them.
+    """Return the stages of this rank by their number, and what FSDP2 holds of them.
 
     Raises:
-        ValueError: Too few blocks, other stages than the rank holds, a parameter in two stages, one that is a DTensor
-            by something else than FSDP2 over the mesh, or experts over other ranks than those along "ep".
+        ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages; a DTensor that is not
+            FSDP2's over the mesh; or experts over other ranks than the ranks along "ep".
     """
     rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]
@@ -108,10 +117,10 @@ def stages_of(
         _refuse_shared(split)
         parts = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
-    # Where nothing is summed over ranks, stages of one rank may tie parameters: each adds its own gradient.
+    # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
     _refuse_shared(list(parts.values()), parameters=reduce_own or reduce_experts)
     reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
-    # By number: the ranks that hold the same stages gather them in the same order.
+    # In the order of numbers, so that ranks with the same stages gather them in the same order.
     tops = [model[stage] if isinstance(model, Mapping) else parts[stage] for stage in sorted(parts)]
     if isinstance(model, nn.Module) and placement.ranks == 1:
         tops = [model]
@@ -127,7 +136,7 @@ def stages_of(
 
 
 def _check_groups(stage: Stage, mesh: Mesh) -> None:
-    """Raises ValueError where experts are shared by other ranks than the engine exchanges with."""
+    """Raise ValueError if experts are shared by other ranks than the engine exchanges with."""
     along = mesh.group("ep")
     if along is None:  # one rank, or an exchange that was given to measure with
         return
@@ -156,7 +165,7 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = T
 
 
 def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
-    """The shapes of every stage, from the ranks that hold them; ranks that hold the same one have agreed on it."""
+    """Return the shapes of all stages, from the ranks that hold them; replicas have agreed on theirs before."""
 
     def merged(_: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
         return {stage: shape for table in tables for stage, shape in table.items()}

@@ -1,4 +1,4 @@
-"""Node costs from a step that was played, the same on all ranks."""
+"""Measure node costs in a step, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Links = dict[CostKey, tuple[float, ...]]
 
 
 class BackToBack:
-    """Sends every exchange of rows twice, one behind the other: the second shows how long it occupies the links.
+    """An exchange that sends all rows twice, back to back: the second time shows how long they occupy the links.
 
-    A lone exchange also shows how long it takes to start, and a link that has rested may pass its first bytes faster;
-    in a plan most exchanges travel behind another.
+    The time of a lone exchange contains its start-up, and a rested link may pass the first bytes faster; in a plan most
+    exchanges travel behind another.
     """
 
     def __init__(self, real: Exchange) -> None:
@@ -38,17 +38,17 @@ class BackToBack:
         tag: int = 0,
         expected: Expected | None = None,
     ) -> Transfer[Tensor]:
-        # Both carry the same rows, so it does not matter which of them fills the buffer that was announced.
+        # Both carry the same rows, so either may fill the announced buffer.
         ahead = self.real.rows(source, send, receive, tag, expected)
         return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
 
 
 def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool) -> NodeCosts:
-    """Costs in seconds, the same on all ranks: the mean over microbatches of each node.
+    """Return costs in seconds, the same on all ranks: of each node the mean over microbatches.
 
-    Of a compute node that of the slowest rank; of an exchange one for every rank that shares the experts, the time
-    until it had received all its rows, since the ranks' links carry different numbers of them; of a transfer between
-    stages the time from its announcement to its arrival.
+    A compute node costs the time of the slowest rank. An exchange has one cost for each rank that shares the experts,
+    the time until that rank had received all its rows: links carry different numbers of rows. A transfer between stages
+    costs the time from its announcement to its arrival.
     """
     took = {span.node: span.end - span.start for span in spans}
     by_key: dict[CostKey, list[float]] = {}
@@ -65,7 +65,7 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, 
 
 
 def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
-    """One table of those of all ranks along a dimension: the slowest rank counts, exchanges keep each rank's link."""
+    """Merge the tables of the ranks along a dimension: the slowest rank counts, exchanges keep each rank's link."""
     merged: _Links = {}
     for key in dict.fromkeys(key for table in tables for key in table):
         costs = [table[key] for table in tables if key in table]

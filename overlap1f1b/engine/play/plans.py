@@ -1,4 +1,4 @@
-"""The plans of an engine: compiled when they are needed, and the same on all ranks."""
+"""Compile the plans of an engine when they are needed, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from overlap1f1b.transport.mesh import Mesh
 
 
 class Plans:
-    """What steps and evaluations of a program play.
+    """The plans of a program's steps and evaluations.
 
     Args:
-        program: That trains.
-        shapes: Blocks of every stage.
+        program: Schedule of a step.
+        shapes: Shapes of all stages.
         overlap: Of the compiled plans.
         counts_block: Whether the issuing thread waits for counts.
-        mesh: The ranks that must agree.
+        mesh: Ranks that must have the same plan.
         costs: Of the nodes; None until they are measured.
-        plan: For steps, instead of a compiled one.
+        plan: Plan of the steps, instead of a compiled one.
 
     Raises:
-        ValueError: A plan for something else.
+        ValueError: ``plan`` is for another program or other blocks.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class Plans:
 
     @property
     def costs(self) -> NodeCosts | None:
-        """Of the nodes."""
+        """Costs of the nodes; None until they are measured."""
         return self._costs
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
         self._costs, self._plan, self._evaluation = costs, None, None
-        self._agreed.clear()  # the same order may be one to measure now
+        self._agreed.clear()  # a step of the same order may measure now
 
     @property
     def measuring(self) -> bool:
-        """Whether the next steps measure the nodes."""
+        """Whether the next step measures the nodes."""
         return self._costs is None and self._plan is None
 
     @property
     def of_step(self) -> Plan:
-        """The compiled plan, or the serial one as long as there are no costs."""
+        """Plan of the next step: the compiled one, or the serial one as long as there are no costs."""
         if self._plan is None and self._costs is not None:
             self._plan = self._compiled(self.program, self._costs, self.overlap)
         if self._plan is not None:
@@ -82,7 +82,7 @@ class Plans:
 
     @property
     def of_evaluation(self) -> Plan:
-        """The forwards alone."""
+        """Plan of the forwards alone."""
         if self._evaluation is None:
             self._evaluation = self._compiled(forwards_of(self.program), self._costs or NodeCosts(), self.overlap)
         return self._evaluation
@@ -93,11 +93,11 @@ class Plans:
         return plan
 
     def agree(self, plan: Plan) -> None:
-        """Compares a plan over the ranks, once.
+        """Compare a plan over the ranks, once.
 
         Raises:
-            ValueError: They have different ones, or not all measure.
-            LostRankError: One of them failed, or did not answer within the limit.
+            ValueError: Ranks have different plans, or not all of them measure.
+            LostRankError: A rank failed, or did not answer within the limit.
         """
         if plan.fingerprint not in self._agreed:
             self.mesh.agree({"plan": plan.fingerprint, "measuring": self.measuring})

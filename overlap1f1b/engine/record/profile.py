@@ -1,4 +1,4 @@
-"""Profiles steps of an engine, a file or two a rank."""
+"""Profile steps of an engine: a record and a trace of each rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Profile:
     (PosixPath('profile/rank0.json'), PosixPath('profile/rank0.trace.json.gz'))
 
     Each rank writes its record, and with torch.profiler a Chrome trace, which Perfetto opens. The trace has a range for
-    every node on the thread that plays them, and on tracks of its own what is in flight and the actions: torch.profiler
-    knows no ranges that begin on one thread and end on another, so these are the engine's own times on its clock.
+    every node on the thread that plays them. Flights and actions have tracks of their own, with times of the engine:
+    torch.profiler has no range that begins on one thread and ends on another.
 
     Args:
-        engine: Which has made its first steps.
-        folder: For the files; made if it is not there.
-        tool: ``"nsys"`` writes NVTX ranges and opens and closes nsys's capture range, which writes the trace.
+        engine: An engine whose first steps are over.
+        folder: Folder of the files; made if it does not exist.
+        tool: ``"nsys"`` writes NVTX ranges, and opens and closes nsys's capture range; nsys writes the trace.
         first: Number of the first step.
 
     Raises:
@@ -74,7 +74,7 @@ class Profile:
     @contextmanager
     def _traced(self) -> Iterator[None]:
         gpu = torch.cuda.is_available()
-        if gpu:  # nothing of the steps before
+        if gpu:  # the work of earlier steps stays outside
             torch.cuda.synchronize()
         if self.tool == "nsys":
             tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
@@ -83,7 +83,7 @@ class Profile:
             tracing = self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
         with tracing:
             yield
-            if gpu:  # all of these
+            if gpu:  # the work of these steps is inside
                 torch.cuda.synchronize()
 
     def _save(self) -> None:
@@ -104,13 +104,13 @@ class Profile:
 
 
 def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> Iterator[dict[str, Any]]:
-    """Events of what a trace lacks: what was in flight, and actions, each kind on tracks of its own.
+    """Yield the events that a trace lacks: flights and actions, each kind on its own tracks.
 
-    Where the recorder's clock stands on the trace's is told by the ranges of the steps, which are in both.
+    The ranges of steps are in trace and record, and so give the shift between the two clocks.
 
     Args:
-        events: Of the trace; times in microseconds.
-        steps: Recorded beside it. Flights without a lane are left to the trace's kernels.
+        events: Events of the trace; times in microseconds.
+        steps: Steps recorded with it. Flights without a lane are in the trace as kernels.
     """
     events = list(events)
     begins = {event["name"]: event for event in events if event.get("ph") == "X"}

@@ -1,4 +1,4 @@
-"""What an engine is doing, as ranges in a profiler's trace and as records of its own."""
+"""Record the nodes of an engine's steps, as ranges in a profiler's trace and as its own file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from overlap1f1b.transport.mesh import DIMENSIONS
 class RecordedSpan(NamedTuple):
     """A range with its times of ``time.perf_counter`` in seconds, and the lane of a flight.
 
-    A flight has no lane where its times are those at which the host asked, as on a GPU's streams.
+    A flight has no lane if its times are only the host's, as on a GPU's streams.
     """
 
     range: NodeRange | ActionRange
@@ -46,17 +46,17 @@ class RecordedStep(NamedTuple):
 
 
 class Recorder:
-    """Writes a range for every node, action, wait and step of an engine while it lasts, and keeps their times.
+    """Writes a range for every node, action, wait and step of an engine while it is open, and keeps their times.
 
     >>> with Recorder(engine, TorchRanges()) as recorder:
     ...     engine.step(inputs, target=labels)
     >>> recorder.save("rank0.json")
 
-    Without one an engine writes nothing, and asks once a step and once a wait whether there is one.
+    An engine without a recorder writes nothing, and looks for one once a step and once a wait.
 
     Args:
-        engine: Whose steps; its thread is the one that plays them.
-        writer: Of the ranges.
+        engine: The engine, played by the thread that opens the recorder.
+        writer: Writes the ranges.
         first: Number of the first step.
 
     Raises:
@@ -93,11 +93,11 @@ class Recorder:
         for lane in lanes_of(self.engine):
             lane.recorder = recorder
 
-    # ------------------------------------------------------------------------------------- told by the engine
+    # ------------------------------------------------------------------------------------- called by the engine
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step; one that fails leaves no record."""
+        """Record a step; one that fails leaves no record."""
         self._spans, number, before = [], self.next, time.perf_counter()
         self.writer.push(str(StepRange(number)))
         begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
@@ -114,7 +114,7 @@ class Recorder:
         self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans)))
 
     def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
-        """What plays a node of these instead of ``issue``."""
+        """Return the function that plays each of these nodes in place of ``issue``, with its ranges."""
         begins: dict[Action, Node] = {}
         ends: dict[Action, Node] = {}
         for node in nodes:
@@ -137,7 +137,7 @@ class Recorder:
         return ranged
 
     def computing(self, around: Around | None) -> Around:
-        """What is around a compute node once it has what it waits for; the player's own ``around`` is inside."""
+        """Return the context of a compute node behind its waits; the player's own ``around`` goes inside."""
 
         @contextmanager
         def ranged(node: Node) -> Iterator[None]:
@@ -147,22 +147,22 @@ class Recorder:
         return ranged
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
-        """Around a wait; only the issuing thread's counts."""
+        """Record a wait of the issuing thread; other threads' waits are not recorded."""
         return self._ranged("wait", node) if threading.get_ident() == self._thread else nullcontext()
 
     def departed(self, flight: Flight[Any]) -> None:
-        """A thread of a lane has started it."""
+        """Open the range of a flight, in the thread that started it."""
         self._flying[flight] = self.writer.start(str(NodeRange("flight", flight.node)))
 
     def landed(self, flight: Flight[Any]) -> None:
-        """Another notes its arrival."""
-        if flight in self._flying:  # departed under the recorder
+        """Close the range of a flight, in the thread that saw its arrival."""
+        if flight in self._flying:  # it departed under this recorder
             self.writer.end(self._flying.pop(flight))
 
-    # ------------------------------------------------------------------------------------- what comes of it
+    # ------------------------------------------------------------------------------------- results
 
     def save(self, path: str | Path) -> None:
-        """Writes the steps as JSON: times in seconds from the start of each step."""
+        """Write the steps as JSON: times in seconds from the start of each step."""
         steps = [
             {
                 "step": step.number,
@@ -191,7 +191,7 @@ class Recorder:
         self._spans.append(RecordedSpan(found, start, end))
 
     def _flights(self) -> Iterator[RecordedSpan]:
-        """What the step sent and received; a rank that shares its experts with no other exchanges nothing."""
+        """Yield the flights of the step, without exchanges of a rank that shares its experts with no other."""
         alone, host = self.engine.exchange.ranks == 1, self.engine.boundary.device.type == "cpu"
         for flight in self.engine.player.flights:
             if flight.landed and not (alone and flight.node.op in _EXCHANGED):
@@ -206,19 +206,18 @@ class Recorder:
 
 
 def lanes_of(engine: Engine) -> list[Lane]:
-    """All that something of an engine travels on."""
+    """Return all lanes of an engine."""
     reduced = [r.lane for r in engine.reductions if isinstance(r, Reducer | ShardedReducer)]
     return [*engine.player.lanes.values(), *engine.boundary.lanes, *reduced]
 
 
 _EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
 _COMPUTED = frozenset(Op) - _EXCHANGED - {Op.REDUCE, Op.SEND, Op.RECEIVE}
-_Place = tuple[Kind, int, int, int]
 
 
-def _actions_of(program: Program) -> dict[_Place, Action]:
-    """The action that a node's kind and place belong to: those of a B are I and W."""
-    found: dict[_Place, Action] = {}
+def _actions_of(program: Program) -> dict[tuple[Kind, int, int, int], Action]:
+    """Return actions by (kind, stage, microbatch, pipe) of their nodes; the nodes of a B are I and W."""
+    found: dict[tuple[Kind, int, int, int], Action] = {}
     for rank in range(program.placement.ranks):
         for action in program.actions(rank):
             for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):

@@ -25,26 +25,26 @@ def clip(
     max_norm: float,
     repeated: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Scales the gradients so that their 2-norm over all ranks is at most ``max_norm``; returns the norm, a scalar.
+    """Scale the gradients so that their 2-norm over all ranks is at most ``max_norm``; return the norm, a scalar.
 
-    Every parameter counts once: those outside the experts on the first rank along "ep", those of a stage that several
-    pipeline ranks hold on the first of them; those that are ``repeated`` on a later stage do not. Of a parameter under
-    FSDP2 every rank counts its shard.
+    Every parameter counts once: outside the experts on the first rank along "ep"; of a stage that several pipeline
+    ranks hold on the first of them; tied over stages not on the later stages (``repeated``). Of a parameter under FSDP2
+    every rank counts its shard.
 
     Raises:
-        ValueError: A negative or undefined ``max_norm``; gradients of experts that are kept in ``main_grad``.
+        ValueError: A negative or undefined ``max_norm``; experts' gradients that are in ``main_grad``.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
     experts: dict[nn.Parameter, None] = {}
     every: dict[nn.Parameter, None] = {}
     for block in (block for stage in stages.values() for block in stage.blocks):
-        for module in block.modules():  # a stage knows them as FSDP2 gathers them, not as shards
+        for module in block.modules():  # a stage knows gathered parameters, not shards
             if isinstance(module, Experts):
                 experts |= dict.fromkeys(module.parameters())
         every |= dict.fromkeys(block.parameters())
     if any(p.grad is None and main_grad(p) is not None for p in experts):
-        raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: to clip where those are kept")
+        raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: the optimizer's own clipping")
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
         if placement.replicas(number)[0] == mesh.rank("pp"):
@@ -71,7 +71,7 @@ def clip(
 
 
 def _square(grads: Iterable[Tensor]) -> float:
-    """The squared norm, summed in float64; that of a gradient in its own precision, but at least in float32."""
+    """Return the squared norm in float64, of norms in each gradient's own precision, at least float32."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -83,7 +83,7 @@ def _square(grads: Iterable[Tensor]) -> float:
 
 
 def _square_of_shards(grads: Iterable[DTensor]) -> float:
-    """This rank's part of the squared norm, which the ranks of a gradient's mesh sum."""
+    """Return this rank's part of the squared norm; the ranks of a gradient's mesh sum the parts."""
     by_copies: dict[int, list[Tensor]] = {}
     for grad in grads:
         sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)

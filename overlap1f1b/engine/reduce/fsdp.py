@@ -1,4 +1,12 @@
-"""Has torch's FSDP2 sum gradients over ranks, group by group, when the plan says so."""
+"""Keep parameters of torch's FSDP2 gathered during a step, and have FSDP2 sum their gradients when the plan says so.
+
+``fully_shard`` and ``replicate`` gather a module's parameters in its forward and reduce their gradients in its
+backward, by hooks that expect one microbatch at a time, backward after forward. The engine keeps several microbatches
+open in each module, and cuts their backwards into parts. So while it plays, the parameters stay gathered, and the hooks
+only cast for mixed precision; :class:`ShardedReducer` starts the reductions.
+
+This file reads private attributes of torch: FSDP2 has no public calls for it.
+"""
 
 from __future__ import annotations
 
@@ -25,199 +33,28 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.groups import abort
 from overlap1f1b.transport.lanes import Flight, Lane
 
-# The engine scales losses by the number of ranks; FSDP2 by default divides by those of each mesh.
-_SETTINGS = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True, "reshard_after_backward": False}
-
-
-class ShardedReducer:
-    """One reduction a parameter group of FSDP2, launched when the last contribution of all its blocks is in.
-
-    FSDP2 adds what it reduced to the sharded ``.grad``, which may hold earlier steps. Gradients are sums over ranks, no
-    matter what divide factor was set. After ``set_requires_gradient_sync(False)`` they stay with their rank.
-
-    Args:
-        sharding: Of the models of all stages, gathered when the stages were made.
-        stages: Those of this rank, by number.
-        lane: Where reductions travel.
-        ranks: Those whose gradients a parameter outside the experts sums, by their numbers in the default group.
-        expert_ranks: The same of an expert's.
-
-    Raises:
-        ValueError: FSDP2 was applied over other ranks.
-    """
-
-    def __init__(
-        self,
-        sharding: Sharding,
-        stages: Mapping[int, Blocks],
-        lane: Lane,
-        *,
-        ranks: Sequence[int],
-        expert_ranks: Sequence[int],
-    ) -> None:
-        self.sharding, self.lane = sharding, lane
-        places: dict[nn.Parameter, set[BlockKey]] = {}
-        experts: set[nn.Parameter] = set()
-        for number, stage in stages.items():
-            for block in range(len(stage.blocks)):
-                held = stage.expert_parameters_of(block)
-                experts.update(held)
-                for parameter in (*stage.block_parameters[block], *held):
-                    places.setdefault(parameter, set()).add((number, block))
-        self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
-        self.parameters: set[nn.Parameter] = set()
-        """What FSDP2 reduces, as it is while gathered."""
-        for group in sharding.groups:
-            parameters = [p for held in group.fsdp_params if (p := held.unsharded_param) in places]
-            self.parameters.update(parameters)
-            if parameters:
-                self._places.append((group, {place for p in parameters for place in places[p]}))
-            for parameter in parameters:
-                _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
-        self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, the last first
-        self._ready: set[BlockKey] = set()
-        self._flights: list[Flight[None]] = []
-        self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
-        self._hooks: list[RemovableHandle] = []
-        self._begun = False
-
-    def begin(self, order: Sequence[Node]) -> None:
-        """Gathers the parameters and takes over the groups.
-
-        Args:
-            order: Plan of one of the ranks that sum together: all of them launch the reductions in its order.
-        """
-        self._begun, self._flights, self._ready = True, [], set()
-        at = {(node.stage, node.block): index for index, node in enumerate(order) if node.op is Op.REDUCE}
-
-        def complete(entry: tuple[ParameterGroup, set[BlockKey]]) -> int:
-            return max(at.get(place, len(order)) for place in entry[1])
-
-        self._order = sorted(self._places, key=complete)[::-1]
-        for group, _ in self._places:
-            self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
-            _set(group, _SETTINGS)
-            for held in group.fsdp_params:
-                if held.reduce_dtype is not None:  # FSDP2 sums microbatches in the dtype in which it sums ranks
-                    hook = _accumulating(held)
-                    self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
-        self.sharding.gather()
-
-    def launch(self, node: Node) -> list[Flight[None]]:
-        """Starts the reductions of the groups that are complete with this block, and of those whose turn was after."""
-        self._ready.add((node.stage, node.block))
-        launched = []
-        while self._order and self._order[-1][1] <= self._ready:
-            launched.append(self._start(node, self._order.pop()[0]))
-        return launched
-
-    def _start(self, node: Node, group: ParameterGroup) -> Flight[None]:
-        for held in group.fsdp_params:
-            parameter = held.unsharded_param
-            if parameter.requires_grad and parameter.grad is None and held.unsharded_accumulated_grad is None:
-                # No token of this rank came by; another rank's may have, and all must reduce the same.
-                if held.reduce_dtype is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
-
-        def post() -> Transfer[None]:
-            if self.lane.background:
-                return _Held(None, reduce=group.post_backward)
-            group.post_backward()
-            return Transfer(None)
-
-        flight = self.lane.launch(node, post)
-        self._flights.append(flight)
-        return flight
-
-    def settle(self) -> None:
-        """Waits until nothing is under way."""
-        for flight in self._flights:
-            flight.drained(self.lane.timeout.total_seconds())
-
-    def finish(self) -> None:
-        """Waits for all reductions, also those over one rank, which no node has launched; the modules are FSDP2's."""
-        while self._order:
-            group, places = self._order.pop()
-            stage, block = max(places)
-            self._start(Node(Op.REDUCE, Kind.W, 0, block, stage=stage), group)
-        for flight in self._flights:
-            flight.wait()
-        self.sharding.finalize()
-        self._give_back()
-
-    def restore(self) -> None:
-        """After a step that failed: its gradients are dropped."""
-        if self._begun:
-            self.sharding.forget()
-            with suppress(RuntimeError):  # a rank that is gone cannot be gathered from; the step's own error counts
-                self._give_back()
-
-    def _give_back(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for group, settings in self._settings:
-            _set(group, settings)
-        self._hooks, self._settings, self._flights, self._order, self._begun = [], [], [], [], False
-        self.sharding.release()
-
-
-@dataclass(frozen=True)
-class _Held(Transfer[None]):
-    """On gloo FSDP2's reductions hold up their thread: so that of the lane."""
-
-    reduce: Callable[[], None] = lambda: None
-
-    def receive(self, timeout: timedelta | None = None) -> None:
-        self.reduce()
-
-
-def _accumulating(held: Any) -> Callable[[Tensor], None]:
-    def accumulate(parameter: Tensor) -> None:
-        held.accumulate_unsharded_grad_if_needed()
-        held.to_accumulated_grad_if_needed()
-
-    return accumulate
-
-
-def _set(group: ParameterGroup, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(group, name, value)
-
-
-def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
-    over = sorted(group.mesh_info.mesh.mesh.flatten().tolist())
-    if over != sorted(ranks):
-        what = "experts" if expert else "parameters outside the experts"
-        raise ValueError(
-            f"FSDP2 holds {what} of {', '.join(type(m).__name__ for m in group.modules)} over ranks {over}; allowed: "
-            f"{sorted(ranks)}, whose gradients they sum"
-        )
-
-
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
 
 
 class Sharding:
-    """What FSDP2 holds of one or more models; nothing, where it was not applied.
+    """The parameters that FSDP2 holds of one or more models, perhaps none.
 
     >>> sharding = Sharding(model, ranks=range(size))
     >>> with sharding.gathered():
     ...     stage = Stage(model, exchange)  # sees whole parameters, the same objects in every step
 
-    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` says.
+    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is.
 
     Args:
-        models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order
-            on all ranks that hold them.
-        ranks: Those of the engine, by their numbers in the default group.
+        models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order on all ranks
+            that hold them.
+        ranks: Ranks of the engine, by their numbers in the default group.
 
     Raises:
-        ValueError: A parameter is a DTensor by something else, such as tensor parallelism, or over other ranks; FSDP2
-            was applied to a module around the blocks, which is not given; or it was applied with mixed precision, and
-            torch is older than 2.13.
+        ValueError: A parameter is a DTensor that FSDP2 does not hold, as under tensor parallelism, or over other ranks;
+            FSDP2 was applied to a module around the blocks that is not given; or it was applied with mixed precision,
+            and torch is older than 2.13.
     """
 
     def __init__(self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int]) -> None:
@@ -247,40 +84,40 @@ class Sharding:
 
     @property
     def process_groups(self) -> set[dist.ProcessGroup]:
-        """What FSDP2's collectives run on: groups of the user's."""
+        """Groups of FSDP2's collectives, which are the user's."""
         meshes = [group.mesh_info for group in self.groups]
         found = (getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("shard", "replicate"))
         return {group for group in found if group is not None}
 
     def limit(self, timeout: timedelta) -> None:
-        """Sets the limit of FSDP2's waits, which torch takes from the process group."""
+        """Set the limit of FSDP2's waits, which torch takes from the process group."""
         for group in self.process_groups:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def abort(self) -> None:
-        """Ends FSDP2's collectives on gloo, where the process ends: its groups are the user's."""
+        """End FSDP2's collectives on gloo when the process ends; the groups are the user's."""
         for group in self.process_groups:
             abort(group)
 
     def gather(self) -> None:
-        """Starts to gather all parameters, in order; a module's forward waits for its own. Holds the hooks still."""
+        """Start to gather all parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
         self._handles = [module.unshard(async_op=True) for module in self._modules]
         for module in self._modules:
-            # Else a forward would have the parameters resharded under another that is suspended, and a backward would
-            # end with the reduction of whatever is there.
+            # Else the end of a forward would reshard parameters that a suspended forward needs, and the end of a
+            # backward would reduce incomplete gradients.
             _state(module)._training_state = TrainingState.PRE_BACKWARD
         for module, handle in zip(self._modules, self._handles, strict=True):
             if id(module) in self._uncalled:  # the engine calls its blocks alone
                 handle.wait()
 
     def wait(self) -> None:
-        """Waits until all parameters are here."""
+        """Wait until all parameters are gathered."""
         for handle in self._handles:
             handle.wait()
 
     def release(self) -> None:
-        """Frees the gathered parameters; the modules are FSDP2's again."""
-        self.wait()  # an unfinished gathering would pass for the next one
+        """Free the gathered parameters and give the modules back to FSDP2."""
+        self.wait()  # FSDP2 would take an unfinished gathering for the next one
         self._handles = []
         for module in self._modules:
             module.reshard()
@@ -288,7 +125,7 @@ class Sharding:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """While it lasts, all parameters are whole."""
+        """Run the body with all parameters whole."""
         self.gather()
         try:
             self.wait()
@@ -297,12 +134,12 @@ class Sharding:
             self.release()
 
     def finalize(self) -> None:
-        """Ends FSDP2's backward: on CUDA, the current stream waits for the reductions."""
+        """End FSDP2's backward: on CUDA, the current stream waits for the reductions."""
         for root in self._roots:
             _state(root)._root_post_backward_final_callback()
 
     def forget(self) -> None:
-        """Drops gradients that were not reduced."""
+        """Drop gradients that were not reduced."""
         for group in self.groups:
             for held in group.fsdp_params:
                 held.unsharded_accumulated_grad = None
@@ -313,8 +150,8 @@ class Sharding:
 def _check_parameter(
     mesh: DeviceMesh, group: ParameterGroup | None, module: nn.Module, ranks: Collection[int], name: str
 ) -> None:
-    """Refuses a DTensor of a module's over this mesh, unless a group of FSDP2 holds it over the engine's ranks."""
-    # Ranks beside these are an engine of their own: they would measure other costs and play another plan.
+    """Raise ValueError unless FSDP2 holds a module's DTensor over the engine's ranks."""
+    # Other ranks have other engines: they would measure other costs and play another plan.
     foreign = _beyond(mesh, ranks)
     if not foreign and group is not None:  # FSDP2 may hold tensors that are sharded over another dimension already
         foreign = _beyond(mesh, group.mesh_info.mesh.mesh.flatten().tolist())
@@ -332,7 +169,7 @@ def _check_parameter(
 
 
 def _beyond(mesh: DeviceMesh, ranks: Collection[int]) -> str:
-    """The dimensions of a mesh along which this rank meets others than these, in words; empty where there is none."""
+    """Return the dimensions of a mesh along which this rank meets other ranks than these, in words, or nothing."""
     at, found = mesh.get_coordinate() or [0] * mesh.ndim, []
     for dimension in range(mesh.ndim):
         line = mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
@@ -350,12 +187,12 @@ def _groups(module: FSDPModule) -> list[ParameterGroup]:
     state = _state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # torch 2.11 knows one a module, or none.
+    # torch 2.11 has at most one a module.
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _by_state(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
-    """The modules but for those that share their state with an earlier one, as of ``fully_shard([a, b])``."""
+    """Return the modules without those that share the state of an earlier one, as after ``fully_shard([a, b])``."""
     first: dict[int, FSDPModule] = {}
     for module in modules:
         first.setdefault(id(_state(module)), module)
@@ -373,3 +210,170 @@ def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
 def _held(root: FSDPModule) -> list[FSDPModule]:
     assert isinstance(root, nn.Module)
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+# The engine scales losses by the number of ranks; FSDP2 by default divides by the ranks of each mesh.
+_SETTINGS = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True, "reshard_after_backward": False}
+
+
+class ShardedReducer:
+    """One reduction a parameter group of FSDP2, launched when the last contribution of all its blocks is in.
+
+    FSDP2 adds the sum to the sharded ``.grad``, which may hold earlier steps. Gradients are sums over ranks, whatever
+    divide factor was set. After ``set_requires_gradient_sync(False)`` they stay on their rank.
+
+    Args:
+        sharding: Of the models of all stages, gathered when the stages were made.
+        stages: Stages of this rank, by number.
+        lane: Where reductions travel.
+        ranks: Ranks that hold the same parameters outside the experts, by their numbers in the default group.
+        expert_ranks: Ranks that hold the same experts.
+
+    Raises:
+        ValueError: FSDP2 was applied over other ranks.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        stages: Mapping[int, Blocks],
+        lane: Lane,
+        *,
+        ranks: Sequence[int],
+        expert_ranks: Sequence[int],
+    ) -> None:
+        self.sharding, self.lane = sharding, lane
+        places: dict[nn.Parameter, set[BlockKey]] = {}
+        experts: set[nn.Parameter] = set()
+        for number, stage in stages.items():
+            for block in range(len(stage.blocks)):
+                held = stage.expert_parameters_of(block)
+                experts.update(held)
+                for parameter in (*stage.block_parameters[block], *held):
+                    places.setdefault(parameter, set()).add((number, block))
+        self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
+        self.parameters: set[nn.Parameter] = set()
+        """Parameters that FSDP2 reduces, gathered."""
+        for group in sharding.groups:
+            parameters = [p for held in group.fsdp_params if (p := held.unsharded_param) in places]
+            self.parameters.update(parameters)
+            if parameters:
+                self._places.append((group, {place for p in parameters for place in places[p]}))
+            for parameter in parameters:
+                _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
+        self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
+        self._ready: set[BlockKey] = set()
+        self._flights: list[Flight[None]] = []
+        self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._begun = False
+
+    def begin(self, order: Sequence[Node]) -> None:
+        """Gather the parameters, and take FSDP2's settings over for the step."""
+        self._begun, self._flights, self._ready = True, [], set()
+        at = {(node.stage, node.block): index for index, node in enumerate(order) if node.op is Op.REDUCE}
+
+        def complete(entry: tuple[ParameterGroup, set[BlockKey]]) -> int:
+            return max(at.get(place, len(order)) for place in entry[1])
+
+        self._order = sorted(self._places, key=complete)[::-1]
+        for group, _ in self._places:
+            self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
+            _set(group, _SETTINGS)
+            for held in group.fsdp_params:
+                if held.reduce_dtype is not None:  # FSDP2 sums microbatches in the dtype in which it sums ranks
+                    hook = _accumulating(held)
+                    self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
+        self.sharding.gather()
+
+    def launch(self, node: Node) -> list[Flight[None]]:
+        """Start the reductions that this block completes, and reductions that waited for their turn behind them."""
+        self._ready.add((node.stage, node.block))
+        launched = []
+        while self._order and self._order[-1][1] <= self._ready:
+            launched.append(self._start(node, self._order.pop()[0]))
+        return launched
+
+    def _start(self, node: Node, group: ParameterGroup) -> Flight[None]:
+        for held in group.fsdp_params:
+            parameter = held.unsharded_param
+            if parameter.requires_grad and parameter.grad is None and held.unsharded_accumulated_grad is None:
+                # No token of this rank reached it; another rank's may have, and all ranks must reduce the same.
+                if held.reduce_dtype is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
+
+        def post() -> Transfer[None]:
+            if self.lane.background:
+                return _Held(None, reduce=group.post_backward)
+            group.post_backward()
+            return Transfer(None)
+
+        flight = self.lane.launch(node, post)
+        self._flights.append(flight)
+        return flight
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight."""
+        for flight in self._flights:
+            flight.drained(self.lane.timeout.total_seconds())
+
+    def finish(self) -> None:
+        """Wait for all reductions, start those over one rank, which have no node, and give the modules back."""
+        while self._order:
+            group, places = self._order.pop()
+            stage, block = max(places)
+            self._start(Node(Op.REDUCE, Kind.W, 0, block, stage=stage), group)
+        for flight in self._flights:
+            flight.wait()
+        self.sharding.finalize()
+        self._give_back()
+
+    def restore(self) -> None:
+        """Drop the gradients of a step that failed."""
+        if self._begun:
+            self.sharding.forget()
+            with suppress(RuntimeError):  # a lost rank answers no gathering; the step's own error counts
+                self._give_back()
+
+    def _give_back(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for group, settings in self._settings:
+            _set(group, settings)
+        self._hooks, self._settings, self._flights, self._order, self._begun = [], [], [], [], False
+        self.sharding.release()
+
+
+@dataclass(frozen=True)
+class _Held(Transfer[None]):
+    """A reduction of FSDP2 on gloo, which blocks its thread: the lane's."""
+
+    reduce: Callable[[], None] = lambda: None
+
+    def receive(self, timeout: timedelta | None = None) -> None:
+        self.reduce()
+
+
+def _accumulating(held: Any) -> Callable[[Tensor], None]:
+    def accumulate(parameter: Tensor) -> None:
+        held.accumulate_unsharded_grad_if_needed()
+        held.to_accumulated_grad_if_needed()
+
+    return accumulate
+
+
+def _set(group: ParameterGroup, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(group, name, value)
+
+
+def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
+    over = sorted(group.mesh_info.mesh.mesh.flatten().tolist())
+    if over != sorted(ranks):
+        what = "experts" if expert else "parameters outside the experts"
+        raise ValueError(
+            f"FSDP2 holds {what} of {', '.join(type(m).__name__ for m in group.modules)} over ranks {over}; allowed: "
+            f"{sorted(ranks)}, whose gradients they sum"
+        )

@@ -1,4 +1,4 @@
-"""Where gradients enter a graph that has been cut, and what they are computed by."""
+"""Gradients of a graph that has been cut, and weight gradients apart from input gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overlap1f1b.kernels.weight_grad import add_weight_grad_
 
 
 class Root(NamedTuple):
-    """A tensor of which only the graph is left: where its gradient goes, and what that looks like."""
+    """The graph of a tensor without the tensor: where its gradient enters, and the gradient's shape and dtype."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -31,20 +31,20 @@ class Root(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Root | None:
-        """None where no gradient will come."""
+        """Return the root of a tensor; None if it requires no gradient."""
         if not tensor.requires_grad:
             return None
         return cls(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def checked(self, grad: Tensor, name: str) -> Tensor:
-        """The gradient, broadcast from a scalar.
+        """Return the gradient on the tensor's device and in its dtype; a scalar is broadcast.
 
         Raises:
-            ValueError: Another shape.
+            ValueError: The gradient has another shape; ``name`` is the block's.
         """
         if grad.dim() and grad.shape != self.shape:
             raise ValueError(
-                f"a gradient of shape {tuple(grad.shape)} for what {name} returns; allowed: {tuple(self.shape)}"
+                f"a gradient of shape {tuple(grad.shape)} for an output of {name}; allowed: {tuple(self.shape)}"
             )
         grad = grad.to(self.device, self.dtype)
         return grad if grad.shape == self.shape else grad.expand(self.shape)
@@ -57,7 +57,7 @@ def grad_of(
     *,
     retain_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    # Its type allows tensors or edges, the function itself both together.
+    # The annotation allows tensors or edges, the function itself both together.
     mixed = cast("Sequence[Tensor]", roots)
     try:
         return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
@@ -73,7 +73,7 @@ def grad_of(
 def gradients(
     roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the leaves, whose own hooks wait: they see the whole gradient when it is accumulated."""
+    """Return gradients of the leaves without running the leaves' hooks: those run when the sum is accumulated."""
     hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
     held = [dict(hook) for hook in hooks]
     try:
@@ -90,9 +90,9 @@ def gradients(
 def accumulated(
     roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the leaves; those of parameters are added to ``.grad`` on the way.
+    """Return gradients of the leaves, and add gradients of parameters to ``.grad`` on the way.
 
-    Without ``inputs``, which no checkpoint that runs a backward inside of this one would be compatible with.
+    ``backward`` gets no ``inputs``: a reentrant checkpoint refuses them.
     """
     if roots:
         torch.autograd.backward(cast("Sequence[Tensor]", roots), grads)
@@ -100,7 +100,7 @@ def accumulated(
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A leaf of the same values, where a gradient is to come."""
+    """Return a leaf of the same values if the tensor requires a gradient, else the tensor."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
@@ -118,7 +118,7 @@ Gradients = dict[nn.Parameter, Tensor]
 class WeightQueue:
     """Weight gradients that one backward of one microbatch has left for later.
 
-    While ``probing`` is set, backwards leave nothing: the engine walks a part of a graph a second time.
+    While ``probing`` is set, backwards leave nothing: the engine will walk that part of the graph a second time.
     """
 
     def __init__(self) -> None:
@@ -127,16 +127,16 @@ class WeightQueue:
         self._ready: Gradients = {}
 
     def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor | None]) -> None:
-        """Leaves a gradient to be computed later; None is one that has been added elsewhere by then."""
+        """Leave a gradient to be computed later; ``gradient`` returns None if it has added it elsewhere."""
         if not self.probing:
             self._waiting.append((weight, gradient))
 
     def keep(self, gradients: Gradients) -> None:
-        """Keeps gradients that are there already: a parameter may get one from a split layer and one from elsewhere."""
+        """Keep gradients that are computed already: a parameter may have one besides that of a split layer."""
         self._ready = gradients
 
     def compute(self) -> Gradients:
-        """Computes and empties what waits, together with what was kept, summed per parameter."""
+        """Return all gradients, summed per parameter, and empty the queue."""
         total, self._ready = self._ready, {}
         for weight, gradient in self._waiting:
             if (found := gradient()) is not None:
@@ -146,7 +146,7 @@ class WeightQueue:
 
 
 class SplitLinear(torch.autograd.Function):
-    """``F.linear`` whose backward gives the gradients of input and bias and queues that of the weight."""
+    """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightQueue) -> Tensor:
@@ -156,7 +156,7 @@ class SplitLinear(torch.autograd.Function):
         if ctx.cast is not None:
             x = x.to(ctx.cast)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)  # autocast, where it is on, casts weight and bias here as it would outside
+        return F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
@@ -177,9 +177,9 @@ def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class SplitGroupedMM(torch.autograd.Function):
-    """``grouped_mm`` whose backward gives the gradient of the rows and queues that of the weight.
+    """``grouped_mm`` whose backward computes the gradient of the rows, and queues the weight's.
 
-    With ``kernels`` it is added to the weight's main gradient, if there is one, instead of being handed on.
+    With ``kernels`` the weight's gradient is added to its main gradient, if there is one.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ class SplitGroupedMM(torch.autograd.Function):
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The float32 buffer in which an optimizer keeps a parameter's gradient, by Megatron's name; None without one."""
+    """Return the float32 buffer of a parameter's gradient that Megatron calls ``main_grad``; None without one."""
     main = getattr(parameter, "main_grad", None)
     if not isinstance(main, Tensor) or main.dtype != torch.float32 or main.shape != parameter.shape:
         return None
@@ -223,19 +223,19 @@ def _add_to_main(
     kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
-    # Megatron's hooks wait for a gradient, are told by this not to add it, and let go of it: its values are nothing's.
+    # Megatron's hooks wait for a gradient, and this tells them not to add it: its values are never read.
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter)
 
 
 def accumulate(gradients: Gradients) -> None:
-    """Adds to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
+    """Add to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
     if not gradients:
         return
     if all(parameter.grad is not None for parameter in gradients):
         torch.autograd.backward(list(gradients), list(gradients.values()))
         return
-    # A first gradient becomes ``.grad`` without a copy only if nothing else holds it, no Python list either.
+    # Autograd takes a first gradient as ``.grad`` without a copy only if nothing else refers to it.
     parameters, box = list(gradients), list(gradients.values())
     gradients.clear()
     with torch.enable_grad():
@@ -244,7 +244,7 @@ def accumulate(gradients: Gradients) -> None:
 
 
 class _Deliver(torch.autograd.Function):
-    """A scalar whose backward gives each parameter what is in the box."""
+    """A scalar whose backward gives each parameter its gradient from the box."""
 
     @staticmethod
     def forward(ctx: Any, box: list[Tensor], *parameters: nn.Parameter) -> Tensor:

@@ -1,4 +1,7 @@
-"""A module's forward that stops wherever it calls its experts."""
+"""Suspend a module's forward where it calls its experts.
+
+This file reads private attributes of torch: no public function shows or sets the stacks of hooks and modes.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class SeamCall(NamedTuple):
-    """A call of experts that waits for its result ``[T, H]``."""
+    """A call of experts that is suspended until its result ``[T, H]`` is there."""
 
     experts: nn.Module
     tokens: Tensor  # [T, H]
     indices: Tensor  # [T, K] int64
     weights: Tensor  # [T, K]
-    state: ThreadState  # around the call: autocast and the like, in which the experts must run
+    state: ThreadState  # at the call: the experts must run in it
 
 
 class OnceHooks(TorchFunctionMode):
-    """Tensor hooks that are registered behind a call of experts run once, though the engine walks that part twice.
+    """Makes tensor hooks run once that are registered behind a call of experts, where the engine walks the graph twice.
 
-    Both walks bring the same gradient, so the second gets what the hook made of it the first time.
+    Both walks bring the same gradient, so the second walk gets the first result of the hook.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,9 +54,9 @@ def _once(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor 
 
 
 class Forward(greenlet):
-    """``function(*args)`` on a stack of its own, so that it can be left at a call of experts and taken up later.
+    """``function(*args)`` on its own stack, which is suspended at every call of experts.
 
-    :meth:`start` and :meth:`resume` return the next :class:`SeamCall`, or what the function returns.
+    :meth:`start` and :meth:`resume` return the next :class:`SeamCall`, or the function's own result.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, device: torch.device) -> None:
@@ -64,15 +67,15 @@ class Forward(greenlet):
         self._outside = ThreadState.capture(device)
 
     def start(self, *args: Any) -> Any:
-        """Runs the function up to its first call of experts."""
+        """Run the function to its first call of experts."""
         return self._enter(args)
 
     def resume(self, result: Any) -> Any:
-        """Hands the result of the call to the function and runs it up to the next."""
+        """Return the call's result inside the function, and run it to the next call."""
         return self._enter(result)
 
     def stop(self) -> None:
-        """Unwinds a suspended function: its ``finally`` blocks and context managers run."""
+        """Unwind a suspended function: its ``finally`` blocks and context managers run."""
         if not self.dead and self:
             self.throw(GreenletExit)
 
@@ -87,28 +90,29 @@ class Forward(greenlet):
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
 
-    def hand_out(self, what: object, inside: ThreadState) -> Any:
-        """Called inside, in the state ``inside``: leaves the function here, and returns what it is resumed with."""
+    def suspend(self, call: SeamCall) -> Any:
+        """Leave the function here, and return the value that it is resumed with. Called on the function's own stack."""
+        inside = call.state
         self._outside.restore(inside, self.name)
         assert self.parent is not None
-        if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it will leave itself
+        if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it leaves by itself
             own = len(self._outside.function_modes)
             modes = (*inside.function_modes[:own], self._once_hooks, *inside.function_modes[own:])
             inside = replace(inside, function_modes=modes)
         try:
-            return self.parent.switch(what)
-        finally:  # the function's own context managers must find the state that they left, also when it is stopped
+            return self.parent.switch(call)
+        finally:  # the function's own context managers must find their state, also when it is stopped
             inside.restore(ThreadState.capture(self.device), self.name)
 
 
 def suspending(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The callable that stands in for ``experts.forward``: inside a :class:`Forward` it suspends, else it is plain."""
+    """Return a stand-in for ``experts.forward`` that suspends inside a :class:`Forward`, and else calls ``plain``."""
 
     def call(tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         current = getcurrent()
         if isinstance(current, Forward):
             state = ThreadState.capture(current.device)
-            result = current.hand_out(SeamCall(experts, tokens, indices, weights, state), state)
+            result = current.suspend(SeamCall(experts, tokens, indices, weights, state))
             assert isinstance(result, Tensor)
             return result
         return plain(tokens, indices, weights)
@@ -120,12 +124,12 @@ OUTSIDE = "the engine goes on outside the compiled graph"
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called outside what ``torch.compile`` makes of its caller, which goes on behind it.
+    """Return the function so that ``torch.compile`` breaks the graph of its caller around it.
 
-    To switch stacks and to queue weight gradients are no operations of a graph. What is compiled with
-    ``fullgraph=True`` then raises, with :data:`OUTSIDE` in the message.
+    A graph cannot switch stacks or queue weight gradients. A caller that is compiled with ``fullgraph=True`` raises,
+    with :data:`OUTSIDE` in the message.
     """
-    # Who has compiled anything has loaded the compiler, which takes seconds.
+    # Loading the compiler takes seconds; a process that has compiled anything has loaded it.
     return torch.compiler.disable(function, reason=OUTSIDE) if "torch._dynamo" in sys.modules else function
 
 
@@ -135,10 +139,10 @@ _C: Any = torch._C
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, autocast, saved-tensor hooks and modes, as they are now.
+    """Grad mode, autocast, saved-tensor hooks and modes of the thread.
 
-    A switch between greenlets leaves these where they are; without care a forward that is suspended inside
-    ``no_grad`` or ``autocast`` would impose it on whatever runs next.
+    A switch between greenlets does not switch them: a forward that is suspended inside ``no_grad`` or ``autocast``
+    would impose it on the code that runs next.
     """
 
     grad: bool
@@ -148,11 +152,11 @@ class ThreadState:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     fixed: tuple[tuple[str, object], ...]
-    """What no call can set for a running forward, by the name of what sets it."""
+    """State that cannot be changed inside a running forward, by the name of its context manager."""
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
-        """The state of this thread; ``device`` is that of the model."""
+        """Return the present state; ``device`` is the model's."""
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         return cls(
             torch.is_grad_enabled(),
@@ -165,10 +169,10 @@ class ThreadState:
         )
 
     def restore(self, now: ThreadState, name: str) -> None:
-        """Makes this the state of the thread, which at present is in the state ``now``.
+        """Set this state; ``now`` is the present one.
 
         Raises:
-            ValueError: The two differ in something that cannot be set; the message names the module ``name``.
+            ValueError: They differ in a state that cannot be set; ``name`` is the module's.
         """
         if self == now:
             return
@@ -200,7 +204,7 @@ class ThreadState:
 
     @contextmanager
     def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
-        """Runs its body in this state, but for the grad mode where ``grad`` is off."""
+        """Run the body in this state, with gradients off if ``grad`` is."""
         outside = ThreadState.capture(device)
         inside = replace(self, grad=self.grad and grad)
         inside.restore(outside, name)
@@ -208,13 +212,13 @@ class ThreadState:
         try:
             yield
         finally:
-            if torch.autocast_decrement_nesting() == 0:  # else casts of weights would outlive the weights' next change
+            if torch.autocast_decrement_nesting() == 0:  # else cached casts of weights would outlive an update
                 torch.clear_autocast_cache()
             outside.restore(inside, name)
 
 
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
-    """The stack of (pack, unpack), outermost first; torch can only show its top."""
+    """Return the stack of (pack, unpack), outermost first; torch shows only its top."""
     stack = []
     while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         stack.append(top)
