@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from overlap1f1b.cli.output import check_folder, check_json
-from overlap1f1b.cli.rate import parse_loopback, parse_wire
+from overlap1f1b.cli.wire import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
@@ -186,8 +186,8 @@ class BenchOptions(RunOptions):
     """loopback: with one rank, rows leave the device for host memory and come back, as fast as that goes;
     loopback:GB/s no faster than that."""
     compute: Literal["real", "timed"] = "real"
-    """timed: compute waits for its measured time instead of taking it, as a GPU would leave the processor: each node on
-    one stage, each matrix product over several."""
+    """timed: matrix products wait for the time of their operations, which is measured, instead of computing, so that
+    the processor is free for the rest, as beside a GPU."""
     reduce: bool = False
     """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not contain it."""
     rounds: int = 5

@@ -8,7 +8,7 @@ from itertools import count
 
 from overlap1f1b.cli.bench.command import kind_of
 from overlap1f1b.cli.bench.measure import Report
-from overlap1f1b.cli.bench.rows import Row
+from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.options import BenchOptions, TrainOptions
 from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
 from overlap1f1b.cli.ranks import Rank
@@ -45,8 +45,8 @@ def _training(options: TrainOptions, rank: Rank, report: Report) -> Subject:
 
 @contextmanager
 def _benchmark(options: BenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
-    row = Row(options.program(), parse_overlap(options.overlap), default=True)
+    variant = asked_for(options)
     bench = kind_of(options)(options, rank, report)
-    with bench.ready([row]) as (engines, *_):
-        engine = engines[row.key]
+    with bench.ready([variant]) as (engines, *_):
+        engine = engines[variant.key]
         yield engine, lambda: bench.step(engine)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from overlap1f1b.cli.bench.gradients import compare
 
 NAN, INF = float("nan"), float("inf")
