@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap1f1b.cli.bench.doubts import doubts
 from rich.console import Console
 
-from overlap1f1b.cli.bench.command import show
+from overlap1f1b.cli.bench.command import doubts, show
 from tests.cli.inside import Verb
 from tests.cli.run import COMMAND, Run, refused
 
