@@ -14,14 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from overlap1f1b.cli.draw.grid import Grid
+from overlap1f1b.cli.draw.picture import paint
+from overlap1f1b.cli.draw.tracks import rows_of
 from overlap1f1b.cli.output import console, write_json
-from overlap1f1b.cli.plan.content import Played, content_of, found, row_of
-from overlap1f1b.cli.plan.grid import Grid
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
-from overlap1f1b.cli.plan.picture import paint
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
-from overlap1f1b.cli.plan.rows import rows_of
-from overlap1f1b.cli.plan.tables import per_rank, per_schedule
+from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import ActionModel, Candidate, NodeModel, PlanTimeline, Ranking, search
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from overlap1f1b.cli.plan.picture import COLOURS, LABELS, MOST_TEXTS
-from overlap1f1b.cli.report.rows import stacks_of
+from overlap1f1b.cli.draw.picture import COLOURS, LABELS, MOST_TEXTS
+from overlap1f1b.cli.draw.tracks import stacks_of
 from overlap1f1b.cli.report.tables import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
 

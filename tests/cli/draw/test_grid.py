@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.cli.plan.grid import Cell, Grid, Row
-from overlap1f1b.cli.plan.rows import rows_of
+from overlap1f1b.cli.draw.grid import Cell, Grid, Row
+from overlap1f1b.cli.draw.tracks import rows_of
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import ActionModel
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap1f1b.cli.plan.grid import Cell, Row, letters
+from overlap1f1b.cli.draw.grid import Cell, Row, letters
 
 COLOURS = {
     "F": "#4c8bf5",
