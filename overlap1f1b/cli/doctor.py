@@ -25,6 +25,7 @@ from overlap1f1b.cli.launch import STORE, run_ranks
 from overlap1f1b.cli.options import LONGEST
 from overlap1f1b.cli.output import check_json, console, write_json
 from overlap1f1b.cli.wire import Wire
+from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class DoctorOptions:
       overlap1f1b doctor --json -                          # for scripts
     """
 
-    timeout: float = 30.0
+    timeout: float = DOCTOR_LIMIT_S
     """Seconds that two local ranks are given to measure the link between them."""
     json: str | None = None
     """File for the findings as JSON, or - for standard output."""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from overlap1f1b.cli.draw.picture import paint
-from overlap1f1b.cli.draw.tracks import rows_of
+from overlap1f1b.cli.draw.tracks import tracks_of_bars
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
@@ -91,7 +91,7 @@ def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOption
     title = f"{title}, step {content.get('drawn_step')}"
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
-            paint(rows_of(bars), path, title=title, option=option, unit="ms from the start of the step")
+            paint(tracks_of_bars(bars), path, title=title, option=option, unit="ms from the start of the step")
     if output.html is not None:
         write_page(content, bars, output.html, title=title)
 
