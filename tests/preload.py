@@ -17,8 +17,8 @@ import torch.distributed.tensor
 
 import overlap1f1b.cli.bench.command
 import overlap1f1b.cli.main
-import overlap1f1b.cli.profile.command
-import overlap1f1b.cli.train
+import overlap1f1b.cli.profile
+import overlap1f1b.cli.train.command
 
 with suppress(ImportError):
     import transformers.models.mixtral.modeling_mixtral

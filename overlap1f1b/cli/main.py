@@ -11,12 +11,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from overlap1f1b.cli.arguments import parse
-from overlap1f1b.cli.doctor.options import DoctorOptions
-from overlap1f1b.cli.launch import STORE, run_ranks, under_torchrun
-from overlap1f1b.cli.options import BenchOptions, RunOptions, TrainOptions, check_run
+from overlap1f1b.cli.doctor import DoctorOptions
+from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, enter_nsys, run_ranks, under_torchrun
+from overlap1f1b.cli.options import (
+    VERBS,
+    BenchOptions,
+    ProfileOptions,
+    RunOptions,
+    TrainOptions,
+    check_profile,
+    check_run,
+)
 from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.cli.profile.nsys import INSIDE, check_nsys, enter_nsys
-from overlap1f1b.cli.profile.options import VERBS, ProfileOptions, check_profile
 from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.cli.wire import Wire
 
@@ -42,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(options)
             return 0
         if isinstance(options, DoctorOptions):
-            from overlap1f1b.cli.doctor.command import doctor
+            from overlap1f1b.cli.doctor import doctor
 
             return doctor(options)
         if isinstance(options, ProfileOptions):
@@ -126,9 +132,9 @@ def _run_rank(options: RunOptions) -> int:
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
-        from overlap1f1b.cli.profile.command import profile as verb
+        from overlap1f1b.cli.profile import profile as verb
     elif isinstance(options, TrainOptions):
-        from overlap1f1b.cli.train import train as verb
+        from overlap1f1b.cli.train.command import train as verb
     else:
         from overlap1f1b.cli.bench.command import bench as verb
     with joined((options.pp, options.dp, options.ep), options.timeout) as rank:

@@ -11,9 +11,9 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from overlap1f1b.cli.board import Board
 from overlap1f1b.cli.main import main
-from overlap1f1b.cli.trainer import Step
+from overlap1f1b.cli.train.progress import Board
+from overlap1f1b.cli.train.trainer import Step
 
 
 def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlap1f1b.cli.curves import marks, sparkline
+from overlap1f1b.cli.train.summary import marks, sparkline
 
 
 def test_sparkline() -> None:

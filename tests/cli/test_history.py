@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.cli.history import FILE, History
+from overlap1f1b.cli.train.command import FILE, History
 
 
 def test_ahead_of_its_checkpoint_it_is_cut(tmp_path: Path) -> None:

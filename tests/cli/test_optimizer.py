@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from overlap1f1b.cli.optimizer import build_optimizer, learning_rate, set_learning_rate, set_weight_decay
+from overlap1f1b.cli.train.trainer import build_optimizer, learning_rate, set_learning_rate, set_weight_decay
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.cli.rate import Balanced, parse_rate, parse_wire
+from overlap1f1b.cli.wire import Balanced, parse_rate, parse_wire
 
 RATES = {"500mbit": 500e6, "1gbit": 1e9, "2.5gbit": 2.5e9, "100kbit": 1e5, "0.5Mbit": 5e5, "10kbit": 1e4}
 NOT_RATES = ["", "fast", "500", "mbit", "500 mbit", "500mbit\n", "500mbps", "500mb", "٥mbit", "1.gbit"]

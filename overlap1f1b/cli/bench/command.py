@@ -1,26 +1,26 @@
-"""``overlap1f1b bench`` on one rank: measures, prints, writes."""
+"""``overlap1f1b bench`` on one rank: measure, print, write."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from overlap1f1b.cli.bench.doubts import doubts
 from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.workload import environment
 
-if TYPE_CHECKING:
-    from overlap1f1b.cli.bench.pipelines import PipelineBench
+LEAST_OVER_BOUND = 0.98
+MOST_OFF_RATE = 0.1
+MOST_OFF_PREDICTION = 0.1
 
 
-def kind_of(options: BenchOptions) -> type[Bench | PipelineBench]:
-    """What measures with these options."""
+def kind_of(options: BenchOptions) -> type[Bench]:
+    """Return the benchmark for these options."""
     if options.hf_config is not None:
         from overlap1f1b.cli.bench.hf import HfBench
 
@@ -33,7 +33,7 @@ def kind_of(options: BenchOptions) -> type[Bench | PipelineBench]:
 
 
 def bench(options: BenchOptions, rank: Rank) -> None:
-    """Measures every row; the first rank reports."""
+    """Measure every row; the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with screen.status("starting") as status:
         result = kind_of(options)(options, rank, status.update).run()
@@ -57,8 +57,35 @@ def bench(options: BenchOptions, rank: Rank) -> None:
     write_json(options.json, result)
 
 
+def doubts(result: dict[str, Any]) -> list[str]:
+    """Return the errors of measurement that the JSON of ``bench`` shows, one line each.
+
+    No step can take less time than its compute or its exchanges alone, and bytes no other time than the wire's rate.
+    Steps of timed compute can be predicted, since it takes its time whatever else runs; where they cannot, the
+    processor has too little time for the rest, above all for Python.
+    """
+    found = [
+        f"{row['program']} · {row['overlap']}: over bound {row['over_bound']:.4f} is under {LEAST_OVER_BOUND}"
+        for row in result["rows"]
+        if row["over_bound"] < LEAST_OVER_BOUND
+    ]
+    took, expected = result["exchange_only_ms"], result["wire"]["bytes_over_rate_ms"]
+    if expected and abs(took / expected - 1) > MOST_OFF_RATE:
+        within = f"within {MOST_OFF_RATE:.0%} of bytes over rate, {expected:.0f} ms"
+        found.append(f"exchange only {took:.0f} ms is not {within}")
+    if result["compute"] == "timed":
+        share = result.get("processor_share")
+        busy = "" if share is None else f", with processors {share:.0%} busy"
+        for row in result["rows"]:
+            predicted, took = row["predicted_ms"], row["step_ms"]["median"]
+            if predicted is not None and abs(predicted / took - 1) > MOST_OFF_PREDICTION:
+                line = f"{row['program']} · {row['overlap']}: {predicted:.0f} ms were predicted of {took:.0f}"
+                found.append(line + busy)
+    return found
+
+
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Prints the ablation table with the bounds above it."""
+    """Print the ablation table, with the bounds above it."""
     wire, rate = result["wire"], result["wire"]["rate_gbps"]
     link = "loopback" if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
     if wire.get("kind") == "host":

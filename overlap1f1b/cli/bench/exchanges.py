@@ -1,11 +1,11 @@
-"""Exchanges that stand in for the real one, to time compute and exchange apart."""
+"""The exchange of a benchmark, and stand-ins for it that time compute and exchange apart."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.rate import parse_loopback
+from overlap1f1b.cli.wire import parse_loopback
 from overlap1f1b.transport.exchange import Exchange, Transfer, build_exchange, lane_groups
 from overlap1f1b.transport.loopback import LoopbackExchange
 
 
 def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:
-    """What the options ask for, and the bits per second that it keeps to, if any."""
+    """Return the exchange that the options ask for, and its limit in bits per second, None without one."""
     if options.exchange is not None:
         gbps = parse_loopback(options.exchange)
         return LoopbackExchange(rank.device, gbps), None if gbps is None else 8e9 * gbps
@@ -27,7 +27,7 @@ def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | 
 
 
 class Sizes(NamedTuple):
-    """One exchange of rows: rows to and from each rank, and a row's shape and dtype."""
+    """One exchange of rows: the number of rows to and from each rank, and a row's shape and dtype."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
     def sent_bytes(self, rank: int | None) -> int:
-        """Bytes that leave this rank; without one all, also those that it sends to itself."""
+        """Return the bytes that leave ``rank``; None counts also the rows that a rank sends to itself."""
         rows = sum(self.send) - (0 if rank is None else self.send[rank])
         return rows * self.dtype.itemsize * torch.Size(self.row).numel()
 
@@ -51,11 +51,11 @@ class RecordingExchange:
 
     @property
     def counts_received(self) -> dict[int, Tensor]:
-        """The received counts of the step."""
+        """The counts that the step received, by tag."""
         return {tag: transfer.result for tag, transfer in self._counts.items()}
 
     def clear(self) -> None:
-        """Forgets a step."""
+        """Forget the step before."""
         self.sizes: dict[int, Sizes] = {}
         self._counts: dict[int, Transfer[Tensor]] = {}
 
@@ -71,7 +71,7 @@ class RecordingExchange:
 
 
 class AnsweringExchange(Exchange):
-    """Answers at once, with rows of zeros in the numbers that a recorded step received: compute without exchange."""
+    """Answers at once, with as many rows of zeros as a recorded step received: compute without exchange."""
 
     def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
         self.ranks, self.rank, self._counts = ranks, rank, counts
@@ -84,13 +84,13 @@ class AnsweringExchange(Exchange):
 
 
 def settle(device: torch.device) -> None:
-    """Waits for what a device still computes."""
+    """Wait until the device has computed everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Replay:
-    """The exchanges of a recorded step, launched with no compute between them, ``depth`` in flight."""
+    """The exchanges of a recorded step without compute between them, ``depth`` in flight at once."""
 
     def __init__(self, real: Exchange, sizes: Sequence[Sizes], device: torch.device, depth: int = 4) -> None:
         self.real, self.sizes, self.device, self.depth = real, sizes, device, depth
@@ -98,24 +98,19 @@ class Replay:
         self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
 
     def run(self) -> float:
-        """Seconds from the first launch to the last arrival."""
+        """Return the seconds from the first launch to the last arrival."""
         start = time.perf_counter()
-        for _ in self._launches():
-            pass
-        settle(self.device)
-        return time.perf_counter() - start
-
-    def _launches(self) -> Iterator[None]:
         flying: deque[Transfer[Tensor]] = deque()
         for size in self.sizes:
             if len(flying) == self.depth:
                 flying.popleft().finish()
             source = self._sources[size.row, size.dtype][: sum(size.send)]
             flying.append(self.real.rows(source, size.send, size.receive))
-            yield
         for transfer in flying:
             transfer.finish()
+        settle(self.device)
+        return time.perf_counter() - start
 
     def beside(self) -> threading.Thread:
-        """A thread, not yet started, that runs the exchanges beside whatever this thread computes."""
+        """Return a thread, not yet started, that runs the exchanges beside the compute of this thread."""
         return threading.Thread(target=self.run, name="overlap1f1b-replay", daemon=True)

@@ -1,13 +1,13 @@
-"""Models of transformers in the ablation table, and transformers' own expert parallelism beside them."""
+"""The benchmark of a model of transformers, with transformers' own expert parallelism beside it."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.cli.bench.hollow import hollow
-from overlap1f1b.cli.bench.measure import Bench, slowest
+from overlap1f1b.cli.bench.measure import Bench, Bounds, Report, clear, slowest
+from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.hf import HfModel
+from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.engine import LossFunction
+from overlap1f1b.engine import Engine, LossFunction
 from overlap1f1b.engine.stages import Model
+from overlap1f1b.schedule import build_schedule
 
 PEER = "transformers all_to_all"
 
@@ -28,67 +30,79 @@ PEER = "transformers all_to_all"
 class HfBench(Bench):
     """One rank's part of the benchmark of a model of transformers, on one stage."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
+        super().__init__(options, rank, report)
         self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts its labels
-        self.peer = OwnParallelism(self.model, self.rank, self.options.microbatches) if self.options.peers else None
+        self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
-    def _built(self) -> tuple[nn.Module, Model, LossFunction]:
+    def _built(self) -> tuple[nn.Module, Model, LossFunction, None]:
         self.model: HfModel = HfModel(self.options, self.rank, self.options.program())
-        return self.model, self.model.split, self.model.split.loss_fn
+        return self.model, self.model.split, self.model.split.loss_fn, None
 
-    def _computing(self) -> AbstractContextManager[None]:
-        return hollow(self.model, real=self.model.split.routers) if self.options.compute == "timed" else nullcontext()
+    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
+        options = self.options
+        program = build_schedule("sequential", microbatches=options.microbatches)
+        whole, x = HfModel(options, Rank(0, 1, self.rank.device, None), program), self.inputs
+        x = x.chunk(options.microbatches)[0]
+        return whole, lambda: _loss(whole, x), whole.split.routers
 
-    def _phases(self) -> dict[str, Callable[[], float]]:
-        if self.peer is None:
-            return {}
-        peer = self.peer
+    def _real_modules(self) -> Sequence[nn.Module]:
+        return self.model.split.routers
+
+    def _bounds(self, default: Engine) -> Bounds:
+        bounds, peer = super()._bounds(default), self.peer
 
         def step() -> float:
-            self._meet()
+            assert peer is not None
+            self.meet()
             start = time.perf_counter()
-            peer.step(self.inputs, self.target)
+            peer.step(self.inputs)
             return slowest(time.perf_counter() - start, self.rank)
 
-        return {PEER: step}
+        return bounds if peer is None else bounds | {PEER: step}
 
-    def _plain(self) -> float:
-        self._clear_gradients()
-        model, count = self.model.split.model, self.options.microbatches
+    def plain_loop(self) -> float:
+        clear(self.model.parameters())
+        count = self.options.microbatches
         start = time.perf_counter()
         for x in self.inputs.chunk(count):
-            (model(x, labels=x, use_cache=False).loss / count).backward()
+            (_loss(self.model, x) / count).backward()
         return time.perf_counter() - start
 
-    def _summary(self, rows: Any, timed: dict[str, Any], *others: Any) -> dict[str, Any]:
-        result = super()._summary(rows, timed, *others)
-        if self.peer is not None:
-            seconds = timed["bounds"][PEER]
-            own = min(row["step_ms"]["median"] for row in result["rows"])
-            tokens = self.options.batch * self.options.sequence * self.rank.size
-            losses = self.step(self.engine(rows[0]))[1].losses
-            difference = abs(self.peer.loss - math.fsum(map(float, losses)) / len(losses)) / self.peer.loss
-            result["peers"] = {
+    def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
+        if self.peer is None:
+            return super()._further(rows, bounds)
+        seconds = bounds[PEER]
+        tokens = self.options.batch * self.options.sequence * self.rank.size
+        losses = self.step(self.engine(asked_for(self.options)))[1].losses
+        difference = abs(self.peer.loss - math.fsum(map(float, losses)) / len(losses)) / self.peer.loss
+        return {
+            "best_over_peers": 1e3 * seconds / min(row["step_ms"]["median"] for row in rows),
+            "peers": {
                 PEER: {
                     "step_ms": 1e3 * seconds,
                     "tokens_per_s": tokens / seconds,
                     "loss_difference": slowest(difference, self.rank),
                 }
-            }
-            result["best_over_peers"] = 1e3 * seconds / own
-        return result
+            },
+        }
+
+
+def _loss(model: HfModel, tokens: Tensor) -> Tensor:
+    """Return the mean loss of the whole model on this rank, for ``tokens [B, S]``."""
+    loss: Tensor = model.split.model(tokens, labels=tokens, use_cache=False).loss
+    return loss
 
 
 class OwnParallelism:
-    """The same model under transformers' own expert parallelism: its exchange is waited for where it is needed.
+    """The same model under transformers' own expert parallelism, which waits for each exchange where it needs it.
 
-    What is not an expert is sharded by FSDP2, as transformers asks for. It is gathered once a step and reduced after
-    the last microbatch, which is the least that it can send.
+    All parameters but the experts' are sharded by FSDP2, as transformers asks for. They are gathered once a step and
+    reduced after the last microbatch, which is the least that it can send.
 
     Args:
-        model: Whose weights it takes.
-        rank: This process, one of those that share the experts.
+        model: The model whose weights it takes.
+        rank: This process, one of the ranks that share the experts.
         microbatches: Of a step.
 
     Raises:
@@ -104,36 +118,39 @@ class OwnParallelism:
             from transformers.utils.logging import disable_progress_bar
         except ImportError as error:
             raise ValueError(f"--peers with --hf-config: {error}; allowed: transformers 5.23 and accelerate") from None
-        folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
-        dist.broadcast_object_list(folders, src=0)
-        model.split.save_pretrained(folders[0])
         disable_progress_bar()
         spread = DistributedConfig(fsdp_size=rank.size, ep_size=rank.size, ep_implementation="all_to_all")
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folders[0], distributed_config=spread, dtype=torch.float32
-        ).train()
+        with _shared_folder(rank) as folder:
+            model.split.save_pretrained(folder)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=spread, dtype=torch.float32
+            ).train()
         self.microbatches, self.loss = microbatches, math.nan
         self._sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             module.set_reshard_after_forward(False)
-        dist.barrier()
-        if rank.rank == 0:
-            for file in Path(folders[0]).iterdir():
-                file.unlink()
-            Path(folders[0]).rmdir()
 
-    def step(self, inputs: Tensor, target: Tensor) -> None:
-        """Forward and backward of a batch."""
+    def step(self, tokens: Tensor) -> None:
+        """Run forward and backward of a batch ``[B, S]``; ``loss`` is then the mean over its microbatches."""
         self.model.zero_grad(set_to_none=False)
         losses = []
-        for index, (x, y) in enumerate(
-            zip(inputs.chunk(self.microbatches), target.chunk(self.microbatches), strict=True)
-        ):
+        for index, x in enumerate(tokens.chunk(self.microbatches)):
             last = index == self.microbatches - 1
             for module in self._sharded:
                 module.set_requires_gradient_sync(last)
                 module.set_reshard_after_backward(last)
-            loss = self.model(x, labels=y, use_cache=False).loss
+            loss = self.model(x, labels=x, use_cache=False).loss
             (loss / self.microbatches).backward()
             losses.append(float(loss.detach()))
         self.loss = math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def _shared_folder(rank: Rank) -> Iterator[str]:
+    """Yield a new folder, the same on all ranks of this machine, which is removed when all are done."""
+    folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
+    dist.broadcast_object_list(folders, src=0)
+    yield folders[0]
+    dist.barrier()
+    if rank.rank == 0:
+        shutil.rmtree(folders[0])

@@ -1,106 +1,187 @@
-"""Measures the rows: compute only, exchange only, both without dependencies, and every program, interleaved."""
+"""The benchmark of one rank: bounds and rows in rounds, then gradients and memory.
+
+:class:`Bench` measures a model on one stage. Subclasses say what differs over several pipeline ranks (``pipelines.py``)
+and for a model of transformers (``hf.py``): the model, the bounds, the reference gradients, and the peers.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange, settle
-from overlap1f1b.cli.bench.gradients import compare
-from overlap1f1b.cli.bench.hollow import hollow
 from overlap1f1b.cli.bench.memory import peak_bytes
-from overlap1f1b.cli.bench.rows import Row, Samples, ablation, table_of
+from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
+from overlap1f1b.cli.bench.variants import Samples, Variant, variants_of
+from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.rate import Balanced, parse_wire
-from overlap1f1b.cli.wire import INTERFACE, shape
-from overlap1f1b.cli.workload import build_model, load_corpus, loss_fn
+from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
+from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, loss_fn, model_config
 from overlap1f1b.engine import Engine, LossFunction, StepResult
 from overlap1f1b.engine.stages import Model
-from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.plan import NodeCosts, Op, Recompute, parse_overlap
+from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
+from overlap1f1b.plan import NodeCosts, Op, Recompute
+from overlap1f1b.schedule import Program
+from overlap1f1b.simulation import simulate
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
+CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
 Report = Callable[[str], None]
+Bounds = dict[str, Callable[[], float]]
 
 
-@dataclass
+class Peer(Protocol):
+    """A schedule of another library on the same layers."""
+
+    name: str
+    overlap: str
+
+    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+Player = Engine | Peer
+
+
 class Bench:
-    """One rank's part of the benchmark.
+    """One rank's part of the benchmark of a model on one stage; times are those of the slowest rank.
 
     Args:
         options: From the command line.
         rank: This process.
-        report: Told what is being done.
+        report: Called with a text that says what is measured now.
     """
 
-    options: BenchOptions
-    rank: Rank
-    report: Report
+    shared_costs = True
+    """Whether all programs have the same nodes, so that one measurement of their costs serves them all."""
 
-    def __post_init__(self) -> None:
-        options, rank = self.options, self.rank
-        self.overlap = parse_overlap(options.overlap)
-        self.model, self._given, self._loss_fn = self._built()
-        corpus = load_corpus(options)
-        self.inputs, self.target = corpus.batch(
-            0, rank.rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+    def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
+        self.options, self.rank, self.report = options, rank, report
+        self.model, self.played, self.loss_fn, self.weights = self._built()
+        self.inputs, self.target = load_corpus(options).batch(
+            0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         self.real, self.loopback_rate = real_exchange(options, rank)
-        self.sender = rank.rank if options.exchange is None else None
+        self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
-        self.pace: NodeCosts | None = None
+
+    # What differs between kinds of models
+
+    def _built(self) -> tuple[nn.Module, Model, LossFunction, list[float] | None]:
+        """Return a module with all parameters, the model for the engine, its loss and the weights of its blocks."""
+        model = build_model(self.options, self.rank)
+        return model, model, loss_fn, block_weights(self.options)
+
+    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
+        """Return the model, loss and real modules for :func:`operations_per_second`, on this rank alone."""
+        options = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0))
+        model, count = MoETransformer(model_config(options), seed=options.seed), options.microbatches
+        x, y = self.inputs.chunk(count)[0], self.target.chunk(count)[0]
+        return model, lambda: loss_fn(model(x), y), ()
+
+    def _real_modules(self) -> Sequence[nn.Module]:
+        """Return the modules that compute for real in timed compute, beside the routers of this library."""
+        return ()
+
+    def _bounds(self, default: Engine) -> Bounds:
+        """Return what is measured in every round beside the rows, for an engine whose step is in ``self.recording``.
+
+        Each measurement returns seconds. One rank without an exchange has a plain loop as its bound.
+        """
+        if self.options.alone:
+            return {"plain": self.plain_loop}
+        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
+        engine = Engine(
+            self.played,
+            default.program,
+            loss_fn=self.loss_fn,
+            recompute=self.options.recompute,
+            capacity=self.options.capacity,
+            overflow=self.options.overflow,
+            plan=default.plan.without_reductions(),
+            exchange=answers,
+        )
+        replay = Replay(self.real, self._sizes, self.rank.device)
+
+        def compute_only() -> float:
+            return self.step(engine)[0]
+
+        def contended() -> float:
+            beside = replay.beside()
+            self.meet()
+            start = time.perf_counter()
+            beside.start()
+            compute_only()
+            beside.join()
+            return slowest(time.perf_counter() - start, self.rank)
+
+        return {
+            "compute_only": compute_only,
+            "exchange_only": lambda: self._exchange_only(replay),
+            "contended": contended,
+        }
+
+    def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
+        """Return the gradients that rows must equal (none: the first row's), and the factor on those of an engine."""
+        return {}, 1.0
+
+    def _peers(self) -> list[Peer]:
+        """Return the schedules of other libraries that are measured as rows."""
+        return []
+
+    def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
+        """Return the part of the JSON that compares the rows with those of other libraries."""
+        return {"best_over_peers": None}
+
+    # The same for all
 
     def run(self) -> dict[str, Any]:
-        """Everything, as the JSON of design and documentation; times are the slowest rank's."""
-        rows = ablation(self.options.microbatches, self.overlap, self.options.program())
-        with self.ready(rows) as (engines, costs, rate):
-            timed = self._rounds(rows, engines, costs)
+        """Measure everything; returns the measured part of the JSON."""
+        variants, peers = variants_of(self.options), self._peers()
+        with self.ready(variants) as (engines, rate):
+            default = next(engines[variant.key] for variant in variants if variant.default)
+            self._record(default)
+            bounds, samples, share = self._rounds({**engines, **{peer.name: peer for peer in peers}}, default)
         self.report("comparing gradients")
-        checked = self._check(rows, costs)
-        return self._summary(rows, timed, checked, engines, costs, rate)
+        checked = self._check(engines, peers)
+        rows = [row | checked[key] for key, row in self._rows(variants, engines, peers, samples, bounds).items()]
+        return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
 
     @contextmanager
-    def ready(self, rows: list[Row]) -> Iterator[tuple[dict[str, Engine], NodeCosts, float | None]]:
-        """Engines of the rows, their costs and the wire's rate, while compute and wire are as asked for."""
-        self.report("measuring nodes")
-        serial = self.engine(rows[0])
-        for _ in range(3):
-            self.step(serial)
-        if self.options.compute == "timed":
-            self.pace = serial.costs
+    def ready(self, variants: Sequence[Variant]) -> Iterator[tuple[dict[str, Engine], float | None]]:
+        """Yield engines with measured costs by the variants' keys, and the wire's rate in bits per second."""
         with self._computing():
-            rate = self._shape_wire(rows, serial.costs)
-            self.report("measuring nodes on the wire")
-            costs = self._calibrated(rows[0])
-            yield {row.key: self.engine(row, costs) for row in rows}, costs, rate
+            rate = self._shape_wire(self.engine(next(variant for variant in variants if variant.default)))
+            costs: dict[Program | None, NodeCosts] = {}
+            engines = {}
+            for variant in variants:
+                self.report(f"measuring nodes of {variant.key}")
+                of = None if self.shared_costs else variant.program
+                engine = engines[variant.key] = self.engine(variant, costs.get(of))
+                costs[of] = self._calibrated(engine)
+            yield engines, rate
 
-    def _built(self) -> tuple[nn.Module, Model, LossFunction]:
-        """A module with all parameters, what the engine plays, and its loss."""
-        model = build_model(self.options, self.rank)
-        return model, model, loss_fn
-
-    def _phases(self) -> dict[str, Callable[[], float]]:
-        """What else is measured in every round."""
-        return {}
-
-    def engine(self, row: Row, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
+    def engine(self, variant: Variant, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
+        """Return an engine that plays the variant over the recording exchange."""
         return Engine(
-            self._given,
-            row.program,
+            self.played,
+            variant.program,
             mesh=self.rank.mesh,
-            loss_fn=self._loss_fn,
-            overlap=row.overlap,
+            loss_fn=self.loss_fn,
+            weights=self.weights,
+            overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
             capacity=self.options.capacity,
             overflow=self.options.overflow,
@@ -108,117 +189,26 @@ class Bench:
             reduce=self.options.reduce,
             timeout=self.options.timeout,
             exchange=self.recording,
-            pace=self.pace,
         )
 
-    def step(self, engine: Engine) -> tuple[float, StepResult]:
-        """One step from a common start; seconds until the slowest rank is done."""
-        self._clear_gradients()
+    def step(self, player: Player) -> tuple[float, Any]:
+        """Play one step from a common start; returns the seconds of the slowest rank and the step's result."""
+        clear(player.parameters())
         self.recording.clear()
-        self._meet()
+        self.meet()
         start = time.perf_counter()
-        result = engine.step(self.inputs, target=self.target)
+        result = player.step(self.inputs, target=self.target)
         settle(self.rank.device)
         return slowest(time.perf_counter() - start, self.rank), result
 
-    def _meet(self) -> None:
-        if self.rank.group is not None:
-            dist.barrier(self.rank.group)
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        if self.rank.size > 1:
+            dist.barrier()
 
-    def _clear_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
-
-    def _computing(self) -> AbstractContextManager[None]:
-        return hollow(self.model) if self.options.compute == "timed" else nullcontext()
-
-    def _calibrated(self, row: Row) -> NodeCosts:
-        engine = self.engine(row)
-        while engine.costs is None:
-            self.step(engine)
-        return engine.costs
-
-    def _shape_wire(self, rows: list[Row], costs: NodeCosts | None) -> float | None:
-        """Shapes this rank's end of the wire and returns the rate in bits per second."""
-        if self.options.wire is None:
-            return None
-        rate = parse_wire(self.options.wire)
-        if isinstance(rate, Balanced):
-            self.report("finding the rate at which exchange equals compute")
-            default = self.engine(next(row for row in rows if row.default), costs)
-            self.step(default)
-            compute = self._compute_only(default)
-            seconds = median(compute() for _ in range(3))
-            sent = slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
-            rate = 8 * sent / seconds / FRAMES * rate.factor
-        self._meet()
-        shape(os.environ[INTERFACE], rate)
-        self._meet()
-        return rate
-
-    def _compute_only(self, recorded: Engine) -> Callable[[], float]:
-        """The step of an engine that has just been recorded, every exchange answered locally."""
-        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
-        rows = [node for node in recorded.plan.nodes if node.op in (Op.DISPATCH, Op.COMBINE)]
-        self._sizes = [self.recording.sizes[node.tag] for node in rows]
-        engine = Engine(
-            self._given,
-            recorded.program,
-            loss_fn=self._loss_fn,
-            recompute=self.options.recompute,
-            capacity=self.options.capacity,
-            overflow=self.options.overflow,
-            plan=recorded.plan.without_reductions(),
-            exchange=answers,
-            pace=self.pace,
-        )
-        return lambda: self.step(engine)[0]
-
-    def _rounds(self, rows: list[Row], engines: dict[str, Engine], costs: NodeCosts) -> dict[str, Any]:
-        default = next(engines[row.key] for row in rows if row.default)
-        self.step(default)
-        compute_only = self._compute_only(default)
-        replay = Replay(self.real, self._sizes, self.rank.device)
-
-        def exchange_only() -> float:
-            self._meet()
-            return slowest(replay.run(), self.rank)
-
-        def contended() -> float:
-            beside = replay.beside()
-            self._meet()
-            start = time.perf_counter()
-            beside.start()
-            compute_only()
-            beside.join()
-            return slowest(time.perf_counter() - start, self.rank)
-
-        phases = {"compute_only": compute_only, "exchange_only": exchange_only, "contended": contended}
-        if self.options.alone:
-            phases = {"plain": self._plain}
-        phases |= self._phases()
-        bounds: dict[str, list[float]] = {name: [] for name in phases}
-        samples = {row.key: Samples() for row in rows}
-        for turn in range(self.options.rounds + 1):  # the first is for warming up
-            self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
-            for name, measure in phases.items():
-                seconds = measure()
-                if turn:
-                    bounds[name].append(seconds)
-            for row in rows:
-                seconds, result = self.step(engines[row.key])
-                if turn:
-                    samples[row.key].seconds.append(seconds)
-                    samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
-                    samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
-        return {"bounds": {name: median(values) for name, values in bounds.items()}, "samples": samples}
-
-    def _plain(self) -> float:
-        """A plain loop of forward and backward over the same modules; seconds."""
-        self._clear_gradients()
+    def plain_loop(self) -> float:
+        """Return the seconds of a loop of forward and backward over the model, without an engine."""
+        clear(self.model.parameters())
         count = self.options.microbatches
         set_auxiliary_scale(self.model, 1 / count)
         start = time.perf_counter()
@@ -227,77 +217,218 @@ class Bench:
         settle(self.rank.device)
         return time.perf_counter() - start
 
-    def _check(self, rows: list[Row], costs: NodeCosts) -> dict[str, dict[str, Any]]:
-        """Gradients of every row against those of the first, with real compute, and the memory that each takes.
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the context in which compute is real or timed, as asked for."""
+        if self.options.compute == "real":
+            return nullcontext()
+        return TimedCompute(self._speed()).entered(self.model, self._real_modules())
 
-        Where something is recomputed, against the first without it, and the memory without it, too.
+    def _speed(self) -> float:
+        """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
+        self.report("measuring compute")
+        found = 0.0
+        for rank in range(self.rank.size):
+            self.meet()
+            if rank == self.rank.rank:
+                found = operations_per_second(*self._sample())
+        return -slowest(-found, self.rank)
+
+    def _calibrated(self, engine: Engine) -> NodeCosts:
+        while engine.costs is None:
+            self.step(engine)
+        return engine.costs
+
+    def _record(self, default: Engine) -> None:
+        """Play a step and keep the sizes of its exchanges of rows."""
+        self.step(default)
+        nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        self._sizes = [self.recording.sizes[node.tag] for node in nodes]
+
+    def _sent(self) -> float:
+        """Return the bytes that a step sends, on the rank that sends most."""
+        return slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
+
+    def _shape_wire(self, default: Engine) -> float | None:
+        """Shape this rank's end of the wire; returns its rate in bits per second."""
+        if self.options.wire is None:
+            return None
+        rate = parse_wire(self.options.wire)
+        if isinstance(rate, Balanced):
+            self.report("finding the rate at which exchange equals compute")
+            self._calibrated(default)
+            self._record(default)
+            compute_only = self._bounds(default)["compute_only"]
+            seconds = median(compute_only() for _ in range(CALIBRATIONS))
+            rate = 8 * self._sent() / seconds / FRAMES * rate.factor
+        self.meet()
+        shape(os.environ[INTERFACE], rate)
+        self.meet()
+        return rate
+
+    def _exchange_only(self, replay: Replay) -> float:
+        self.meet()
+        travels = self.real.ranks > 1 or self.options.exchange is not None
+        return slowest(replay.run() if travels else 0.0, self.rank)
+
+    def _rounds(
+        self, players: Mapping[str, Player], default: Engine
+    ) -> tuple[dict[str, float], dict[str, Samples], float]:
+        """Measure bounds and rows in turn; returns their seconds, and the share of the processors that the rows use."""
+        phases = self._bounds(default)
+        bounds: dict[str, list[float]] = {name: [] for name in phases}
+        samples = {key: Samples() for key in players}
+        busy = lasted = 0.0
+        for turn in range(self.options.rounds + 1):  # the first is for warming up
+            self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
+            for name, measure in phases.items():
+                bounds[name].append(measure())
+            busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
+            for key, player in players.items():
+                seconds, result = self.step(player)
+                if not turn:
+                    continue
+                samples[key].seconds.append(seconds)
+                if isinstance(result, StepResult):
+                    samples[key].exposed.append(slowest(result.overlap.exposed, self.rank))
+                    samples[key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
+            busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
+        share = slowest(busy / lasted, self.rank) * local / cores()
+        return {name: median(values[1:]) for name, values in bounds.items()}, samples, share
+
+    def _check(self, engines: Mapping[str, Engine], peers: Sequence[Peer]) -> dict[str, dict[str, Any]]:
+        """Compare every row's gradients with the reference, by real compute, and measure its memory.
+
+        Where something is recomputed, the first reference is a row without it, and its memory is measured, too.
         """
-        self.pace = None
-        reference: list[Tensor] = []
+        reference, factor = self._reference()
         found: dict[str, dict[str, Any]] = {}
-
-        def run(row: Row, recompute: Recompute) -> tuple[int, list[Tensor]]:
-            engine = self.engine(row, costs, recompute)
-            memory = peak_bytes(self.rank.device, lambda: self.step(engine))
-            grads = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-            return int(slowest(float(memory), self.rank)), grads
-
-        for row in rows:
+        players: dict[str, Player] = {**engines, **{peer.name: peer for peer in peers}}
+        variants = {variant.key: variant for variant in variants_of(self.options)}
+        for key, player in players.items():
             without = {}
-            if self.options.recompute != "none":
-                without["peak_without_recompute_bytes"], grads = run(row, "none")
-                reference = reference or grads
-            memory, grads = run(row, self.options.recompute)
+            if self.options.recompute != "none" and isinstance(player, Engine):
+                plain = self.engine(variants[key], player.costs, "none")
+                without["peak_without_recompute_bytes"] = self._peak(plain)
+                reference = reference or taken(plain.parameters())
+            memory = self._peak(player)
+            grads = taken(player.parameters(), factor if isinstance(player, Engine) else 1.0)
             reference = reference or grads
-            equal, difference = compare(grads, reference)
+            equal, difference = compare(list(grads.values()), [reference[parameter] for parameter in grads])
             difference = slowest(difference, self.rank)
-            found[row.key] = {
+            found[key] = {
                 "grads_equal": not slowest(float(not equal), self.rank),
                 "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
                 "peak_activation_bytes": memory,
             } | without
         return found
 
-    def _summary(
+    def _peak(self, player: Player) -> int:
+        clear(player.parameters())
+        return int(slowest(float(peak_bytes(self.rank.device, lambda: self.step(player))), self.rank))
+
+    def _rows(
         self,
-        rows: list[Row],
-        timed: dict[str, Any],
-        checked: dict[str, dict[str, Any]],
-        engines: dict[str, Engine],
-        costs: NodeCosts,
-        rate: float | None,
-    ) -> dict[str, Any]:
-        bounds = timed["bounds"]
-        if self.options.alone:  # nothing is exchanged: the plain loop is what the engine is measured against
+        variants: Sequence[Variant],
+        engines: Mapping[str, Engine],
+        peers: Sequence[Peer],
+        samples: Mapping[str, Samples],
+        bounds: dict[str, float],
+    ) -> dict[str, dict[str, Any]]:
+        """Return the rows of the JSON, without their gradients; completes the bounds."""
+        if "plain" in bounds:  # nothing is exchanged
             bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
         bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
-        tokens = self.options.batch * self.options.sequence * self.rank.size
-        table = table_of(rows, timed["samples"], engines, costs, bounds, tokens)
-        rate, frames = rate or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
-        sent = max(s.sent_bytes(self.sender) for s in self._sizes) if self._sizes else 0
-        total = sum(s.sent_bytes(self.sender) for s in self._sizes)
+        rows: dict[str, dict[str, Any]] = {}
+        for variant in variants:
+            engine = engines[variant.key]
+            assert engine.costs is not None
+            rows[variant.key] = {
+                "program": variant.name,
+                "overlap": str(variant.overlap),
+                "default": variant.default,
+                "order": engine.plan.order,
+                "predicted_ms": 1e3 * simulate(engine.plan, engine.costs).makespan,
+            }
+        for peer in peers:
+            rows[peer.name] = {
+                "program": peer.name,
+                "overlap": peer.overlap,
+                "default": False,
+                "order": "",
+                "predicted_ms": None,
+            }
+        tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
+        steps = {key: median(samples[key].seconds) for key in rows}
+        over = [name for name in ("bound", "contended") if name in bounds]
+        return {
+            key: row
+            | samples[key].summary()
+            | {"tokens_per_s": tokens / steps[key], "speedup": steps[variants[0].key] / steps[key]}
+            | {f"over_{name}": steps[key] / bounds[name] for name in over}
+            for key, row in rows.items()
+        }
+
+    def _summary(
+        self, rows: list[dict[str, Any]], bounds: Mapping[str, float], shaped: float | None, share: float
+    ) -> dict[str, Any]:
+        rate, frames = shaped or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
+        sent, largest = self._sent(), max((size.sent_bytes(self.sender) for size in self._sizes), default=0)
+        ms = {name: 1e3 * seconds for name, seconds in bounds.items()}
         return {
             "wire": {
                 "kind": "host" if self.options.exchange else "loopback" if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
-                "bytes_sent": int(slowest(float(total), self.rank)),
-                "largest_exchange_bytes": int(slowest(float(sent), self.rank)),
-                "bytes_over_rate_ms": None if rate is None else 8e3 * slowest(float(total), self.rank) / rate / frames,
+                "bytes_sent": int(sent),
+                "largest_exchange_bytes": int(slowest(float(largest), self.rank)),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
-            "plain_ms": 1e3 * bounds["plain"] if "plain" in bounds else None,
-            "compute_only_ms": 1e3 * bounds["compute_only"],
-            "exchange_only_ms": 1e3 * bounds["exchange_only"],
-            "bound_ms": 1e3 * bounds["bound"],
-            "contended_ms": 1e3 * bounds["contended"],
-            "rows": [found | checked[row.key] for row, found in zip(rows, table, strict=True)],
+            "processor_share": share,
+            "plain_ms": ms.get("plain"),
+            "compute_only_ms": ms["compute_only"],
+            "exchange_only_ms": ms["exchange_only"],
+            "bound_ms": ms["bound"],
+            "contended_ms": ms.get("contended"),
+            "rows": rows,
         }
 
 
 def slowest(value: float, rank: Rank) -> float:
-    """The largest of the ranks' values."""
-    if rank.group is None:
+    """Return the largest of the ranks' values."""
+    if rank.size == 1:
         return value
     largest = torch.tensor(value, dtype=torch.float64, device=rank.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=rank.group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
+
+
+def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
+    """Return whether all gradients are equal by ``torch.equal``, and the largest absolute difference.
+
+    A NaN equals nothing, another NaN included: rows that all diverged have not been shown to agree. The difference is
+    infinite where it is no finite number.
+    """
+    pairs = list(zip(grads, reference, strict=True))
+    if all(torch.equal(a, b) for a, b in pairs):
+        return True, 0.0
+    largest = torch.stack([(a - b).abs().max().double() for a, b in pairs if a.numel()]).max().item()  # keeps a NaN
+    return False, largest if math.isfinite(largest) else math.inf
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients to zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
+
+
+def taken(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients times a factor, and remove them from the parameters."""
+    found = {}
+    for parameter in dict.fromkeys(parameters):  # tied ones are there twice
+        grad, parameter.grad = parameter.grad, None
+        found[parameter] = torch.zeros_like(parameter) if grad is None else grad * factor
+    return found

@@ -1,4 +1,4 @@
-"""How much memory a step takes at its peak."""
+"""The peak memory of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
-    """Most bytes of tensors at once during ``step`` beyond those at its start.
+    """Return the most bytes of tensors at once during ``step``, beyond the bytes at its start.
 
-    On CUDA by its allocator. Else by what operators of this thread take and return, at the end of each: it does not
-    matter which thread lets go of it, or has received it from another rank.
+    On CUDA the allocator counts. Elsewhere the arguments and results of this thread's operators are counted at the end
+    of each: it does not matter which thread frees a tensor, or has received it from another rank.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -31,7 +31,7 @@ def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
 
 
 class _Living(TorchDispatchMode):
-    """Storages that operators have met and that are still there."""
+    """Counts the storages that operators have met and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Living(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 self._meet(storage, size=storage.nbytes())
-        if self.bytes > self.peak:  # perhaps, with what is gone by now
+        if self.bytes > self.peak:  # perhaps: freed storages are not subtracted yet
             for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
                 self.bytes -= self._here.pop(key)[1]
             self.peak = max(self.peak, self.bytes)

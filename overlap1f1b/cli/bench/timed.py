@@ -1,101 +1,162 @@
-"""Timed compute for code that is no engine's: every matrix product lasts as long as its operations take."""
+"""Timed compute: matrix products wait for the time of their operations instead of taking it, as if a GPU computed."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.cli.bench.hollow import HollowCompute, hollow
-from overlap1f1b.cli.workload import loss_fn
+from overlap1f1b.moe.router import Router
 
-SHORTEST_S = 5e-4  # sleeping is no finer: shorter waits are gathered
+SHORTEST_S = 5e-4  # a sleep is no finer: shorter waits are added up
 PASSES = 3
 
-
-def operations_per_second(model: nn.Module, inputs: Tensor, target: Tensor) -> float:
-    """The speed at which a pass that waits for its products takes as long as one that computes them, on one thread.
-
-    Args:
-        model: Runs forward and backward, for real and hollowly: what is no product takes its time both ways.
-        inputs: ``[B, S]``, one microbatch.
-        target: ``[B, S]``.
-
-    Raises:
-        RuntimeError: What was measured makes no sense.
-    """
-
-    def took() -> float:
-        start = time.perf_counter()
-        loss_fn(model(inputs), target).backward()
-        return time.perf_counter() - start
-
-    threads, counting = torch.get_num_threads(), TimedCompute(math.inf)
-    torch.set_num_threads(1)
-    try:
-        took()
-        real = median(took() for _ in range(PASSES))
-        with hollow(model, counting):
-            took()
-            counting.operations = 0.0
-            rest = median(took() for _ in range(PASSES))
-    finally:
-        torch.set_num_threads(threads)
-    return speed(counting.operations / PASSES, real, rest)
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def speed(operations: float, real: float, rest: float) -> float:
-    """Operations a second of a pass that took ``real`` seconds, and ``rest`` without them.
+class TimedCompute:
+    """While it is entered, matrix products, attention and SwiGLU wait and return zeros; all other operators compute.
 
-    Raises:
-        RuntimeError: It took no longer with them.
-    """
-    if real <= rest:
-        raise RuntimeError(
-            f"a pass took {real:.4f} s, without its products {rest:.4f} s: measure larger blocks on a quieter machine"
-        )
-    return operations / (real - rest)
-
-
-class TimedCompute(HollowCompute):
-    """Products wait for the time of their operations, which are counted, instead of computing.
+    This leaves the processor to the transport, as a GPU would. The CPU kernels of these operators are replaced for the
+    whole process; unlike a dispatch mode, this adds no time to the other operators.
 
     Args:
-        speed: Operations (multiplications and additions) a second.
+        speed: Operations (multiplications and additions) per second; with None the kernels compute and are measured:
+            ``operations`` and ``seconds`` add up.
     """
 
-    def __init__(self, speed: float) -> None:
-        super().__init__()
-        self.speed, self.operations, self._owed = speed, 0.0, 0.0
+    def __init__(self, speed: float | None) -> None:
+        self.speed, self.operations, self.seconds, self._owed = speed, 0.0, 0.0, 0.0
+        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._computes = False
+        self._library: torch.library.Library | None = None
+        self._kernels: dict[str, tuple[Callable[..., float], Callable[..., Any]]] = {
+            "mm": (_of_mm, lambda a, b, **_: self._zero(a, a.shape[0], b.shape[1])),
+            "mm.out": (_of_mm, lambda a, b, *, out: out.zero_()),
+            "addmm": (lambda bias, a, b, **_: _of_mm(a, b), lambda bias, a, b, **_: self._zero(a, len(a), b.shape[1])),
+            "bmm": (
+                lambda a, b, **_: 2 * a.numel() * b.shape[2],
+                lambda a, b, **_: self._zero(a, *a.shape[:2], b.shape[2]),
+            ),
+            # Two products forward and five backward, of which a causal mask leaves half.
+            "_scaled_dot_product_flash_attention_for_cpu": (
+                lambda q, k, *_, **__: 2 * q.numel() * k.shape[-2],
+                lambda q, k, v, *_, **__: (
+                    self._zero(q, *q.shape[:-1], v.shape[-1]),
+                    q.new_zeros(q.shape[:-1], dtype=torch.float32),
+                ),
+            ),
+            "_scaled_dot_product_flash_attention_for_cpu_backward": (
+                lambda grad, q, k, *_, **__: 5 * q.numel() * k.shape[-2],
+                lambda grad, q, k, v, *_, **__: tuple(self._zero(x, *x.shape) for x in (q, k, v)),
+            ),
+            "silu": (_none, lambda x, *_, **__: self._zero(x, *x.shape)),
+            "silu_backward": (_none, lambda grad, *_, **__: self._zero(grad, *grad.shape)),
+        }
+        """By the operator's name: how many operations its arguments make, and its zeros."""
 
-    def _wait(self, operations: float) -> None:
-        self.operations += operations
-        self._owed += operations / self.speed
+    def __enter__(self) -> None:
+        switches = {name: self._switch(name, *functions) for name, functions in self._kernels.items()}
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():  # torch warns that kernels are replaced
+            warnings.simplefilter("ignore")
+            for name, switch in switches.items():
+                self._library.impl(name, switch, "CPU", allow_override=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._library = None  # this puts torch's kernels back
+
+    @contextmanager
+    def entered(self, model: nn.Module, real: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Enter, except for the model's routers and ``real``, which compute: routing is as uneven as the text."""
+        routers = [*(m for m in model.modules() if isinstance(m, Router)), *real]
+        for router in routers:
+            router.__dict__["forward"] = self.real(router.forward)
+        try:
+            with self:
+                yield
+        finally:
+            for router in routers:
+                del router.__dict__["forward"]
+
+    def real(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with torch's own kernels inside."""
+
+        def call(*args: Any) -> Any:
+            before, self._computes = self._computes, True
+            try:
+                return function(*args)
+            finally:
+                self._computes = before
+
+        return call
+
+    def _switch(self, name: str, count: Callable[..., float], zeros: Callable[..., Any]) -> Callable[..., Any]:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._computes:
+                return kernel.call_boxed(_CPU, *args, **kwargs)
+            operations = count(*args, **kwargs)
+            self.operations += operations
+            if self.speed is not None:
+                self._wait(operations / self.speed)
+                return zeros(*args, **kwargs)
+            start = time.perf_counter()
+            result = kernel.call_boxed(_CPU, *args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return call
+
+    def _wait(self, seconds: float) -> None:
+        self._owed += seconds
         if self._owed > SHORTEST_S:
             start = time.perf_counter()
             time.sleep(self._owed)
             self._owed -= time.perf_counter() - start
 
-    def _mm(self, a: Tensor, b: Tensor, **_: Any) -> Tensor:
-        self._wait(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        return super()._mm(a, b)
+    def _zero(self, like: Tensor, *shape: int) -> Tensor:
+        """Return a part of one buffer of zeros, which nothing writes to: new ones would take time to fill."""
+        size = math.prod(shape)
+        buffer = self._zeros.get(like.dtype)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._zeros[like.dtype] = like.new_zeros(size)
+        return buffer[:size].view(shape)
 
-    def _mm_out(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        self._wait(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        return super()._mm_out(a, b, out=out)
 
-    def _bmm(self, a: Tensor, b: Tensor, **_: Any) -> Tensor:
-        self._wait(2 * a.numel() * b.shape[2])
-        return super()._bmm(a, b)
+def _of_mm(a: Tensor, b: Tensor, **_: Any) -> float:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self._wait(2 * q.numel() * k.shape[-2])  # two products, of which a causal mask leaves half
-        return super()._attention(q, k, v)
 
-    def _attention_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        self._wait(5 * q.numel() * k.shape[-2])  # half of five
-        return super()._attention_backward(grad, q, k, v)
+def _none(*_: Any, **__: Any) -> float:
+    return 0
+
+
+def operations_per_second(model: nn.Module, loss: Callable[[], Tensor], real: Sequence[nn.Module] = ()) -> float:
+    """Measure the kernels that :class:`TimedCompute` replaces, on one thread.
+
+    Args:
+        model: Runs forward and backward.
+        loss: Runs the model on one microbatch and returns its loss.
+        real: Modules that timed compute leaves alone, beside the routers.
+    """
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        loss().backward()
+        for _ in range(PASSES):
+            compute = TimedCompute(None)
+            with compute.entered(model, real):
+                loss().backward()
+            found.append(compute.operations / compute.seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return median(found)

@@ -14,14 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from overlap1f1b.cli.draw.grid import Grid
+from overlap1f1b.cli.draw.picture import paint
+from overlap1f1b.cli.draw.tracks import tracks_of
 from overlap1f1b.cli.output import console, write_json
-from overlap1f1b.cli.plan.content import Played, content_of, found, row_of
-from overlap1f1b.cli.plan.grid import Grid
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
-from overlap1f1b.cli.plan.picture import paint
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
-from overlap1f1b.cli.plan.rows import rows_of
-from overlap1f1b.cli.plan.tables import per_rank, per_schedule
+from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import ActionModel, Candidate, NodeModel, PlanTimeline, Ranking, search
 
@@ -168,7 +167,7 @@ def _show(content: dict[str, Any], timeline: Played, output: OutputOptions, scre
 
 
 def _draw(timeline: Played, screen: Console, width: int) -> None:
-    grid = Grid.of(rows_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
+    grid = Grid.of(tracks_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
     for line in grid.lines:
         text = Text()
         for piece in line:
@@ -212,4 +211,4 @@ def _write(program: Program, timeline: Played, output: OutputOptions, title: str
                 raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
-            paint(rows_of(timeline), path, title=title, option=option)
+            paint(tracks_of(timeline), path, title=title, option=option)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from overlap1f1b.cli.draw.picture import paint
+from overlap1f1b.cli.draw.tracks import tracks_of_bars
 from overlap1f1b.cli.output import console, write_json
-from overlap1f1b.cli.plan.picture import paint
 from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
-from overlap1f1b.cli.report.rows import rows_of
 from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
-from overlap1f1b.cli.report.waiting import reading
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
+from overlap1f1b.profiling.reading import Progress as Told
 from overlap1f1b.simulation.trace import write_trace
 
 
@@ -88,7 +91,7 @@ def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOption
     title = f"{title}, step {content.get('drawn_step')}"
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
-            paint(rows_of(bars), path, title=title, option=option, unit="ms from the start of the step")
+            paint(tracks_of_bars(bars), path, title=title, option=option, unit="ms from the start of the step")
     if output.html is not None:
         write_page(content, bars, output.html, title=title)
 
@@ -115,3 +118,42 @@ def _title(recordings: Recordings) -> str:
     sources = ", ".join(dict.fromkeys(recording.source for recording in ranks))
     count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"
+
+
+EVERY_S = 10.0
+
+
+@contextmanager
+def reading(screen: Console) -> Iterator[Told]:
+    """What to tell the bytes that were read of a file, as long as the block lasts."""
+    if not screen.is_terminal:
+        yield _Lines(screen)
+        return
+    columns = (
+        TextColumn("reading {task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen, transient=True) as bar:
+        tasks = {}
+
+        def show(path: Path, read: int, size: int) -> None:
+            if path not in tasks:
+                tasks[path] = bar.add_task(path.name, total=size)
+            bar.update(tasks[path], completed=read)
+
+        yield show
+
+
+class _Lines:
+    """Nothing of what is read at once, a line every ten seconds of what is not."""
+
+    def __init__(self, screen: Console) -> None:
+        self.screen, self._next = screen, time.monotonic() + EVERY_S
+
+    def __call__(self, path: Path, read: int, size: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            text = f"reading {path.name}: {read / 2**20:.0f} of {size / 2**20:.0f} MiB"
+            self.screen.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from overlap1f1b.cli.plan.picture import COLOURS, LABELS, MOST_TEXTS
-from overlap1f1b.cli.report.rows import stacks_of
+from overlap1f1b.cli.draw.picture import COLOURS, LABELS, MOST_TEXTS
+from overlap1f1b.cli.draw.tracks import tracks_of_bars
 from overlap1f1b.cli.report.tables import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
 
@@ -44,8 +44,8 @@ $remarks
 </body>
 </html>
 """)
-_ROW = 26
-"""Pixels of a lane."""
+_TRACK = 26
+"""Height of a track in pixels."""
 
 
 def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str) -> None:
@@ -73,10 +73,10 @@ def _picture(bars: Sequence[Bar], title: str) -> str:
         from plotly import graph_objects as go
     except ImportError:
         raise ValueError("--html needs plotly; pip install 'overlap1f1b[plot]'") from None
-    rows = stacks_of(bars)
+    tracks = tracks_of_bars(bars)
     figure = go.Figure()
     for style, label in LABELS.items():
-        placed = [(name, bar) for name, row in rows for bar in row if bar.style == style]
+        placed = [(name, bar) for name, row in tracks for bar in row if bar.style == style]
         if not placed:
             continue
         figure.add_bar(
@@ -93,12 +93,12 @@ def _picture(bars: Sequence[Bar], title: str) -> str:
             insidetextanchor="middle",
             textangle=0,
         )
-    names = [name for name, _ in rows]
+    names = [name for name, _ in tracks]
     figure.update_layout(
         title={"text": escape(title), "font": {"size": 14}},
         barmode="overlay",
         bargap=0.15,
-        height=160 + _ROW * len(rows),
+        height=160 + _TRACK * len(tracks),
         margin={"l": 10, "r": 10, "t": 50, "b": 40},
         legend={"orientation": "h", "y": -0.1, "yanchor": "top"},
         plot_bgcolor="white",

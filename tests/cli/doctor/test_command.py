@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap1f1b.cli.doctor.streams import connections
-from overlap1f1b.cli.doctor.versions import TESTED, TRITON
+from overlap1f1b.cli.doctor import TESTED, TRITON, connections
 from tests.cli.run import COMMAND, ROOT
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.cli.plan.picture import COLOURS, LABELS
+from overlap1f1b.cli.draw.picture import COLOURS, LABELS
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate

@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.bench.rows import Row
+
+from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions, ModelOptions
 from overlap1f1b.cli.ranks import joined
 from overlap1f1b.engine import Profile

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from overlap1f1b.cli.report import waiting
-from overlap1f1b.cli.report.waiting import reading
+from overlap1f1b.cli.report.command import reading
 from overlap1f1b.profiling import read
 from tests.profiling.synthetic import write_record
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,15 +16,19 @@ from rich.table import Table
 from rich.text import Text
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.cli.options import TrainOptions
+from overlap1f1b.cli.bench.command import kind_of
+from overlap1f1b.cli.bench.measure import Report
+from overlap1f1b.cli.bench.variants import asked_for
+from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
 from overlap1f1b.cli.output import console, write_json
-from overlap1f1b.cli.profile.options import ProfileBenchOptions, ProfileTrainOptions
-from overlap1f1b.cli.profile.subject import subject
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, tables_of
-from overlap1f1b.cli.workload import environment
+from overlap1f1b.cli.train.trainer import Trainer
+from overlap1f1b.cli.workload import environment, load_corpus
 from overlap1f1b.engine import Engine, Profile
+from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.plan import parse_overlap
 from overlap1f1b.profiling import read
 from overlap1f1b.simulation import Timeline
 
@@ -147,3 +153,37 @@ def show(result: dict[str, Any], screen: Console) -> None:
         table.add_row(str(found["rank"]), step, exchange, share, exposed, found["files"][-1])
     screen.print(table, highlight=False)
     screen.print(f"next: {result['report']}", highlight=False, markup=False, soft_wrap=True)
+
+
+Subject = tuple[Engine, Callable[[], object]]
+
+
+@contextmanager
+def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
+    """The engine, its plan compiled, and a step of it."""
+    if isinstance(options, TrainOptions):
+        yield _training(options, rank, report)
+        return
+    with _benchmark(options, rank, report) as found:
+        yield found
+
+
+def _training(options: TrainOptions, rank: Rank, report: Report) -> Subject:
+    """From the last checkpoint, if there is one; nothing is saved."""
+    report("loading")
+    trainer = Trainer(options, rank, load_corpus(options), options.program(), overlap=parse_overlap(options.overlap))
+    checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
+    indices = count(0 if checkpoint is None else trainer.load(checkpoint))
+    report("measuring nodes")
+    while trainer.engine.costs is None:
+        trainer.step(next(indices))
+    return trainer.engine, lambda: trainer.step(next(indices))
+
+
+@contextmanager
+def _benchmark(options: BenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
+    variant = asked_for(options)
+    bench = kind_of(options)(options, rank, report)
+    with bench.ready([variant]) as (engines, *_):
+        engine = engines[variant.key]
+        yield engine, lambda: bench.step(engine)

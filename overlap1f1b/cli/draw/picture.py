@@ -1,4 +1,4 @@
-"""The timeline as a PNG or SVG file."""
+"""Tracks as a PNG or SVG file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap1f1b.cli.plan.grid import Cell, Row, letters
+from overlap1f1b.cli.draw.grid import letters
+from overlap1f1b.cli.draw.tracks import Drawn, Track
 
 COLOURS = {
     "F": "#4c8bf5",
@@ -29,15 +30,15 @@ LABELS = {
     "other": "outside all ranges",
 }
 LETTER = 0.085
-"""Inches of a letter."""
+"""Inches for a letter."""
 MOST_TEXTS = 2000
-"""Cells beyond which none is labelled: nobody could read them."""
+"""Number of cells above which none gets a text: nobody could read them."""
 
 
 def paint(
-    rows: Sequence[Row], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+    tracks: Sequence[Track[Drawn]], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
 ) -> None:
-    """Draws the rows into a file of the format that its option names, ``png`` or ``svg``; ``unit`` is that of time.
+    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``; ``unit`` labels the time axis.
 
     Raises:
         ValueError: matplotlib is missing, or the file cannot be written.
@@ -47,19 +48,19 @@ def paint(
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(f"--{option} needs matplotlib; pip install 'overlap1f1b[plot]'") from None
-    end = max((cell.end for row in rows for cell in row.cells), default=1.0)
-    width = min(40.0, max(8.0, LETTER * letters(rows) * end))
-    figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(rows))), layout="constrained")
+    end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
+    width = min(40.0, max(8.0, LETTER * letters(tracks) * end))
+    figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(tracks))), layout="constrained")
     axes = figure.add_subplot()
-    count = sum(len(row.cells) for row in rows)
-    for height, row in enumerate(rows):
-        _paint_row(axes, height, row, end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf"))
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    count = sum(len(track.cells) for track in tracks)
+    for height, track in enumerate(tracks):
+        _paint_track(axes, height, track, end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf"))
+    axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.set_xlabel(unit)
     axes.set_title(title, fontsize=10)
-    used = {cell.style for row in rows for cell in row.cells}
+    used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
     try:
@@ -69,15 +70,15 @@ def paint(
         raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
 
 
-def _paint_row(axes: Any, height: int, row: Row, letter: float) -> None:
-    """Bars of one row; a text where it has ``letter`` units of time for each of its letters."""
-    styles: dict[str, list[Cell]] = {}
-    for cell in row.cells:
+def _paint_track(axes: Any, height: int, track: Track[Drawn], letter: float) -> None:
+    """Draw the bars of a track, with texts where each letter has ``letter`` units of time."""
+    styles: dict[str, list[Drawn]] = {}
+    for cell in track.cells:
         styles.setdefault(cell.style, []).append(cell)
     for style, cells in styles.items():
         spans = [(cell.start, cell.end - cell.start) for cell in cells]
         axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=COLOURS[style], edgecolors="white", linewidth=0.5)
-    for cell in row.cells:
+    for cell in track.cells:
         if cell.end - cell.start >= letter * len(cell.text):
             axes.text(
                 (cell.start + cell.end) / 2, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True

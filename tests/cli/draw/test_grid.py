@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.cli.plan.grid import Cell, Grid, Row
-from overlap1f1b.cli.plan.rows import rows_of
+from overlap1f1b.cli.draw.grid import Grid
+from overlap1f1b.cli.draw.tracks import Cell, Track, tracks_of
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import ActionModel
 
 
 def grid(name: str, width: int = 120, **options: int) -> Grid:
-    return Grid.of(rows_of(ActionModel().play(build_schedule(name, **options))), width=width)
+    return Grid.of(tracks_of(ActionModel().play(build_schedule(name, **options))), width=width)
 
 
 def test_a_known_picture() -> None:
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_cut_and_said(width: int) -> None:
 @pytest.mark.parametrize("name", ["afab", "1f1b", "combined_1f1b", "zb_h1", "zb_h2", "dualpipe"])
 def test_cells_have_the_columns_of_their_times(name: str) -> None:
     timeline = ActionModel().play(build_schedule(name, ranks=4, microbatches=8))
-    drawn = Grid.of(rows_of(timeline), width=10_000)
+    drawn = Grid.of(tracks_of(timeline), width=10_000)
     for rank, spans in enumerate(timeline.ranks):
         pieces = [piece for piece in drawn.lines[rank][1:] if piece.style]
         assert len(pieces) == len(spans)
@@ -79,18 +79,18 @@ def test_styles_are_the_kinds() -> None:
 
 
 def test_short_cells_do_not_stretch_the_picture() -> None:
-    row = Row("rank 0", [Cell("F0", 0, 1, "F"), Cell("W0", 1, 1.001, "W"), Cell("B0", 2, 3, "B")])
-    assert Grid.of([row], width=100).text.splitlines()[0] == "rank 0 F0-   B0-"
+    track = Track("rank 0", [Cell("F0", 0, 1, "F"), Cell("W0", 1, 1.001, "W"), Cell("B0", 2, 3, "B")])
+    assert Grid.of([track], width=100).text.splitlines()[0] == "rank 0 F0-   B0-"
 
 
 def test_nothing_to_draw() -> None:
-    assert Grid.of([Row("rank 0", [])], width=30).text.splitlines() == ["rank 0", "time   |0"]
+    assert Grid.of([Track("rank 0", [])], width=30).text.splitlines() == ["rank 0", "time   |0"]
 
 
 @pytest.mark.parametrize("unit", [1e-300, 1e-9, 0.03, 1, 7e5, 2e14, 1e90])
 def test_the_axis_has_round_marks_whatever_the_unit(unit: float) -> None:
-    row = Row("rank 0", [Cell(f"F{m}", m * unit, (m + 1) * unit, "F") for m in range(10)])
-    drawn = Grid.of([row], width=120)
+    track = Track("rank 0", [Cell(f"F{m}", m * unit, (m + 1) * unit, "F") for m in range(10)])
+    drawn = Grid.of([track], width=120)
     axis = drawn.text.splitlines()[-1].removeprefix("time   ")
     marks = [float(mark) for mark in axis.split("|")[1:]]
     assert 2 <= len(marks) <= 11
@@ -101,5 +101,5 @@ def test_the_axis_has_round_marks_whatever_the_unit(unit: float) -> None:
 
 
 def test_costs_that_lie_far_apart() -> None:
-    row = Row("rank 0", [Cell("F0", 0, 1e90, "F"), Cell("B0", 1e90, 1e90 + 1e-300, "B"), Cell("F1", 1e90, 2e90, "F")])
-    assert Grid.of([row], width=40).text.splitlines()[0] == "rank 0 F0-F1-"
+    cells = [Cell("F0", 0, 1e90, "F"), Cell("B0", 1e90, 1e90 + 1e-300, "B"), Cell("F1", 1e90, 2e90, "F")]
+    assert Grid.of([Track("rank 0", cells)], width=40).text.splitlines()[0] == "rank 0 F0-F1-"

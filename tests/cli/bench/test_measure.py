@@ -1,4 +1,4 @@
-"""Gradients of two rows are the same only if torch.equal says so."""
+"""Gradients of two rows are equal only if torch.equal says so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from overlap1f1b.cli.bench.gradients import compare
+from overlap1f1b.cli.bench.measure import compare
 
 NAN, INF = float("nan"), float("inf")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean, median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from overlap1f1b.cli.trainer import Step
+from overlap1f1b.cli.train.trainer import Step
 
 LINES = 15  # of a run, where there is no bar
 RECENT = 20  # steps over which speed and hidden share are shown
@@ -72,3 +73,49 @@ def shown(screen: Console, *, tokens: int, start: int, steps: int) -> Iterator[P
     columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     with Bar(*columns, console=screen) as bar:
         yield Progress(screen, bar, tokens=tokens, start=start, steps=steps)
+
+
+SCALARS = ("loss", "grad_norm", "tokens_per_s", "hidden_fraction", "exposed_ms", "held_out_loss")
+
+
+class Board:
+    """Writes each step's scalars to a folder that TensorBoard shows: those of :data:`SCALARS`.
+
+    >>> board = Board(Path("runs/one"), tokens=4096, start=0)
+    >>> board.show(1, step, held_out=None)
+    >>> board.close()
+
+    Args:
+        folder: Which may have files of earlier runs; None shows nothing.
+        tokens: Of a step, over all ranks.
+        start: Steps done before; what the folder says of later ones is dropped.
+    """
+
+    def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
+        self.tokens = tokens
+        self._writer = None
+        if folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def show(self, number: int, step: Step, held_out: float | None) -> None:
+        """Step ``number``, the first being 1, and the loss on held-out text if it was just measured."""
+        if self._writer is None:
+            return
+        values = {
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": self.tokens / step.seconds,
+            "hidden_fraction": step.hidden,
+            "exposed_ms": 1e3 * step.exposed,
+            "held_out_loss": held_out,
+        }
+        for name in SCALARS:
+            if (value := values[name]) is not None:
+                self._writer.add_scalar(name, value, number)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            self._writer.close()

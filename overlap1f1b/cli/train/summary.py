@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.cli.curves import marks, sparkline
-from overlap1f1b.cli.trainer import Step
+from overlap1f1b.cli.train.trainer import Step
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,30 @@ def _change(losses: Sequence[float]) -> str:
 
 def _share(fraction: float | None) -> str:
     return "–" if fraction is None else f"{fraction:.1%}"
+
+
+LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """One line of at most ``width`` bars, each the mean of the values that it stands for.
+
+    >>> sparkline([4, 3, 2, 1])
+    '█▆▃▁'
+    """
+    bars = min(width, len(values))
+    cuts = [round(i * len(values) / bars) for i in range(bars + 1)] if bars else []
+    means = [fmean(values[a:b]) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(LEVELS[round((mean - low) / span * (len(LEVELS) - 1))] for mean in means)
+
+
+def marks(count: int, most: int = 10) -> list[int]:
+    """At most ``most`` evenly spaced positions of ``count``, the first and the last among them.
+
+    >>> marks(100, 4)
+    [0, 33, 66, 99]
+    """
+    points = min(count, most)
+    return sorted({round(i * (count - 1) / max(1, points - 1)) for i in range(points)})

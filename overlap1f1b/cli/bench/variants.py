@@ -1,0 +1,92 @@
+"""The rows of the ablation table, and the times of one row."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from statistics import median
+from typing import Any, NamedTuple
+
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.plan import Overlap, parse_overlap
+from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
+
+
+class Variant(NamedTuple):
+    """A program under an overlap; ``default`` marks the one that the options ask for."""
+
+    program: Program
+    overlap: Overlap
+    default: bool = False
+
+    @property
+    def name(self) -> str:
+        """The program, with its chunks where a rank has several."""
+        chunks = len(self.program.placement.places(0))
+        return f"{self.program.name}" + f", {chunks} chunks" * (chunks > 1)
+
+    @property
+    def key(self) -> str:
+        """The name and the overlap."""
+        return f"{self.name} · {self.overlap}"
+
+
+def asked_for(options: BenchOptions) -> Variant:
+    """Return the variant of ``--schedule`` and ``--overlap``."""
+    return Variant(options.program(), parse_overlap(options.overlap), default=True)
+
+
+def variants_of(options: BenchOptions) -> list[Variant]:
+    """Return the rows for these options, the serial baseline first where there is one."""
+    default = asked_for(options)
+    rows = _pipelines(options, default) if options.pp > 1 else _ablation(options, default)
+    table = {row.key: row for row in (*rows, default)}
+    table[default.key] = default
+    return list(table.values())
+
+
+def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
+    """From the serial baseline through Megatron's pattern to three open actions, one change a row."""
+    count = options.microbatches
+    sequential = build_schedule("sequential", microbatches=count)
+    merged = build_schedule("combined_1f1b", microbatches=count, extra_warmup=0)
+    warmed = build_schedule("combined_1f1b", microbatches=count, extra_warmup=DEFAULT_EXTRA_WARMUP)
+    return [
+        Variant(sequential, "serial"),
+        Variant(sequential, 1),
+        Variant(merged, "pairs"),
+        Variant(merged, 2),
+        Variant(warmed, 2),
+        Variant(warmed, default.overlap),
+    ]
+
+
+def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
+    """The schedules that hide most, or the one of ``--schedule``, with Megatron's pattern and the overlap asked for."""
+    if options.schedule is not None:
+        return [Variant(default.program, kind) for kind in ("serial", "pairs", default.overlap)]
+    programs = []
+    for name, chunks in (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 2), ("dualpipev", 2)):
+        with suppress(ValueError):  # too few microbatches for it
+            programs.append(build_schedule(name, ranks=options.pp, microbatches=options.microbatches, chunks=chunks))
+    return [Variant(program, kind) for program in programs for kind in ("pairs", default.overlap)]
+
+
+class Samples:
+    """Times of one row over the rounds, in seconds, and the overlap seen beside them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.exposed: list[float] = []
+        self.hidden: list[float] = []
+
+    def summary(self) -> dict[str, Any]:
+        """Return the measured part of the row's JSON."""
+        return {
+            "step_ms": {
+                "min": 1e3 * min(self.seconds),
+                "median": 1e3 * median(self.seconds),
+                "max": 1e3 * max(self.seconds),
+            },
+            "exposed_ms": 1e3 * median(self.exposed) if self.exposed else None,
+            "hidden_fraction": median(self.hidden) if self.hidden else None,
+        }

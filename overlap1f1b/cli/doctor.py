@@ -1,0 +1,323 @@
+"""One thing that was looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from overlap1f1b.cli.launch import STORE, run_ranks
+from overlap1f1b.cli.options import LONGEST
+from overlap1f1b.cli.output import check_json, console, write_json
+from overlap1f1b.cli.wire import Wire
+from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, and what to do about it.
+
+    Args:
+        name: What was looked at.
+        status: ``fail`` where training cannot work or nothing can be hidden; ``warn`` where something may not work.
+        value: As measured.
+        advice: Empty where there is nothing to do.
+    """
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    value: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Look for what could keep exchanges from being hidden here: one line a finding, and what to do about it.
+
+    The exit status is 1 where something fails, 0 otherwise. For example
+
+      overlap1f1b doctor
+
+      overlap1f1b doctor --json -                          # for scripts
+    """
+
+    timeout: float = DOCTOR_LIMIT_S
+    """Seconds that two local ranks are given to measure the link between them."""
+    json: str | None = None
+    """File for the findings as JSON, or - for standard output."""
+
+
+def check_doctor(options: DoctorOptions) -> None:
+    """Raises ``ValueError`` for options that nothing can be done with."""
+    if not 0 < options.timeout <= LONGEST:
+        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    if options.json is not None:
+        check_json(options.json)
+
+
+TESTED: dict[str, tuple[str, str]] = {
+    "torch": ("2.11", "2.14"),
+    "greenlet": ("3.1", "4"),
+}
+"""First version that the tests run on, and the first beyond those."""
+TRITON = ("3.6", "3.8")
+
+
+def versions() -> Iterator[Finding]:
+    """Of the libraries that everything rests on, and of CUDA, NCCL and Triton beside them."""
+    for name, (first, beyond) in TESTED.items():
+        yield _tested(name, first, beyond)
+    yield from _cuda()
+    yield _triton()
+
+
+def _tested(name: str, first: str, beyond: str) -> Finding:
+    wanted = _install(name, first, beyond)
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, "fail", "not installed", wanted)
+    if _release(first) <= _release(found) < _release(beyond):
+        return Finding(name, "ok", found)
+    return Finding(name, "warn", f"{found}, tested from {first} to before {beyond}", wanted)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a version, without what follows them."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _cuda() -> Iterator[Finding]:
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        build = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        yield Finding("cuda", "ok", f"no GPU; torch is {build}")
+        yield Finding("nccl", "ok", "not used without a GPU: ranks exchange over gloo")
+        return
+    advice = "the tests have run on CPU alone: compare losses with overlap1f1b train --compare"
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    yield Finding("cuda", "warn", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs", advice)
+    if nccl is None:
+        yield Finding("nccl", "fail", "not in this torch", "install a build of torch with NCCL")
+    else:
+        yield Finding("nccl", "warn", ".".join(map(str, nccl)), advice)
+
+
+def _triton() -> Finding:
+    """On a GPU kernels are Triton's; without it their twins in torch do the same, more slowly."""
+    import torch
+
+    if find_spec("triton") is not None:
+        return _tested("triton", *TRITON)
+    if not torch.cuda.is_available():
+        return Finding("triton", "ok", "not installed: kernels have twins in torch")
+    return Finding("triton", "warn", "not installed: kernels run as their twins in torch", _install("triton", *TRITON))
+
+
+def _install(name: str, first: str, beyond: str) -> str:
+    return f"install {name}>={first},<{beyond}"
+
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+CYCLES = 20_000_000  # of a GPU's clock, some ten milliseconds
+MOST = 1.5  # times one stream's time that two may take side by side
+
+
+def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
+    """With one connection every kernel waits for the one launched before it, on whichever stream."""
+    text = environ.get(VARIABLE)
+    if text is None:
+        return Finding("connections", "ok", f"{VARIABLE} is not set; CUDA's default is 8")
+    if not text.isdecimal() or not 1 <= int(text) <= 32:
+        return Finding("connections", "warn", f"{VARIABLE}={text}", f"set {VARIABLE} to 8 to 32, or unset it")
+    if int(text) == 1:
+        advice = f"unset {VARIABLE}, or set it to 8 or more before CUDA starts: one connection serialises streams"
+        return Finding("connections", "fail" if gpu else "warn", f"{VARIABLE}=1", advice)
+    return Finding("connections", "ok", f"{VARIABLE}={text}")
+
+
+def streams() -> Finding:
+    """Two streams that wait on the GPU, measured beside one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("streams", "ok", "no GPU: exchanges travel on threads")
+    one, two = (_waiting(count) for count in (1, 2))
+    value = f"two streams take {two / one:.2f} times as long as one"
+    if two < MOST * one:
+        return Finding("streams", "ok", value)
+    advice = f"nothing can be hidden: unset {VARIABLE} and CUDA_LAUNCH_BLOCKING, and look for what else uses the GPU"
+    return Finding("streams", "fail", value, advice)
+
+
+def _waiting(count: int) -> float:
+    """Milliseconds in which as many streams wait for the same number of cycles each."""
+    import torch
+
+    took = []
+    for _ in range(3):  # the first contains CUDA's start
+        main = torch.cuda.current_stream()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record(main)
+        for _ in range(count):
+            stream = torch.cuda.Stream()
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(CYCLES)
+            main.wait_stream(stream)
+        end.record(main)
+        end.synchronize()
+        took.append(begin.elapsed_time(end))
+    return min(took)
+
+
+ROUNDS = 50
+SIZE = 2**24  # bytes each way
+SLOW_MS = 5.0
+SLOW_GBPS = 1.0
+
+
+def link(timeout: float) -> Finding:
+    """Latency and bandwidth between two ranks of this machine, both directions at once."""
+    name = "link between ranks"
+    with tempfile.TemporaryDirectory(prefix="overlap1f1b-") as folder:
+        found = Path(folder) / "link.json"
+        command = (sys.executable, "-m", "overlap1f1b.cli.doctor")
+        status = run_ranks([str(found), str(timeout)], 2, command=command)
+        measured: dict[str, Any] = {"error": f"a rank ended with status {status}"}
+        if found.exists():
+            measured = json.loads(found.read_text())
+    if "error" in measured:
+        advice = "unset GLOO_SOCKET_IFNAME or name an interface of this machine; see that ranks may open local sockets"
+        return Finding(name, "fail", measured["error"], advice)
+    latency, rate = measured["latency_ms"], measured["gbps"]
+    value = f"{measured['backend']}: {latency:.2f} ms, {rate:.1f} Gbit/s each way"
+    if latency > SLOW_MS or rate < SLOW_GBPS:
+        return Finding(name, "warn", value, "other processes take the processors: measure on a quieter machine")
+    return Finding(name, "ok", value)
+
+
+def measure(found: Path, timeout: float) -> None:
+    """What each of the ranks does; the first writes what it found, the first to fail why."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    gpus = torch.cuda.device_count() >= 2
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "nccl" if gpus else "gloo"
+    limit = timedelta(seconds=timeout)
+    store = f"file://{os.environ[STORE]}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=limit)
+
+    def exchange(tensor: torch.Tensor, into: torch.Tensor) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        sends = dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, into, 1 - rank)
+        for work in dist.batch_isend_irecv(list(sends)):
+            work.wait()
+        if gpus:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (8, SIZE))
+    into = torch.empty_like(small), torch.empty_like(large)
+    latency = [exchange(small, into[0]) for _ in range(ROUNDS)]
+    transfer = [exchange(large, into[1]) for _ in range(5)]
+    if rank == 0:
+        _write(found, {"backend": backend, "latency_ms": 1e3 * median(latency), "gbps": 8e-9 * SIZE / median(transfer)})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _write(found: Path, content: dict[str, object]) -> None:
+    """As a whole, and only the first."""
+    unfinished = found.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(content))
+    if not found.exists():
+        unfinished.replace(found)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        measure(Path(sys.argv[1]), float(sys.argv[2]))
+    except Exception as error:
+        _write(Path(sys.argv[1]), {"error": " ".join(str(error).split())[:200]})
+        os._exit(2)  # said elsewhere
+    os._exit(0)
+
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Looks at everything; returns the exit status, 1 where something fails.
+
+    Raises:
+        ValueError: An option that cannot be.
+    """
+    check_doctor(options)
+    screen = console(options.json)
+    with screen.status("looking"):
+        findings = list(_findings(options))
+    show(findings, screen)
+    write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def _findings(options: DoctorOptions) -> Iterator[Finding]:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
+    yield from versions()
+    import torch
+
+    yield connections(gpu=torch.cuda.is_available())
+    yield streams()
+    yield link(options.timeout)
+    yield wire()
+
+
+def wire() -> Finding:
+    """Whether ``bench --wire`` can have its link."""
+    name = "shaped wire"
+    try:
+        with Wire(2, rate=1e9):
+            pass
+    except ValueError as error:
+        why = str(error).removeprefix("--wire: ").removeprefix("--wire ")
+        advice = "bench --wire and profile bench --wire need root, iproute2 and a kernel with tbf; all else does not"
+        return Finding(name, "warn", why, advice)
+    return Finding(name, "ok", "network namespaces with links limited by tbf")
+
+
+def show(findings: list[Finding], screen: Console) -> None:
+    """One line a finding."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        table.add_column(overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.status]
+        table.add_row(f"[{style}]{finding.status}[/]", *map(escape, (finding.name, finding.value, finding.advice)))
+    screen.print(table, highlight=False)
+    bad = [finding.name for finding in findings if finding.status != "ok"]
+    screen.print("all is well" if not bad else f"look at: {', '.join(bad)}", highlight=False)

@@ -1,0 +1,1 @@
+"""Timelines drawn as text and as pictures."""

@@ -1,0 +1,121 @@
+"""Tracks of a drawing: a simulated timeline or the bars of a measured step, for text and pictures alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+from overlap1f1b.plan import Resource
+from overlap1f1b.schedule import Pair, Step, actions_of
+from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
+from overlap1f1b.simulation.drawing import stacked, staged
+from overlap1f1b.simulation.drawing import text_of as text_of_node
+
+if TYPE_CHECKING:
+    from overlap1f1b.profiling import Bar
+
+_NAMES = {
+    Resource.COMPUTE: "compute",
+    Resource.EXCHANGE: "exchange",
+    Resource.CONTROL: "counts",
+    Resource.PEER: "peers",
+}
+_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
+_ALWAYS = (Resource.COMPUTE, Resource.EXCHANGE)  # have a track even if it is empty
+
+
+class Drawn(Protocol):
+    """A text from ``start`` to ``end``; ``style`` names its colour."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def style(self) -> str: ...
+
+
+class Cell(NamedTuple):
+    """An action or a sub-op of a simulation."""
+
+    text: str
+    start: float
+    end: float
+    style: str
+
+
+D_co = TypeVar("D_co", bound=Drawn, covariant=True)
+
+
+class Track(NamedTuple, Generic[D_co]):
+    """A row of a drawing: cells in order of time that do not overlap."""
+
+    name: str
+    cells: Sequence[D_co]
+
+
+def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
+    """Return a track for each rank, or for each resource of each rank where the timeline is one of sub-ops.
+
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> from overlap1f1b.simulation import Costs, simulate
+    >>> tracks = tracks_of(simulate(build_schedule("1f1b", ranks=2, microbatches=1), Costs()))
+    >>> [cell.text for cell in tracks[1].cells]
+    ['F0', 'B0']
+    """
+    if isinstance(timeline, PlanTimeline):
+        return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
+    program = timeline.program
+    chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
+    return [
+        Track(
+            f"rank {rank}",
+            [Cell(_text(span.step, chunked), span.start, span.end, _style(span.step)) for span in spans],
+        )
+        for rank, spans in enumerate(timeline.ranks)
+    ]
+
+
+def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
+    tracks = []
+    spans = timeline.ranks[rank].spans
+    several = staged(spans)
+    for resource, name in _NAMES.items():
+        stack = stacked(span for span in spans if span.node.resource is resource and span.end > span.start)
+        for row in stack or [[]] * (resource in _ALWAYS):
+            cells = [
+                Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(resource, s.node.kind.value))
+                for s in row
+            ]
+            tracks.append(Track(f"rank {rank} {name}", cells))
+    return tracks
+
+
+def _text(step: Step, chunked: bool) -> str:
+    """``F5``, ``B0‖F5``; with the stage in front where a rank holds several: ``4F5``, ``6B0‖0F4``."""
+    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(step))
+
+
+def _style(step: Step) -> str:
+    return "pair" if isinstance(step, Pair) else step.kind.value
+
+
+def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
+    """Return the bars of every lane in as few tracks as they need; ranks in order, predictions below them."""
+    lanes: dict[tuple[str, str], list[Bar]] = {}
+    for bar in bars:
+        lanes.setdefault((bar.process, bar.lane), []).append(bar)
+    found = []
+    for process, lane in sorted(lanes, key=_place):
+        for number, row in enumerate(stacked(lanes[process, lane]), 1):
+            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), row))
+    return found
+
+
+def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
+    process, lane = of
+    _, rank, *predicted = process.split()
+    order = list(_NAMES.values())
+    return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
