@@ -114,8 +114,8 @@ def test_adapters_are_not_saved(kind: str, tmp_path: Path) -> None:
         stages.save_pretrained(tmp_path / "saved")
     assert str(caught.value).startswith(name)
     assert str(caught.value).endswith(
-        " is an adapter, and the folder would hold neither an adapter nor a model; allowed: adapters that are merged first, "
-        "or state_dict() of each rank"
+        " is an adapter, and the folder would hold neither an adapter nor a model; allowed: adapters that are merged "
+        "first, or state_dict() of each rank"
     )
     assert not (tmp_path / "saved").exists()
 
