@@ -1,4 +1,4 @@
-"""Floor ``integrations``: other runtimes and models on the engine. Each is imported when it is first used."""
+"""Floor ``integrations``: other runtimes and models on the engine. Each subpackage is imported at its first use."""
 
 from __future__ import annotations
 

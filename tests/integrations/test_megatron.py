@@ -29,7 +29,7 @@ from overlap1f1b.integrations.megatron import (
     get_forward_backward_func,
     release,
 )
-from overlap1f1b.integrations.megatron.layers import default_layers
+from overlap1f1b.integrations.megatron.chunk import default_layers
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
@@ -284,7 +284,7 @@ def test_overlap_flag_plays_the_combined_program() -> None:
     function = get_forward_backward_func(costs=COSTS)
     call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=True))[0]], items(3))
     call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=False))[0]], items(3))
-    programs = [prepared.engine.program.name for prepared in function._prepared.values()]
+    programs = [prepared.engine.program.name for prepared in function._engines.values()]
     assert programs == ["combined_1f1b+1", "sequential"]
 
 
@@ -503,12 +503,12 @@ def test_encoder_and_decoder(ranks4: Ranks, by_list: bool) -> None:
 def test_layers_become_blocks() -> None:
     function = get_forward_backward_func(costs=COSTS)
     call(function, build(1), items(1))
-    (prepared,) = function._prepared.values()
+    (prepared,) = function._engines.values()
     # Its layers, with embedding and a parameter of its own before them, with head and loss behind.
     assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
     call(whole, build(1), items(1))
-    (prepared,) = whole._prepared.values()
+    (prepared,) = whole._engines.values()
     assert len(prepared.engine.stages[0].blocks) == 1
 
 
@@ -519,7 +519,7 @@ def test_children_of_a_sequential_become_blocks() -> None:
     for tokens, target in data:
         (models.loss_fn(reference(tokens), target) / len(data)).backward()
     call(function, [model], data)  # type: ignore[list-item]
-    (prepared,) = function._prepared.values()
+    (prepared,) = function._engines.values()
     assert len(prepared.engine.stages[0].blocks) == len(reference) + 1  # and the loss
     assert models.equal(models.gradients(model), models.gradients(reference)) == []
 
@@ -541,7 +541,7 @@ def test_a_wrapped_chunk_is_looked_into() -> None:
     data = items(3)
     plain([reference], data, scale=2.0)
     call(function, [Wrapped(part)], data)  # type: ignore[list-item]
-    (prepared,) = function._prepared.values()
+    (prepared,) = function._engines.values()
     assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
     assert models.equal(grads_of(part), grads_of(reference)) == []
 
@@ -812,7 +812,7 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
     )  # fmt: skip
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
-    monkeypatch.setattr("overlap1f1b.integrations.megatron.engine.agreed", lambda costs, *_: costs)
+    monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.agreed", lambda costs, *_: costs)
     part = Attaches(list(models.build(layers=LAYERS)), config, first=True, last=True)
     part.of, part.seen = scalers, []  # type: ignore[assignment]
     if fails:
@@ -899,7 +899,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
         for name, grad in grads_of(part).items():
             if "experts" not in name and not torch.allclose(grad, own[name], rtol=1e-4, atol=1e-6):
                 problems.append(f"step {step}: {name}")
-    (prepared,) = function._prepared.values()
+    (prepared,) = function._engines.values()
     plans: list[Any] = [None] * 4
     dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
     return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])

@@ -1,10 +1,12 @@
 """Megatron-Core's pipeline schedules, played by the engine."""
 
 from overlap1f1b.integrations.megatron.config import ProcessGroups
-from overlap1f1b.integrations.megatron.forward_backward import ForwardBackward
-from overlap1f1b.integrations.megatron.names import SCHEDULES
+from overlap1f1b.integrations.megatron.forward_backward import (
+    SCHEDULES,
+    ForwardBackward,
+    get_forward_backward_func,
+)
 from overlap1f1b.integrations.megatron.release import custom_backward, deallocate_output_tensor
-from overlap1f1b.integrations.megatron.schedules import get_forward_backward_func
 
 __all__ = [
     "SCHEDULES",

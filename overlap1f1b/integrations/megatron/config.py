@@ -1,10 +1,10 @@
-"""What the drop-in reads of a Megatron-Core config, and of its process groups."""
+"""Megatron-Core's config and process groups, as the drop-in reads them."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -22,24 +22,26 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]
 Sync = Callable[[Any], object]
 
+# ------------------------------------------------------------------------------------------------------ process groups
+
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The groups of this rank; Megatron-Core's ``ProcessGroupCollection`` serves as well.
+    """The process groups of this rank. Megatron-Core's ``ProcessGroupCollection`` can be used instead.
 
     >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "ep"))
     >>> groups = ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep"))
 
+    None stands for a group of one rank. Ranks of ``tp``, ``cp`` and ``dp`` play one plan, so that the collectives
+    inside their layers and between their gradients meet. Other attributes of a collection are for
+    ``finalize_model_grads_func``, which receives the collection.
+
     Args:
         pp: Ranks that hold the stages, in their order.
-        ep: Ranks that share the experts; the same that the model's ``GroupedExperts`` were given.
+        ep: Ranks that share the experts; the group that the model's ``GroupedExperts`` were given.
         cp: Ranks that share a sequence; the loss is multiplied by their number.
         tp: Ranks that share every layer.
-        dp: Ranks that hold the same with other data.
-
-    Those of ``tp``, ``cp`` and ``dp`` play one plan, so that collectives inside their layers and between their
-    gradients meet. None stands for one rank. Whatever else a collection has is for ``finalize_model_grads_func``, which
-    is handed it.
+        dp: Ranks that hold the same parameters and other data.
     """
 
     pp: dist.ProcessGroup | None = None
@@ -50,7 +52,7 @@ class ProcessGroups:
 
     @classmethod
     def default(cls) -> object:
-        """Megatron-Core's own, where its ``parallel_state`` has been initialised in this process; else one rank."""
+        """Return Megatron-Core's own groups if its ``parallel_state`` is initialised in this process, else one rank."""
         state: Any = sys.modules.get(PARALLEL_STATE)
         if state is None or not state.model_parallel_is_initialized():
             return cls()
@@ -58,9 +60,58 @@ class ProcessGroups:
         return collections.ProcessGroupCollection.use_mpu_process_groups()
 
 
+def group_of(groups: object, name: str) -> dist.ProcessGroup | None:
+    """Return the group of this name; None if it is one rank."""
+    group = getattr(groups, name, None)
+    return None if group is None or group.size() == 1 else group
+
+
+def size_of(groups: object, name: str) -> int:
+    """Return the number of ranks in the group of this name."""
+    group = group_of(groups, name)
+    return 1 if group is None else group.size()
+
+
+def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCosts | None:
+    """Return the costs of the first rank along "tp", "cp" and "dp". All of these ranks must call this."""
+    for name in ("tp", "cp", "dp"):
+        if (group := group_of(groups, name)) is not None:
+            costs = gathered(dist.get_process_group_ranks(group), costs, limit)[0]
+    return costs
+
+
+def mesh_of(groups: object, device: torch.device, limit: timedelta) -> DeviceMesh | None:
+    """Return this rank's mesh of "pp" and "ep", or None for one rank. All ranks along "ep" must call this.
+
+    Raises:
+        ValueError: The groups do not form a grid.
+    """
+    pp, ep = group_of(groups, "pp"), group_of(groups, "ep")
+    line = dist.get_process_group_ranks(pp) if pp is not None else [dist.get_rank()] if ep is not None else []
+    lines: list[Any] = [line]
+    if ep is not None:
+        own, column = 0 if pp is None else pp.rank(), dist.get_process_group_ranks(ep)
+        lines = gathered(column, line, limit)
+        if [every[own : own + 1] for every in lines] != [[rank] for rank in column]:
+            raise ValueError(f"pp groups {lines} of the ep group {column}; allowed: a grid, one rank of ep in each")
+    ranks = torch.tensor(lines).T  # [pp, ep]
+    named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
+    if not named:
+        return None
+    return DeviceMesh.from_group(
+        [group for _, group in named],
+        device.type,
+        mesh=ranks if len(named) == 2 else ranks.flatten(),
+        mesh_dim_names=tuple(name for name, _ in named),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- config
+
+
 @dataclass(frozen=True)
 class Config:
-    """The fields of Megatron-Core's ``ModelParallelConfig`` that have an effect here; what a model lacks is unset."""
+    """The fields of Megatron-Core's ``ModelParallelConfig`` that have an effect here; missing fields have a default."""
 
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
     finalize_model_grads_func: Callable[..., object] | None = None
@@ -83,13 +134,13 @@ class Config:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """The config of a model or of what it wraps."""
-        config = found(model, "config")
+        """Read the config of a model, or of the model that it wraps."""
+        config = attribute_of(model, "config")
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)})
 
 
-def found(model: nn.Module, name: str) -> Any:
-    """An attribute of a model or, through ``.module``, of what it wraps; None where none has it."""
+def attribute_of(model: nn.Module, name: str) -> Any:
+    """Return an attribute of a model or, through ``.module``, of the model that it wraps; None if none has it."""
     while not hasattr(model, name):
         inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
@@ -99,51 +150,71 @@ def found(model: nn.Module, name: str) -> Any:
 
 
 def each(value: Any, count: int) -> list[Any]:
-    """A value for every chunk; a list has one of each already."""
+    """Return one value for each chunk: the list itself, or the value repeated."""
     return list(value) if isinstance(value, list | tuple) else [value] * count
 
 
-def group_of(groups: object, name: str) -> dist.ProcessGroup | None:
-    """A group of several ranks; None for one rank."""
-    group = getattr(groups, name, None)
-    return None if group is None or group.size() == 1 else group
+# ---------------------------------------------------------------------------------------------------- refused options
+
+REFUSED: dict[str, object] = {
+    "num_microbatches_with_partial_activation_checkpoints": None,  # forward steps would need another argument
+    "defer_embedding_wgrad_compute": False,  # the schedule would have to compute these gradients at its end
+    "delay_wgrad_compute": False,  # the schedule would have to compute them, for every layer
+    "fine_grained_activation_offloading": False,  # the order of loads follows the schedule's order
+    "cpu_offloading": False,  # the order of loads follows the schedule's order
+    "hybrid_context_parallel": False,  # the groups change from microbatch to microbatch
+    "cuda_graph_impl": "none",  # graphs are captured in the schedule's order
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+}
+"""Options of a config that would change results if they were ignored, each with the value without effect."""
+
+REFUSED_IF_SUSPENDED: dict[str, object] = {"fp8": None, "fp4": None}
+"""Options that keep a state for the forward that runs; they are refused only if forwards are suspended."""
+
+SIZES = {
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_model_parallel_size",
+}
+"""For each group, the config's field with its number of ranks."""
 
 
-def size_of(groups: object, name: str) -> int:
-    """Ranks of a group."""
-    group = group_of(groups, name)
-    return 1 if group is None else group.size()
+def check_options(model: nn.Module, *, suspends: bool) -> None:
+    """Check that a chunk's config has no option that the drop-in would ignore.
 
-
-def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCosts | None:
-    """The costs of the first of all ranks along "tp", "cp" and "dp", all of which must call this."""
-    for name in ("tp", "cp", "dp"):
-        if (group := group_of(groups, name)) is not None:
-            costs = gathered(dist.get_process_group_ranks(group), costs, limit)[0]
-    return costs
-
-
-def mesh_of(groups: object, device: torch.device, limit: timedelta) -> DeviceMesh | None:
-    """The mesh of "pp" and "ep" that this rank is in; None for one rank. All ranks along "ep" must call it.
+    Args:
+        model: The chunk.
+        suspends: Whether to check the options that suspended forwards do not allow, instead of the general ones. A
+            forward is suspended if it is cut, or if it calls experts whose rows are exchanged.
 
     Raises:
-        ValueError: Groups that form no grid.
+        ValueError: A refused option is set.
     """
-    pp, ep = group_of(groups, "pp"), group_of(groups, "ep")
-    line = dist.get_process_group_ranks(pp) if pp is not None else [dist.get_rank()] if ep is not None else []
-    lines: list[Any] = [line]
-    if ep is not None:
-        own, column = 0 if pp is None else pp.rank(), dist.get_process_group_ranks(ep)
-        lines = gathered(column, line, limit)
-        if [every[own : own + 1] for every in lines] != [[rank] for rank in column]:
-            raise ValueError(f"pp groups {lines} of the ep group {column}; allowed: a grid, one rank of ep in each")
-    ranks = torch.tensor(lines).T  # [pp, ep]
-    named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
-    if not named:
-        return None
-    return DeviceMesh.from_group(
-        [group for _, group in named],
-        device.type,
-        mesh=ranks if len(named) == 2 else ranks.flatten(),
-        mesh_dim_names=tuple(name for name, _ in named),
-    )
+    config = attribute_of(model, "config")
+    for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
+        value = getattr(config, field, allowed)
+        if value and value != allowed:
+            where = " in a chunk that is cut or holds Experts" if suspends else ""
+            besides = ", or layers=lambda chunk: [] without Experts" if suspends else ""
+            raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}{besides}")
+
+
+def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:
+    """Check that the named groups have as many ranks as a chunk's config says.
+
+    A config of one rank fits every group, since the chunk may still hold Experts over several ranks.
+
+    Raises:
+        ValueError: A group has another number of ranks.
+    """
+    config = attribute_of(model, "config")
+    for name in names:
+        held = size_of(groups, name)
+        wanted = getattr(config, SIZES[name], None) or 1
+        if wanted not in (1, held):
+            raise ValueError(
+                f"{SIZES[name]}={wanted} with a group {name} of {held} ranks; "
+                f"allowed: a pg_collection whose {name} has {wanted}"
+            )

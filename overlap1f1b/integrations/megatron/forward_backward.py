@@ -1,41 +1,137 @@
-"""A forward-backward function of Megatron-Core, played by the engine."""
+"""Megatron-Core's forward-backward functions, played by the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap1f1b.integrations.megatron.chunk import Chunk, Step
-from overlap1f1b.integrations.megatron.config import Config, each, group_of, mesh_of, size_of
-from overlap1f1b.integrations.megatron.engine import ChunkEngine
-from overlap1f1b.integrations.megatron.layers import Layers
-from overlap1f1b.integrations.megatron.losses import Losses
-from overlap1f1b.integrations.megatron.names import CHUNKED, SCHEDULES, WITHOUT_INTERLEAVING
-from overlap1f1b.integrations.megatron.options import SIZES, check_options, check_sizes
-from overlap1f1b.integrations.megatron.sync import GradientSync
+from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, Feed
+from overlap1f1b.integrations.megatron.chunk import Chunk, Layers, default_layers
+from overlap1f1b.integrations.megatron.config import (
+    PARALLEL_STATE,
+    SIZES,
+    Config,
+    ProcessGroups,
+    agreed,
+    check_options,
+    check_sizes,
+    each,
+    group_of,
+    mesh_of,
+    size_of,
+)
+from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
 from overlap1f1b.moe import Experts
-from overlap1f1b.plan import NodeCosts, Overlap
-from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.plan import Node, NodeCosts, Overlap
+from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+NO_PIPELINING = "forward_backward_no_pipelining"
+WITHOUT_INTERLEAVING = "forward_backward_pipelining_without_interleaving"
+WITH_INTERLEAVING = "forward_backward_pipelining_with_interleaving"
+COMBINED_NO_PIPELINING = "combined_1f1b_schedule_for_no_pipelining"
+COMBINED_INTERLEAVED = "combined_1f1b_schedule_for_interleaved_pipelining"
+
+SCHEDULES = {
+    NO_PIPELINING: "sequential",
+    WITHOUT_INTERLEAVING: "1f1b",
+    WITH_INTERLEAVING: "interleaved_1f1b",
+    COMBINED_NO_PIPELINING: "combined_1f1b",
+    COMBINED_INTERLEAVED: "combined_1f1b",
+}
+"""The Program of each function; with ``overlap_moe_expert_parallel_comm`` every function plays ``combined_1f1b``."""
+
+CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
+UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 
 
-@dataclass
-class _Prepared:
-    """An engine for a model and a number of microbatches."""
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    *,
+    pg_collection: object = None,
+    schedule: str | None = None,
+    overlap: Overlap = DEFAULT_OVERLAP,
+    costs: NodeCosts | None = None,
+    layers: Layers = default_layers,
+    split_rank: int | None = None,
+    timeout: float = DEFAULT_LIMIT_S,
+) -> ForwardBackward:
+    """Return the function that runs the forwards and backwards of a step. Keep it: it holds the plans and the costs.
 
-    models: list[nn.Module]
-    engine: ChunkEngine
-    sizes: tuple[int | None, ...] = ()  # of the last call's tensors
+    >>> groups = ProcessGroups(pp=pp_group, ep=ep_group)
+    >>> forward_backward = get_forward_backward_func(pp_size=4, vp_size=2, pg_collection=groups)
+    >>> reports = forward_backward(
+    ...     forward_step_func=forward_step, data_iterator=iterators, model=chunks, num_microbatches=16,
+    ...     seq_length=4096, micro_batch_size=1,
+    ... )  # gradients are in .grad
+
+    As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
+    ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
+
+    A chunk is cut before each of its ``layers`` and behind the last, so that each layer is a block. If several MoE
+    layers were one block, the backward would walk all layers behind each of them to find the gradient of its experts:
+    a step of 8 layers in one block took 1.7 times as long as in 8 blocks. Every tensor whose gradient a layer
+    contributes to must be among its arguments; the first forward is checked for this.
+
+    Args:
+        pp_size: Number of pipeline ranks; by default that of the group ``pp``.
+        vp_size: Number of chunks of a rank, if interleaved. If ``pp_size``, ``vp_size`` and ``pg_collection`` are all
+            missing, Megatron-Core's ``parallel_state`` gives it.
+        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
+            and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
+            else this rank alone.
+        schedule: One of ``SCHEDULES``, instead of that choice.
+        overlap: See :class:`~overlap1f1b.engine.Engine`.
+        costs: Seconds of every node, instead of measuring them.
+        layers: Returns the layers of a chunk in order; an empty list leaves the chunk whole.
+        split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
+            chunk (the encoder's output) is appended to its output.
+        timeout: Limit in seconds of every wait for another rank.
+
+    Raises:
+        ValueError: Sizes that do not fit the groups, or an unknown schedule.
+    """
+    groups = ProcessGroups.default() if pg_collection is None else pg_collection
+    held = size_of(groups, "pp")
+    if pg_collection is None and pp_size is None and vp_size is None and not isinstance(groups, ProcessGroups):
+        vp_size = sys.modules[PARALLEL_STATE].get_virtual_pipeline_model_parallel_world_size()
+    if pp_size not in (None, held):
+        raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")
+    if vp_size is not None and vp_size < 1:
+        raise ValueError(f"vp_size={vp_size}; allowed: None or 1 or more")
+    if schedule is None:
+        piped = WITHOUT_INTERLEAVING if vp_size is None else WITH_INTERLEAVING
+        schedule = piped if held > 1 else NO_PIPELINING
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    if schedule in UNPIPELINED and held > 1:
+        raise ValueError(f"{schedule} over {held} pipeline ranks; allowed: 1")
+    if split_rank is not None and (schedule in CHUNKED or not 0 < split_rank < held):
+        raise ValueError(
+            f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
+        )
+    return ForwardBackward(
+        schedule,
+        groups,
+        vp_size=vp_size,
+        overlap=overlap,
+        costs=costs,
+        layers=layers,
+        split_rank=split_rank,
+        timeout=timeout,
+    )
 
 
 class ForwardBackward:
-    """One of Megatron-Core's schedules; made by :func:`get_forward_backward_func`."""
+    """One of Megatron-Core's forward-backward functions; made by :func:`get_forward_backward_func`."""
 
     def __init__(
         self,
@@ -52,7 +148,7 @@ class ForwardBackward:
         self.__name__ = name
         self.groups, self.vp_size, self.overlap, self.costs = groups, vp_size, overlap, costs
         self.layers, self.split_rank, self.timeout = layers, split_rank, timeout
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._engines: dict[tuple[Any, ...], ChunkEngine] = {}
         self._exchange: Exchange | None = None
 
     def __call__(
@@ -73,74 +169,84 @@ class ForwardBackward:
         pg_collection: object = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Runs a step; adds gradients to ``.grad``, reduced over no ranks but by ``finalize_model_grads_func``.
+        """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
-        Dropout draws from a stream of random numbers of each microbatch. ``forward_step_func`` is left and taken up
-        again wherever a layer begins or experts are called, other microbatches running in between: what it needs of the
-        model's state it reads before. The timer is ``forward-backward`` alone, since forwards and backwards interleave.
+        Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
+        and resumed wherever a layer begins or experts are called, and other microbatches run in between: it must read
+        the model's state that it needs before the first layer. The only timer is ``forward-backward``, since forwards
+        and backwards interleave.
 
         Args:
-            forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once a microbatch of each chunk,
-                in their order. ``output`` is a tensor or a list of them, which the next chunk's ``set_input_tensor`` is
-                given; ``loss_func`` is called with it on the last stage: see :class:`Losses`.
-            data_iterator: Passed to it; a list of one for each chunk when interleaved.
-            model: A chunk, or a list of them, with ``set_input_tensor([tensor, …])``, ``[None]`` on the first stage.
-                Its ``config`` has Megatron-Core's fields; those of :class:`Config` have an effect.
-            num_microbatches: M, 1 or more.
-            seq_length, micro_batch_size, decoder_seq_length: Of this call. Sizes are taken from what passes between
-                stages, which may change from call to call only with these, or with ``config.variable_seq_lengths``.
-            forward_only: Runs no backward.
-            collect_non_loss_data: Calls ``loss_func(output, non_loss_data=True)`` and returns what that gives.
-            first_val_step: With ``forward_only``, whether ``set_is_first_microbatch`` is called, where a chunk has it.
-            adjust_tensor_shapes_fn: Accepted without interleaving and not called, since no shape is foretold.
+            forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once for each microbatch of
+                each chunk, in order. ``output`` is a tensor or a list of tensors, which the next chunk's
+                ``set_input_tensor`` receives; on the last stage ``loss_func`` is called with it, see :class:`Losses`.
+            data_iterator: First argument of ``forward_step_func``; if interleaved, a list of one for each chunk.
+            model: A chunk, or a list of chunks, with ``set_input_tensor([tensor, …])``, on the first stage ``[None]``.
+                Its ``config`` has Megatron-Core's fields; the fields of :class:`Config` have an effect.
+            num_microbatches: Number of microbatches, 1 or more.
+            seq_length: Tokens of a sequence. The sizes of tensors between stages may change from call to call only if
+                this or the next two change, or with ``config.variable_seq_lengths``.
+            micro_batch_size: Sequences of a microbatch.
+            decoder_seq_length: Tokens of a decoder's sequence.
+            forward_only: Whether to run no backward.
+            collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
+            first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
+            adjust_tensor_shapes_fn: Accepted without interleaving, and not called: the engine needs no shapes ahead.
             p2p_communicator: None; the engine has its own.
-            pg_collection: The same groups as before; handed to ``finalize_model_grads_func``.
-            force_all_reduce: Handed to ``finalize_model_grads_func``.
+            pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
+            force_all_reduce: Passed to ``finalize_model_grads_func``.
 
         Returns:
-            What ``loss_func`` reported of each microbatch in order, on the last stage's rank; elsewhere nothing.
+            On the last stage's rank, the report of ``loss_func`` for each microbatch in order; elsewhere nothing.
 
         Raises:
-            ValueError: Values that do not fit, named.
+            ValueError: A value that does not fit; the message names it.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
+        # 1. Check the arguments.
         groups = self._checked_groups(pg_collection, p2p_communicator)
         models = self._checked_models(model)
         iterators = self._checked_iterators(data_iterator, len(models))
-        sizes = (seq_length, micro_batch_size, decoder_seq_length)
-        named = zip(("seq_length", "micro_batch_size", "decoder_seq_length"), sizes, strict=True)
-        for name, value in (("num_microbatches", num_microbatches), *named):
+        sizes = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "decoder_seq_length": decoder_seq_length,
+        }
+        for name, value in {"num_microbatches": num_microbatches, **sizes}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}; allowed: 1 or more")
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
         for chunk in models:
             check_options(chunk, suspends=False)
-            # Costs that are given the same on all ranks need no group to agree on them.
+            # Given costs are the same on all ranks, so no group of "tp" has to agree on them.
             check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.costs is None])
         config = Config.of(models[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            with self._ending():
-                prepared = self._prepared[key] = self._prepare(models, config, num_microbatches)
-        elif prepared.sizes != sizes:
-            prepared.engine.boundary.forget()
-        prepared.sizes = sizes
-        losses = Losses(
-            config,
-            num_microbatches,
-            size_of(groups, "cp"),
-            training=not forward_only,
-            collect=collect_non_loss_data,
-            device=next(iter(prepared.engine.chunks.values())).device,
-        )
-        marks_first = not forward_only or first_val_step is None or first_val_step
-        steps = [Step(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
         with self._ending():
-            self._run(prepared, steps, config, forward_only=forward_only)
+            # 2. Find the engine for these models and this number of microbatches, or make it.
+            key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
+            if key not in self._engines:
+                self._engines[key] = self._engine(models, config, num_microbatches)
+            engine = self._engines[key]
+            engine.expect(sizes)
+            # 3. Play the step.
+            losses = Losses(
+                config,
+                num_microbatches,
+                size_of(groups, "cp"),
+                training=not forward_only,
+                collect=collect_non_loss_data,
+                device=engine.device,
+            )
+            marks_first = not forward_only or first_val_step is None or first_val_step
+            steps = [ChunkStep(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
+            if forward_only:
+                engine.evaluate(steps)
+            else:
+                engine.train(steps)
+        # 4. Let the user reduce the gradients.
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = losses.tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(models, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -150,64 +256,50 @@ class ForwardBackward:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """After a failure no engine plays any more: what was under way may still arrive in the exchange they share."""
+        """Drop all engines after a failure: transfers under way may still arrive in the exchange that they share."""
         try:
             yield
         except BaseException:
-            self._prepared, self._exchange = {}, None
+            self._engines, self._exchange = {}, None
             raise
-
-    def _run(self, prepared: _Prepared, steps: list[Step], config: Config, *, forward_only: bool) -> None:
-        engine = prepared.engine
-        if forward_only:
-            engine.run(steps, None)
-            return
-        for sync, model in zip(each(config.param_sync_func, len(steps)), prepared.models, strict=True):
-            if sync is not None:
-                sync(model.parameters())
-        models = {stage: chunk.model for stage, chunk in engine.chunks.items()}
-        sync = GradientSync(config, models, engine.plan.ranks[engine.rank], engine.program.microbatches - 1)
-        with sync.stepping():
-            engine.run(steps, sync.around)
 
     def _program_name(self, config: Config) -> str:
         return "combined_1f1b" if config.overlap_moe_expert_parallel_comm else SCHEDULES[self.__name__]
 
-    def _prepare(self, models: list[nn.Module], config: Config, microbatches: int) -> _Prepared:
-        program = self._program(config, microbatches, len(models))
+    def _engine(self, models: list[nn.Module], config: Config, microbatches: int) -> ChunkEngine:
+        program = build_schedule(
+            self._program_name(config),
+            ranks=size_of(self.groups, "pp"),
+            microbatches=microbatches,
+            chunks=len(models),
+            group_size=config.microbatch_group_size_per_vp_stage if len(models) > 1 else None,
+        )
         rank = group.rank() if (group := group_of(self.groups, "pp")) is not None else 0
         passes = self.split_rank is not None and rank >= self.split_rank
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
-            chunks[stage] = Chunk(
-                model, self.layers(model), stage=stage, last=last, passes_last_input=passes and not last
-            )
-            if len(chunks[stage].parts) > 1 or any(isinstance(module, Experts) for module in model.modules()):
+            chunk = Chunk(model, self.layers(model), stage=stage, last=last, passes_last_input=passes and not last)
+            if len(chunk.parts) > 1 or any(isinstance(module, Experts) for module in model.modules()):
                 check_options(model, suspends=True)
+            chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
         mesh = mesh_of(self.groups, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
             ep = group_of(self.groups, "ep")
             self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
-        engine = ChunkEngine(
-            chunks,
+        engine = Engine(
+            {stage: chunk.segments for stage, chunk in chunks.items()},
             program,
-            groups=self.groups,
             mesh=mesh,
             overlap=self.overlap,
-            costs=self.costs,
+            costs=agreed(self.costs, self.groups, limit),
+            reduce=False,
             dynamic_shapes=config.variable_seq_lengths,
             timeout=self.timeout,
             exchange=self._exchange,
         )
-        return _Prepared(models, engine)
-
-    def _program(self, config: Config, microbatches: int, chunks: int) -> Program:
-        name = self._program_name(config)
-        group_size = config.microbatch_group_size_per_vp_stage if chunks > 1 else None
-        ranks = size_of(self.groups, "pp")
-        return build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=group_size)
+        return ChunkEngine(engine, chunks, self.groups, limit)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
         if p2p_communicator is not None:
@@ -233,9 +325,79 @@ class ForwardBackward:
         return models
 
     def _checked_iterators(self, data_iterator: Any, chunks: int) -> list[Any]:
-        iterators = data_iterator if isinstance(data_iterator, list | tuple) else [data_iterator] * chunks
         several = isinstance(data_iterator, list | tuple)
+        iterators = list(data_iterator) if several else [data_iterator] * chunks
         if len(iterators) != chunks or (chunks > 1 and not several):
             what = f"{len(iterators)} data iterators" if several else f"one {type(data_iterator).__name__}"
             raise ValueError(f"{what} for {chunks} model chunks of {self.__name__}; allowed: a list of {chunks}")
-        return list(iterators)
+        return iterators
+
+
+class ChunkEngine:
+    """An engine whose stages are chunks, which fetch their own data and divide their own losses.
+
+    Args:
+        engine: Engine over the chunks' segments.
+        chunks: The chunks of this rank, by the number of their stage.
+        groups: Groups of this rank; ranks that play the same plan agree on measured costs.
+        limit: Limit of the wait for these ranks.
+    """
+
+    def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
+        self.engine, self.chunks, self.groups, self.limit = engine, dict(chunks), groups, limit
+        self.device = next(iter(self.chunks.values())).device
+        self._sizes: Mapping[str, int | None] | None = None
+
+    def expect(self, sizes: Mapping[str, int | None]) -> None:
+        """Let tensors between stages have other sizes than in the last step, if the call's sizes differ."""
+        if self._sizes not in (None, sizes):
+            self.engine.boundary.forget()
+        self._sizes = sizes
+
+    def evaluate(self, steps: Sequence[ChunkStep]) -> None:
+        """Play the forwards of a step."""
+        self._play(steps, None)
+
+    def train(self, steps: Sequence[ChunkStep]) -> None:
+        """Play a step, and let data-parallel wrappers reduce gradients in it."""
+        config, engine = steps[0].config, self.engine
+        models = {stage: chunk.model for stage, chunk in self.chunks.items()}
+        for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
+            if sync is not None:
+                sync(model.parameters())
+        gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], engine.program.microbatches - 1)
+        costs = engine.costs
+        with gradient_sync.stepping():
+            self._play(steps, gradient_sync)
+        if engine.costs is not costs:  # they were measured in this step
+            engine.costs = agreed(engine.costs, self.groups, self.limit)
+
+    def _play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None) -> None:
+        """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""
+        losses, player, last = steps[0].losses, self.engine.player, self.engine.program.placement.stages - 1
+
+        @contextmanager
+        def around(node: Node) -> Iterator[None]:
+            self.chunks[node.stage].running = node.microbatch
+            with nullcontext() if gradient_sync is None else gradient_sync.around(node):
+                yield
+
+        def feed() -> Feed:
+            def given(stage: int, _: int) -> dict[str, Any]:
+                return {"inputs": () if stage == 0 else None, "loss_fn": _own_loss if stage == last else None}
+
+            shares = dict.fromkeys(range(self.engine.program.microbatches), 1.0)
+            return Feed(given, shares, auxiliary=float(losses.scale_of(MOE_LOSS)))
+
+        with ExitStack() as stepping:
+            stepping.enter_context(losses.scaling_attached())
+            for chunk, step in zip(self.chunks.values(), steps, strict=True):
+                stepping.enter_context(chunk.stepping(step))
+            player.around = around
+            stepping.callback(setattr, player, "around", None)
+            self.engine.play(feed, grad=gradient_sync is not None)
+
+
+def _own_loss(loss: Tensor) -> Tensor:
+    """Return the loss that the last chunk has computed."""
+    return loss

@@ -1,6 +1,7 @@
-"""Outputs whose values are given up while their graph is still needed, as Megatron-LM does.
+"""Outputs whose values are freed while their graph is still needed, as in Megatron-LM.
 
-The engine needs neither of these: it keeps only the graph of what it has sent. They are here for code that calls them.
+The engine does not use these functions: it keeps only the graph of tensors that it has sent. They are here for code
+that calls them by Megatron-LM's names.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ Outputs = Tensor | Sequence["Outputs"] | Mapping[str, "Outputs"] | None
 
 
 def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = True) -> None:
-    """Gives up the values of an output that has been sent; its graph stays, for :func:`custom_backward`.
+    """Free the values of an output that has been sent, and keep its graph for :func:`custom_backward`.
 
     >>> out = torch.ones(1000, requires_grad=True) * 2
     >>> deallocate_output_tensor(out)
     >>> out.shape
     torch.Size([1])
 
-    ``.data`` becomes one uninitialised element, so the tensor's own storage is freed unless something else holds it.
-    Everything that still reads the tensor's values, ``torch.autograd.backward`` included, must not be given it.
+    ``.data`` becomes one uninitialised element, so the tensor's storage is freed unless another tensor holds it. After
+    this call the tensor must not go to a function that reads its values, such as ``torch.autograd.backward``.
 
     Args:
-        out: A tensor, a list or a mapping of them; None is passed over.
+        out: A tensor, or a list or mapping of tensors; None is skipped.
         deallocate_pipeline_outputs: Megatron-Core's switch; False does nothing.
 
     Raises:
-        ValueError: Something else, or a view, whose values another tensor holds.
+        ValueError: Another type; or a view, whose values another tensor holds.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -48,7 +49,7 @@ def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = T
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """The backward of an output whose values were given up: autograd's engine without its check of shapes.
+    """Run the backward of a deallocated output by autograd's engine, without its check of shapes.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> out = x * 2
@@ -58,11 +59,11 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     tensor([2., 2., 2.])
 
     Args:
-        output: What :func:`deallocate_output_tensor` left, or a scalar.
-        grad_output: Its gradient, in the shape that it had; None for 1.
+        output: A tensor after :func:`deallocate_output_tensor`, or a scalar.
+        grad_output: Its gradient, in the shape that the output had before; None stands for 1.
 
     Raises:
-        ValueError: An output of several elements, or something that is no tensor.
+        ValueError: An output of several elements, or a value that is no tensor.
     """
     if not isinstance(output, Tensor) or output.numel() != 1:
         what = f"{output.numel()} elements" if isinstance(output, Tensor) else f"type {type(output).__name__}"

@@ -1,30 +1,190 @@
-"""A model's own experts as experts of the engine: each rank holds a part of them."""
+"""A model's own experts: where they are, and how ranks share them.
+
+- :func:`find` returns a causal LM's experts and the decoder layers that hold them, without knowing its architecture.
+- :func:`adopt` makes an experts module one of the engine's; each rank then holds a part of its weights.
+- :func:`register` offers the exchange of this library to transformers' own expert parallelism.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
 
-from overlap1f1b.integrations.transformers.finding import adapter_around, counters, routing_names
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
+LOOKED_FOR = "a module called with (tokens, indices, weights) whose parameters have a part for each expert"
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+
+class Found(NamedTuple):
+    """The parts of a model.
+
+    Args:
+        owner: The module that calls the layers.
+        attribute: Name of its child with the layers.
+        prefix: Name of this child in the model, such as ``model.layers``.
+        layers: The layers in order.
+        experts: Each experts module and its number of experts, by its name in the model.
+    """
+
+    owner: nn.Module
+    attribute: str
+    prefix: str
+    layers: list[nn.Module]
+    experts: dict[str, tuple[nn.Module, int]]
+
+
+def find(model: nn.Module) -> Found:
+    """Return the decoder layers and the experts of a causal LM.
+
+    Raises:
+        ValueError: The model is an encoder-decoder, quantised, dense, or was split before; or its experts or layers
+            are not recognised. The message says what was looked for and what was found.
+    """
+    _refuse(model)
+    experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
+    if not experts:
+        raise ValueError(f"{type(model).__name__}: looked for {LOOKED_FOR}; found {_instead(model)}")
+    holders = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and all(expert.startswith(f"{name}.") for expert in experts)
+    ]
+    if not holders:
+        raise ValueError(
+            f"{type(model).__name__}: looked for one ModuleList whose elements hold all experts; "
+            f"found experts at {_some(list(experts))}"
+        )
+    prefix, layers = holders[0]
+    parent, _, attribute = prefix.rpartition(".")
+    return Found(model.get_submodule(parent), attribute, prefix, list(layers), experts)
+
+
+def _refuse(model: nn.Module) -> None:
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder model; allowed: a causal LM, whose layers form one chain")
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError(
+            f"{kind} has been split before, or has experts of this library; allowed: a model as it was built"
+        )
+    if (quantised := _quantised(model)) is not None:
+        raise ValueError(f"{kind} has quantised weights ({quantised}); allowed: floating-point weights, which train")
+
+
+def _quantised(model: nn.Module) -> str | None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        return type(quantizer).__name__
+    narrow = [name for name, p in model.named_parameters() if not p.is_floating_point() or p.dtype.itemsize < 2]
+    return f"{narrow[0]} of {str(model.get_parameter(narrow[0]).dtype)[6:]}" if narrow else None
+
+
+def routing_names(module: nn.Module) -> tuple[str, str, str] | None:
+    """Return the argument names of a module's forward if it takes (tokens, indices, weights), else None."""
+    named = _arguments(module)
+    if len(named) != 3:
+        return None
+    tokens, indices, weights = named
+    if not ("ind" in indices or "expert" in indices) or not ("weight" in weights or "score" in weights):
+        return None
+    return tokens, indices, weights
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _count(module: nn.Module) -> int:
+    """Return the number of experts in an experts module; 0 for another module."""
+    sizes = {p.shape[0] for p in module.parameters() if p.dim()}
+    if not sizes or routing_names(module) is None:
+        return 0
+    if any(p.dim() > 2 for p in module.parameters()):
+        return max(sizes)
+    named = {value for m in module.modules() for _, value in _counters(m)}
+    dividing = [value for value in named if value > 1 and all(size % value == 0 for size in sizes)]
+    return max(dividing, default=max(sizes))
+
+
+def _counters(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield a module's integer attributes that count experts, with their names."""
+    for name, value in vars(module).items():
+        if type(value) is int and "expert" in name:
+            yield name, value
+
+
+def _instead(model: nn.Module) -> str:
+    """Return, for a message, the modules that are similar to experts."""
+    near: dict[str, None] = {}
+    for module in model.modules():
+        stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
+        convolution = isinstance(module, nn.modules.conv._ConvNd)
+        if not convolution and (stacked or "experts" in type(module).__name__.lower()):
+            near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
+    return f"{_some(list(near))} instead" if near else "no weights that are stacked by expert: a dense model?"
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and module of a model's first adapter: the model itself if it is one of PEFT's."""
+    for name, module in model.named_modules():
+        if _is_adapter(module) or any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+            return name, module
+    return None
+
+
+def _adapter_around(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """Return the name and module of the outermost adapter around a module, else of the first adapter inside it."""
+    path = name.split(".")
+    for length in range(len(path)):
+        outer = ".".join(path[:length])
+        if _is_adapter(module := model.get_submodule(outer)):
+            return outer, module
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if _is_adapter(module):
+            return inner, module
+    return None
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether a module adds weights to a module that it holds, or to itself, as PEFT's adapters do."""
+    held = (getattr(module, name, None) for name in ("base_layer", "original_module"))
+    names = (*module._parameters, *module._modules)
+    added = any(name.startswith("lora_") for name in names) or parametrize.is_parametrized(module)
+    return added or any(isinstance(inner, nn.Module) for inner in held)
+
+
+# ------------------------------------------------------------------------------------------------------------ adopting
+
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-"""What ``use_experts_implementation`` of transformers says of ``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H, I]``."""
+"""Flags that transformers' ``use_experts_implementation`` sets for the usual layout of weights, see :func:`adopt`."""
 
 SILU = ("SiLU", "SiLUActivation")
 
 
 class OwnExperts(Experts):
-    """Mixed into the class of a model's experts module, whose instance thereby becomes one of the engine's.
+    """Base class that :func:`adopt` adds to the class of a model's experts module.
 
-    A rank runs the model's own forward on the rows that it received, each with one local expert and weight one; the
-    routing weights are applied where the token came from. Where the weights are laid out in the usual way, grouped
-    matrix products do the same with their weight gradients apart.
+    A rank runs the model's own forward on the rows that it received, each row with one local expert and weight one. The
+    routing weights are applied on the rank that sent the token. With weights in the usual layout, grouped matrix
+    products compute the same, with weight gradients apart.
     """
 
     own_class: ClassVar[type[nn.Module]]
@@ -53,28 +213,42 @@ class OwnExperts(Experts):
         own: Any = self
         if self.grouped:
             gate_up = self.product(rows, own.gate_up_proj, counts)
-            # Where it is SwiGLU, which no flag of the module says, it runs by kernels; in torch they are the same ops.
+            # No flag of the module says that the activation is SwiGLU. Kernels compute that; torch's ops are equal.
             plain = own._apply_gate.__name__ == "_default_apply_gate" and type(own.act_fn).__name__ in SILU
             gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
             return self.product(gated, own.down_proj, counts)
-        if not len(rows):  # not every forward can do without
+        if not len(rows):  # some models' forwards fail without rows
             return rows.detach()
-        local = torch.arange(self.local_experts, device=rows.device)
-        indices = local.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=len(rows))
-        result: Tensor = self.own_class.forward(self, rows, indices[:, None], rows.new_ones(len(rows), 1))
+        result: Tensor = self.own_class.forward(self, rows, *_one_expert_a_row(rows, counts))
         return result.reshape(rows.shape)
+
+
+def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return indices and weights ``[R, 1]`` that route rows, sorted by expert, to their local experts."""
+    local = torch.arange(len(counts), device=rows.device)
+    indices = local.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=len(rows))
+    return indices[:, None], rows.new_ones(len(rows), 1)
 
 
 def adopt(
     model: nn.Module, module: nn.Module, count: int, group: dist.ProcessGroup | None, name: str, *, grouped: bool
 ) -> None:
-    """Makes an experts module of a model, called so, one of the engine's, with this rank's part of its weights.
+    """Make an experts module one of the engine's, and keep this rank's part of its weights.
+
+    Args:
+        model: The causal LM.
+        module: Its experts module.
+        count: Number of experts in the module.
+        group: Ranks that share the experts; None for this rank alone.
+        name: Name of the module in the model.
+        grouped: Whether to compute with grouped products if the weights have the usual layout: ``gate_up_proj
+            [E, 2·I, H]`` and ``down_proj [E, H, I]``.
 
     Raises:
-        ValueError: The experts have an adapter, such as LoRA's, they are not divisible by the ranks, or a parameter is
-            not by the experts.
+        ValueError: The experts have an adapter, such as LoRA's; their number is not divisible by the ranks; or a
+            parameter has no part for each expert.
     """
-    if (adapter := adapter_around(model, name)) is not None:
+    if (adapter := _adapter_around(model, name)) is not None:
         raise ValueError(
             f"{adapter[0]} ({type(adapter[1]).__name__}) is an adapter of experts, whose weights are not divided by "
             "experts and which the engine would not call; allowed: adapters of other layers, or merged into the experts"
@@ -110,6 +284,69 @@ def _shard(module: OwnExperts, count: int, name: str) -> None:
                 )
             mine = parameter.detach().chunk(ranks)[rank].clone()
             part.register_parameter(label, nn.Parameter(mine, requires_grad=parameter.requires_grad))
-        for attribute, value in list(counters(part)):
+        for attribute, value in list(_counters(part)):
             if value == count and attribute not in ("experts", "local_experts"):
                 setattr(part, attribute, module.local_experts)
+
+
+# ----------------------------------------------------------------------------------- transformers' expert parallelism
+
+NAME = "overlap1f1b"
+
+
+def register(name: str = NAME) -> None:
+    """Register the exchange of this library with transformers' expert parallelism under a name.
+
+    >>> register()
+    >>> config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="overlap1f1b")
+    >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)  # under torchrun
+
+    Such a model trains in a loop of transformers' own, which waits for each exchange. To hide exchanges, use
+    :func:`split_model` and an engine.
+
+    Raises:
+        ValueError: transformers is not installed, or is older than 5.23, whose expert parallelism has no names.
+    """
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        try:
+            from transformers import __version__ as version
+        except ImportError:
+            version = "none"
+        raise ValueError(
+            f"transformers {version} has no EPImplementationInterface; allowed: 5.23 or newer, or split_model"
+        ) from None
+    EPImplementationInterface.register(name, ExchangedExperts)
+
+
+class ExchangedExperts(Experts):
+    """Exchanges tokens for an experts module, with the interface of transformers' ``EPImplementation``.
+
+    Args:
+        experts: The model's own module, whose weights are this rank's part.
+        ep_mesh: Ranks that share the experts.
+        tp_mesh: Ranks that hold the same tokens; only one rank is allowed.
+
+    Raises:
+        ValueError: Several ranks hold the same tokens.
+    """
+
+    def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__()
+        if tp_mesh.size() > 1:
+            raise ValueError(f"ep_implementation {NAME!r} with tp_size={tp_mesh.size()}; allowed: 1")
+        # Only its forward: the module would become a child of its own child.
+        self._own: Callable[[Tensor, Tensor, Tensor], Tensor] = experts.forward
+        self.share(experts.num_experts * ep_mesh.size(), ep_mesh.get_group())
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the experts' weighted sum ``[T, H]`` for this rank's tokens ``[T, H]``, ``[T, K]``, ``[T, K]``."""
+        result: Tensor = super().__call__(hidden_states, top_k_index.long(), top_k_weights)
+        return result
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        if not len(rows):  # compute one row of zeros: every weight needs a gradient, since FSDP2 reduces on all ranks
+            row = rows.new_zeros(1, rows.shape[1])
+            return rows + self._own(row, row.new_zeros(1, 1, dtype=torch.int64), row.new_ones(1, 1))[:0]
+        return self._own(rows, *_one_expert_a_row(rows, counts))

@@ -1,4 +1,4 @@
-"""A causal LM's own forward around its layers: what it computes before them, gives to each, and does after them."""
+"""A causal LM's own forward around its layers: the computation before them, their arguments, and what follows them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from overlap1f1b.integrations.transformers.finding import Found, tensors_in
+from overlap1f1b.integrations.transformers.experts import Found
 
 
 class Call(NamedTuple):
-    """What the model's forward gives a layer beside the hidden states."""
+    """The arguments that the model's forward gives a layer beside the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Around(NamedTuple):
-    """The modules with parameters outside the layers, by their names in the model."""
+    """The modules outside the layers that have parameters, by their names in the model."""
 
     before: dict[str, nn.Module]
     after: dict[str, nn.Module]
@@ -31,12 +32,12 @@ class Around(NamedTuple):
 class Shell:
     """Runs a model's own forward with stand-ins for its layers.
 
-    So masks, rotary embeddings and whatever else a layer is given are the model's own, on every stage, and so are norm,
-    head and loss.
+    So the model's own code computes masks, rotary embeddings and other arguments of a layer on every stage, and also
+    norm, head and loss.
 
     Args:
         model: The causal LM.
-        found: Where its layers are.
+        found: Its layers.
     """
 
     def __init__(self, model: Any, found: Found) -> None:
@@ -45,11 +46,11 @@ class Shell:
         self.around = Around({}, {})
 
     def trace(self) -> Around:
-        """Runs the forward once on a few tokens and remembers which modules it calls before and after the layers.
+        """Run the forward once on a few tokens; return the modules that it calls before and after the layers.
 
         Raises:
-            ValueError: The layers are not a chain, a parameter outside of them belongs to no module that is called, or
-                a layer is given something else that depends on parameters.
+            ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called;
+                or a layer gets another argument that depends on parameters.
         """
         walk = _Walk(self, until=None, result=None)
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
@@ -69,9 +70,9 @@ class Shell:
                 around.enter_context(torch.random.fork_rng(devices=[]))
                 around.enter_context(torch.enable_grad())
                 around.enter_context(self._replaced(walk))
-                # No router logits: there are none to make a loss of.
+                # The stand-ins compute no router logits, from which the model would compute a loss.
                 around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
-                if device.type == "meta":  # there masks are made without a look at values
+                if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 output = self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
         except (TypeError, ValueError) as error:
@@ -89,23 +90,24 @@ class Shell:
                 f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all"
             )
         for number, call in enumerate(walk.calls):
-            if any(t.requires_grad for t in tensors_in((call.args, call.kwargs))):
+            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((call.args, call.kwargs))):
                 raise ValueError(
                     f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient; "
                     "allowed: one chain of hidden states"
                 )
-        self._check_output(output)
+        if getattr(output, "logits", None) is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returns {type(output).__name__}; "
+                "allowed: a causal LM with its head, which returns logits and, with labels, a loss"
+            )
         before, after = phases
         for name, module in outside.items():
-            label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
-            if not name or f"{self.prefix}.".startswith(f"{name}."):
+            holds = not name or f"{self.prefix}.".startswith(f"{name}.")
+            if holds or (name not in before and name not in after):
+                label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
                 raise ValueError(
-                    f"parameter {label} belongs to {type(module).__name__}, which holds the layers; allowed: "
-                    "beside the layers, parameters of modules that are called before or after them"
-                )
-            if name not in before and name not in after:
-                raise ValueError(
-                    f"parameter {label} belongs to {type(module).__name__}, which is not called; allowed: "
+                    f"parameter {label} belongs to {type(module).__name__}, which "
+                    f"{'holds the layers' if holds else 'is not called'}; allowed: "
                     "beside the layers, parameters of modules that are called before or after them"
                 )
         both = sorted(before.keys() & after.keys())
@@ -114,20 +116,13 @@ class Shell:
         self.around = Around(before, after)
         return self.around
 
-    def _check_output(self, output: Any) -> None:
-        if getattr(output, "logits", None) is None:
-            raise ValueError(
-                f"{type(self.model).__name__} returns {type(output).__name__}; "
-                "allowed: a causal LM with its head, which returns logits and, with labels, a loss"
-            )
-
     @property
     def owner_name(self) -> str:
-        """Of the module that calls the layers, for messages."""
+        """Class name of the module that calls the layers, for messages."""
         return type(self.owner).__name__
 
     def routers(self, number: int) -> list[tuple[nn.Module, int]]:
-        """Modules of a layer whose outputs the model records as router logits, with the place of the logits in them."""
+        """Return modules of a layer that compute router logits, with the logits' index in each module's outputs."""
         specs = (getattr(self.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
         found = []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -140,7 +135,12 @@ class Shell:
         return found
 
     def begin(self, named: Mapping[str, Tensor], until: int) -> tuple[Tensor, list[Call]]:
-        """The hidden states before the first layer, and what each layer up to the one numbered ``until`` is given."""
+        """Run the forward of the first stage; return the hidden states before layer 0, and the layers' calls.
+
+        Args:
+            named: The model's arguments, by name.
+            until: Number of the last layer whose call is needed.
+        """
         walk = _Walk(self, until=until, result=None)
         with self._replaced(walk):
             self._run(named)
@@ -148,7 +148,13 @@ class Shell:
         return walk.first, walk.calls
 
     def calls(self, named: Mapping[str, Tensor], like: Tensor, until: int) -> list[Call]:
-        """The same on a stage without the embedding; hidden states are of the dtype and device of ``like``."""
+        """Run the forward of a later stage, without the embedding; return the layers' calls.
+
+        Args:
+            named: The model's arguments, by name.
+            like: A tensor of the device to use.
+            until: Number of the last layer whose call is needed.
+        """
         walk = _Walk(self, until=until, result=None)
         with self._replaced(walk), self._without_embedding(like):
             self._run(named)
@@ -157,13 +163,16 @@ class Shell:
     def end(
         self, named: Mapping[str, Tensor], hidden: Tensor, routed: Sequence[Tensor], labels: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """What the forward makes of the last layer's hidden states: its loss, where there are labels, and its logits.
+        """Run the forward behind the last layer; return its logits, and before them its loss if there are labels.
 
         Args:
-            named: What the model's forward is called with.
-            hidden: Of the last layer.
-            routed: Router logits of the layers, in order, where the model asks for them.
-            labels: Of every token.
+            named: The model's arguments, by name.
+            hidden: Hidden states ``[B, S, H]`` of the last layer.
+            routed: Router logits of the layers in order, if the model asks for them.
+            labels: Labels ``[B, S]``.
+
+        Raises:
+            RuntimeError: The config asks for router logits that were not asked for when the model was split.
         """
         walk = _Walk(self, until=None, result=hidden)
         given = dict(named) if labels is None else dict(named, labels=labels)
@@ -182,7 +191,7 @@ class Shell:
         if not routed:
             asked = getattr(self.model.config, "output_router_logits", False)
             if asked and any(self.routers(number) for number in range(len(self.layers))):
-                raise ValueError("config.output_router_logits was set after split_model; allowed: before it")
+                raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
             return self.model(**given, use_cache=False)
         with _put(self.owner.__dict__, "forward", forward):
             return self.model(**given, use_cache=False)
@@ -202,7 +211,7 @@ class Shell:
 
     @contextmanager
     def _without_embedding(self, like: Tensor) -> Iterator[None]:
-        """What lies before the layers gives tensors of the right shape, and computes nothing."""
+        """Replace the modules before the layers: they return tensors of the right shape and compute nothing."""
 
         def embedded(module: nn.Embedding) -> Any:
             return lambda ids: torch.zeros(
@@ -217,11 +226,17 @@ class Shell:
 
 
 class _Reached(BaseException):
-    """The last layer asked for has been called: the rest of the forward is of no use."""
+    """Ends a forward after the call of the last layer that is needed."""
 
 
 class _Walk:
-    """One run of the forward: the calls of layers that it made so far."""
+    """One run of the forward, with the calls of layers so far.
+
+    Args:
+        shell: The model around its layers.
+        until: Number of the layer after which the run ends; None runs to the end.
+        result: Output of the last layer; None passes the hidden states through.
+    """
 
     def __init__(self, shell: Shell, *, until: int | None, result: Tensor | None) -> None:
         self.shell, self.until, self.result = shell, until, result
@@ -236,7 +251,7 @@ class _Walk:
         return len(self.calls) == len(self.shell.layers)
 
     def visit(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What a layer's stand-in does."""
+        """Note the call of a layer; return the hidden states for the next one."""
         name = self.shell.owner_name
         self.refused = True
         if number != len(self.calls):
@@ -263,7 +278,7 @@ class _Walk:
 
 
 class _StandIn(nn.Module):
-    """In the place of a layer, whose attributes it has."""
+    """Stands in for a layer, and has its attributes."""
 
     def __init__(self, layer: nn.Module, number: int, walk: _Walk) -> None:
         super().__init__()
@@ -283,7 +298,7 @@ def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @contextmanager
 def _put(table: dict[str, Any], key: str, value: object) -> Iterator[None]:
-    """Replaces an entry, or adds one, for as long as it lasts."""
+    """Set an entry of a table inside the context, and put back the old one after it."""
     had, before = key in table, table.get(key)
     table[key] = value
     try:

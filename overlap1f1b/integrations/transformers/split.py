@@ -1,4 +1,4 @@
-"""Splits a causal LM into stages, and its experts over ranks."""
+"""Splitting a causal LM into stages, and its experts over ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
-from overlap1f1b.integrations.transformers.experts import adopt
-from overlap1f1b.integrations.transformers.finding import Found, adapter_in, find
-from overlap1f1b.integrations.transformers.loading import load_stages
-from overlap1f1b.integrations.transformers.saving import save_stage, write_index
+from overlap1f1b.integrations.transformers.checkpoint import load_stages, save_stage, write_index
+from overlap1f1b.integrations.transformers.experts import Found, adapter_in, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
-from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, Place
+from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
 
 IGNORED = -100
-"""Label of a token that does not count, as in transformers."""
+"""Label of a token that does not count in the loss, as in transformers."""
 
 
 class SplitModel(Mapping[int, LanguageModelStage]):
@@ -30,9 +28,9 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
     Args:
         model: The causal LM that was split.
-        stages: Of this rank.
-        placement: Which rank holds which stage.
-        mesh: That it was split over.
+        stages: The stages of this rank.
+        placement: The rank of each stage.
+        mesh: The mesh that the model was split over.
     """
 
     def __init__(
@@ -51,50 +49,50 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
     @staticmethod
     def loss_fn(loss: Tensor, *_: Tensor) -> Tensor:
-        """The model's own loss of a microbatch: that of its ``forward(labels=target)``, auxiliary losses included.
+        """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
 
-        Predictions are of the next token, labels of −100 do not count, and it is the mean over the microbatch's tokens
-        that do. A loss of one's own is a function ``(own_loss, logits [B, S, V], labels) → scalar``.
+        It is the mean over the tokens whose next token has a label other than −100. To use another loss, write a
+        function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
         """
         return loss
 
     @staticmethod
     def count_tokens(labels: Tensor, *_: Tensor) -> int:
-        """Tokens that count in a microbatch's loss, for an engine whose loss is to be the mean over tokens."""
+        """Return the number of tokens that count in a microbatch's loss; for :class:`Engine`'s ``count_tokens``."""
         return int((labels[..., 1:] != IGNORED).sum())
 
     @property
     def routers(self) -> list[nn.Module]:
-        """Modules of this rank's layers that the model takes router logits from."""
-        places = [stage.__dict__["place"] for stage in self._stages.values()]
-        return [router for p in places for n in range(p.start, p.end) for router, _ in p.shell.routers(n)]
+        """Modules of this rank's layers that compute router logits."""
+        parts = [stage.part for stage in self._stages.values()]
+        return [router for part in parts for n in range(part.start, part.end) for router, _ in part.shell.routers(n)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, by their names in the model; of experts this rank's part."""
+        """Yield the parameters of this rank with their names in the model; experts' are this rank's part."""
         for stage in self._stages.values():
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank."""
+        """Return the parameters of this rank."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the model's state dict."""
+        """Return this rank's part of the model's state dict."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
 
     def save_pretrained(self, folder: Path | str) -> None:
-        """Writes the whole model to a folder that ``from_pretrained`` opens, a file a stage. All ranks must call this.
+        """Write the whole model to a folder that ``from_pretrained`` opens. All ranks must call this.
 
-        No rank holds more than its stages, with all experts of one of them. Weights of an earlier save in the folder
-        are replaced.
+        There is one file for each stage. No rank holds more than its stages, one of them with all its experts. Weights
+        of an earlier save in the folder are replaced.
 
         Raises:
             ValueError: The model has adapters, such as LoRA's.
         """
-        if (adapter := adapter_in(self.model)) is not None:  # somewhere in it, so that all ranks say so
+        if (adapter := adapter_in(self.model)) is not None:  # in the whole model, so that all ranks raise
             raise ValueError(
-                f"{adapter[0] or 'the model'} ({type(adapter[1]).__name__}) is an adapter, and what would be written "
-                "neither one nor a model; allowed: adapters that are merged first, or state_dict() of each rank"
+                f"{adapter[0] or 'the model'} ({type(adapter[1]).__name__}) is an adapter, and the folder would hold "
+                "neither an adapter nor a model; allowed: adapters that are merged first, or state_dict() of each rank"
             )
         folder, at = Path(folder), _coordinate(self._mesh)
         for number, stage in self._stages.items():
@@ -108,7 +106,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
             dist.barrier()
 
     def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
-        """Fills this rank's part from a local folder of pretrained weights, and reads no more than that of it.
+        """Fill this rank's part from a local folder of pretrained weights, and read only this part.
 
         >>> with torch.device("meta"):  # takes no memory
         ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
@@ -116,9 +114,9 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         >>> stages.load_pretrained(folder)  # before engine and optimizer, which need the parameters
 
         Args:
-            folder: With ``model.safetensors.index.json`` or ``model.safetensors``, of the layout in which the model's
-                checkpoints are published, or in which its modules are.
-            device: For parameters on the meta device; that of the mesh by default, the processor without one.
+            folder: Folder with ``model.safetensors.index.json`` or ``model.safetensors``, in the layout of the model's
+                published checkpoints or of its modules.
+            device: Device for parameters on the meta device; by default the mesh's, or the CPU without a mesh.
 
         Raises:
             ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
@@ -127,7 +125,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         load_stages(Path(folder), self.model, self._stages.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` of the same rank gave.
+        """Load a state dict that :meth:`state_dict` of the same rank returned.
 
         Raises:
             RuntimeError: Other names or shapes.
@@ -136,12 +134,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
             stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
 
     def train(self, mode: bool = True) -> SplitModel:
-        """Sets the model to training, or evaluation."""
+        """Set the model to training, or to evaluation."""
         self.model.train(mode)
         return self
 
     def eval(self) -> SplitModel:
-        """Sets the model to evaluation."""
+        """Set the model to evaluation."""
         return self.train(False)
 
 
@@ -154,7 +152,7 @@ def split_model(
     weights: Sequence[float] | None = None,
     grouped: bool | None = None,
 ) -> SplitModel:
-    """The stages of this rank of a causal LM of the transformers library, its experts spread over "ep".
+    """Split a causal LM of the transformers library into stages, and its experts over the ranks along "ep".
 
     >>> program = o1.build_schedule("dualpipev", ranks=2, microbatches=8)
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
@@ -162,31 +160,34 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
-    Every rank gives the whole model with the same weights, or on the meta device, to be filled afterwards
-    (:meth:`SplitModel.load_pretrained`), and keeps its part: the memory of other ranks' layers and experts is
-    freed. The model's classes stay as they are. Each layer is called with what the model's own forward gives it, so
-    every stage computes masks and rotary embeddings by the model's own code, from the step's inputs, which travel
-    along. Norm, head and loss are those of the model's own forward, too, and so is the router's auxiliary loss,
-    over the layers of all stages (``config.output_router_logits``), whose logits travel.
+    Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
+    (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
+    model's classes stay unchanged. Each layer gets the arguments that the model's own forward gives it: every stage
+    computes masks and rotary embeddings by the model's code from the step's inputs, which stages pass on. Norm, head
+    and loss also run in the model's own forward. So does the routers' auxiliary loss over the layers of all stages
+    (``config.output_router_logits``), whose logits stages pass on.
 
     Args:
         model: A causal LM with experts, as it was built or loaded.
-        program: What will be played; its placement says which rank holds which stage.
-        mesh: With any of the dimensions "pp", "dp" and "ep"; None for one rank.
-        inputs: Names of the model's arguments that a step's inputs are, in their order: ``input_ids`` and, for example,
+        program: The program to play; its placement gives the rank of each stage.
+        mesh: A mesh with any of the dimensions "pp", "dp" and "ep"; None for one rank.
+        inputs: Names of the model's arguments for a step's inputs, in order: ``input_ids`` and, for example,
             ``attention_mask`` or ``position_ids``. A step takes them as a tuple, or as a mapping by these names, such
-            as what a tokenizer returns; None is one that is not given this step.
-        weights: Of the layers, where stages are not to have equally many.
-        grouped: Whether experts whose weights are laid out in the usual way (``gate_up_proj [E, 2·I, H]``, ``down_proj
-            [E, H, I]``) run as the engine's grouped products, with their weight gradients apart, instead of by the
-            model's own forward. By default they do where several ranks share them; on one rank the model's own forward
-            gives bit-equal gradients.
+            as a tokenizer's output; None leaves an input out of this step.
+        weights: Weights of the layers for the split; by default stages have equally many layers.
+        grouped: Whether experts with weights in the usual layout (``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H,
+            I]``) run as grouped products with weight gradients apart, instead of by the model's own forward. By default
+            they do if several ranks share them; on one rank the model's own forward gives bit-equal gradients.
+
+    Returns:
+        The stages of this rank by their number.
 
     Raises:
-        ValueError: A dense, quantised or encoder-decoder model, one whose experts or layers are not recognised, more
-            stages than layers, experts that are not divisible by the ranks, or, where these are made the engine's,
-            experts with an adapter.
+        ValueError: A dense, quantised or encoder-decoder model; one whose experts or layers are not recognised; more
+            stages than layers; experts that are not divisible by the ranks, or that have an adapter and would become
+            the engine's.
     """
+    # 1. Find layers and experts, and the modules around the layers.
     found = find(model)
     placement = program.placement
     if placement.stages > len(found.layers):
@@ -196,6 +197,7 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others behind it")
     shell = Shell(model, found)
     around = shell.trace()
+    # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
     parts = split_blocks(found.layers, placement.stages, weights)
     held = sorted({stage for _, stage in placement.places(coordinate.get("pp", 0))})
@@ -205,13 +207,14 @@ def split_model(
     if group is not None or grouped:
         for name, (module, count) in found.experts.items():
             adopt(model, module, count, group, name, grouped=grouped is not False)
+    # 3. Make this rank's stages, and free the weights of all others.
     ties = _untie(shell, found, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:
-        place = Place(
+        part = StageRange(
             shell, number, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
         )
-        stages[number] = _stage(place, found, {name: pair[number == last] for name, pair in ties.items()})
+        stages[number] = _stage(part, found, {name: pair[number == last] for name, pair in ties.items()})
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
         _free(found, around.before if 0 not in held else {}, around.after if last not in held else {}, kept)
@@ -219,7 +222,7 @@ def split_model(
 
 
 def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
-    """This rank's place along each dimension."""
+    """Return this rank's index along each dimension."""
     if mesh is None:
         return {}
     if not mesh.mesh_dim_names:
@@ -228,10 +231,10 @@ def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
 
 
 def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """Gives what comes after the layers copies of parameters that it shares with what comes before them.
+    """Give the modules after the layers copies of parameters that they share with the modules before the layers.
 
     Returns:
-        Both, by the name before the layers.
+        Each such parameter and its copy, by the parameter's name before the layers.
 
     Raises:
         ValueError: Another parameter belongs to two stages.
@@ -254,30 +257,29 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
             if seen.setdefault(id(parameter), number) != number:
                 raise ValueError(
                     f"parameter {label.partition('.')[2]} belongs to stages {seen[id(parameter)]} and {number}; "
-                    "allowed: shared inside a stage, or between what is before and after the layers"
+                    "allowed: shared inside a stage, or between modules before and after the layers"
                 )
     return ties
 
 
-def _stage(place: Place, found: Found, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
-    around, numbers = place.shell.around, range(place.start, place.end)
-    kept = {f"{found.prefix}.{number}": found.layers[number] for number in numbers}
-    before, after = around.before if place.first else {}, around.after if place.last else {}
+def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
+    shell = part.shell
+    kept = {f"{found.prefix}.{number}": found.layers[number] for number in range(part.start, part.end)}
+    before, after = shell.around.before if part.first else {}, shell.around.after if part.last else {}
+    records = getattr(shell.model.config, "output_router_logits", False)
     blocks = []
-    for number in numbers:
+    for number in range(part.start, part.end):
         beside = [
-            *(before.values() if number == place.start else ()),
-            *(after.values() if number == place.end - 1 else ()),
+            *(before.values() if number == part.start else ()),
+            *(after.values() if number == part.end - 1 else ()),
         ]
-        recorded = getattr(getattr(place.shell.model, "config", None), "output_router_logits", False)
-        gates = place.shell.routers(number) if recorded else []
-        blocks.append(Layer(place, number, found.layers[number], gates, beside))
-    ends = place.first or place.last
-    return LanguageModelStage(place, blocks, {**before, **kept, **after}, tied if ends else {})
+        gates = shell.routers(number) if records else []
+        blocks.append(Layer(part, number, found.layers[number], gates, beside))
+    return LanguageModelStage(part, blocks, {**before, **kept, **after}, tied if part.first or part.last else {})
 
 
 def _free(found: Found, before: Mapping[str, nn.Module], after: Mapping[str, nn.Module], kept: set[int]) -> None:
-    """Lets go of the weights of other ranks' parts; their modules stay, for what the forward asks of them."""
+    """Free the weights of other ranks' parts; their modules stay, since the forward reads their attributes."""
     for module in (*found.layers, *before.values(), *after.values()):
         if not any(id(p) in kept for p in module.parameters()):
             module.to("meta")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.integrations.transformers.finding import adapter_in
+from overlap1f1b.integrations.transformers.experts import adapter_in
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
@@ -114,8 +114,8 @@ def test_adapters_are_not_saved(kind: str, tmp_path: Path) -> None:
         stages.save_pretrained(tmp_path / "saved")
     assert str(caught.value).startswith(name)
     assert str(caught.value).endswith(
-        " is an adapter, and what would be written neither one nor a model; allowed: adapters that are merged first, "
-        "or state_dict() of each rank"
+        " is an adapter, and the folder would hold neither an adapter nor a model; allowed: adapters that are merged "
+        "first, or state_dict() of each rank"
     )
     assert not (tmp_path / "saved").exists()
 

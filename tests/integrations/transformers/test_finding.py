@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.integrations.transformers.finding import find
+from overlap1f1b.integrations.transformers.experts import find
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
 

@@ -1,0 +1,20 @@
+"""The autograd graph behind some tensors, for drop-ins that check where gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def graph_nodes(outputs: Iterable[Tensor]) -> set[Any]:
+    """Return all autograd nodes that a backward of these tensors would visit; a leaf's node has its ``variable``."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return seen

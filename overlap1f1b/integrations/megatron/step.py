@@ -1,0 +1,220 @@
+"""One call of a forward-backward function: losses, scales of attached losses, and when gradients are reduced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.integrations.megatron.config import Config, NoSync, Sync, each
+from overlap1f1b.plan import Node, Resource
+from overlap1f1b.schedule import Kind
+
+
+class AttachedLoss(NamedTuple):
+    """A class of Megatron-Core that attaches a loss to activations and keeps its gradient's scale as an attribute.
+
+    Args:
+        module: Module of the class.
+        name: Name of the class.
+        used: Field of the config that is set if the model has such losses.
+        own_scale: Field of the config with a scale for these losses, used in place of ``grad_scale_func``.
+        by_sequence: Whether each rank along "cp" has a part of the loss.
+    """
+
+    module: str
+    name: str
+    used: str
+    own_scale: str | None = None
+    by_sequence: bool = True
+
+
+MOE_LOSS = AttachedLoss(
+    "megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts", "moe_grad_scale_func"
+)
+ATTACHED_LOSSES = (
+    MOE_LOSS,
+    AttachedLoss(
+        "megatron.core.transformer.multi_token_prediction",
+        "MTPLossAutoScaler",
+        "mtp_num_layers",
+        "mtp_grad_scale_func",
+        by_sequence=False,
+    ),
+    AttachedLoss(
+        "megatron.core.transformer.experimental_attention_variant.dsa",
+        "DSAIndexerLossAutoScaler",
+        "experimental_attention_variant",
+    ),
+)
+_SCALE = "main_loss_backward_scale"
+
+
+class Losses:
+    """The losses of a step, divided as Megatron-Core divides them, and the reports of the user's ``loss_func``.
+
+    ``loss_func`` returns one of these:
+
+    - ``(loss, report)``: the loss is divided by the microbatches and multiplied by the context-parallel ranks.
+    - ``(loss_sum, tokens, report)``: the sum is divided by the microbatch's tokens and by the microbatches. With
+      ``calculate_per_token_loss`` it is not divided; ``finalize_model_grads_func`` receives the step's tokens.
+    - any value, if non-loss data is collected.
+
+    Args:
+        config: Config of the model.
+        microbatches: Number of microbatches in the step.
+        cp: Number of context-parallel ranks.
+        training: Whether a backward follows.
+        collect: Whether ``loss_func`` returns non-loss data.
+        device: Device of the count of tokens.
+    """
+
+    def __init__(
+        self, config: Config, microbatches: int, cp: int, *, training: bool, collect: bool, device: torch.device
+    ) -> None:
+        self.config, self.microbatches, self.cp = config, microbatches, cp
+        self.training, self.collect = training, collect
+        self.tokens = torch.zeros((), dtype=torch.int, device=device)
+        self._reports: dict[int, Any] = {}
+
+    @property
+    def reports(self) -> list[Any]:
+        """One report for each microbatch that ended on this rank, in order."""
+        return [self._reports[microbatch] for microbatch in sorted(self._reports)]
+
+    def loss_of(self, microbatch: int, output: Any, loss_func: Any) -> Tensor:
+        """Return the scalar from which the microbatch's backward starts; zero if there is no backward."""
+        if loss_func is None:
+            self._reports[microbatch] = loss = output
+        elif self.collect:
+            self._reports[microbatch], loss = loss_func(output, non_loss_data=True), output
+        else:
+            loss, self._reports[microbatch] = self._divided(loss_func(output))
+        if not self.training:
+            return torch.zeros(())
+        scale = self.config.grad_scale_func
+        return loss if scale is None else scale(loss)
+
+    def _divided(self, returned: Any) -> tuple[Tensor, Any]:
+        if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+            what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
+            raise ValueError(f"loss_func returns {what}; allowed: (loss, report) or (loss_sum, tokens, report)")
+        if len(returned) == 2:
+            loss, report = returned
+            return loss * self.cp / self.microbatches, report
+        loss, tokens, report = returned
+        tokens = torch.as_tensor(tokens, device=self.tokens.device).detach()
+        self.tokens += tokens.to(self.tokens.dtype).reshape(())
+        if not self.config.calculate_per_token_loss:
+            loss = loss / tokens.clamp(min=1) / self.microbatches
+        return loss, report
+
+    def scale_of(self, attached: AttachedLoss) -> Tensor:
+        """Return the gradient ``[1]`` of an attached loss: the main loss's, unless the config gives another scale."""
+        ones, config = torch.ones(1, device=self.tokens.device), self.config
+        own = None if attached.own_scale is None else getattr(config, attached.own_scale)
+        given = own() if own is not None else ones if config.grad_scale_func is None else config.grad_scale_func(ones)
+        scale = torch.as_tensor(given, device=ones.device)
+        if config.calculate_per_token_loss:
+            return scale
+        return (scale * self.cp if attached.by_sequence else scale) / self.microbatches
+
+    @contextmanager
+    def scaling_attached(self) -> Iterator[None]:
+        """Set the scales of Megatron-Core's attached losses inside the context, and put back the old ones after it.
+
+        Classes that no module has imported are skipped: a model with such losses has imported them.
+        """
+        before = []
+        try:
+            for attached in ATTACHED_LOSSES:
+                held = getattr(sys.modules.get(attached.module), attached.name, None)
+                if held is not None and getattr(self.config, attached.used) is not None:
+                    before.append((held, getattr(held, _SCALE)))
+                    # set_loss_scale is not used: it may write into the tensor that is set now.
+                    setattr(held, _SCALE, self.scale_of(attached))
+            yield
+        finally:
+            for held, scale in before:
+                setattr(held, _SCALE, scale)
+
+
+@dataclass
+class ChunkStep:
+    """The arguments of one call that a chunk needs.
+
+    Args:
+        forward_step_func: ``(data_iterator, model) → (output, loss_func)``.
+        data_iterator: Iterator of this chunk.
+        config: Config of the model.
+        losses: Receives the last stage's outputs.
+        marks_first: Whether to call the model's ``set_is_first_microbatch``.
+        begun: Number of microbatches whose forward has begun.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    config: Config
+    losses: Losses
+    marks_first: bool
+    begun: int = 0
+
+
+class GradientSync:
+    """Lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk, in any node order.
+
+    ``no_sync_func`` is in force for the whole step, except while gradients of a last microbatch are added. With
+    ``grad_sync_func`` it stays in force there too, and ``grad_sync_func`` is called for a chunk as soon as its
+    gradients are complete, while the rest of the step goes on.
+
+    Args:
+        config: Config of the model.
+        models: The chunks of this rank, by the number of their stage.
+        nodes: Nodes of this rank's plan.
+        last: Number of the last microbatch.
+    """
+
+    def __init__(self, config: Config, models: dict[int, nn.Module], nodes: Sequence[Node], last: int) -> None:
+        self.last, self.models = last, models
+        no_sync = config.no_sync_func
+        self._no_sync: list[NoSync] = [] if no_sync is None else each(no_sync, 1)
+        grad_sync = config.grad_sync_func
+        self._grad_sync: dict[int, Sync] = {}
+        if grad_sync is not None:
+            self._grad_sync = dict(zip(models, each(grad_sync, len(models)), strict=True))
+        backward = [node for node in nodes if node.resource is Resource.COMPUTE and node.kind is not Kind.F]
+        self._ends = {node.stage: node for node in backward}
+        self._held = ExitStack()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Hold reductions back inside the context of a step."""
+        self._hold()
+        try:
+            yield
+        finally:
+            self._held.close()
+
+    @contextmanager
+    def around(self, node: Node) -> Iterator[None]:
+        """Allow reductions inside the context of a compute node, if it adds gradients of the last microbatch."""
+        if node.kind is Kind.F or node.microbatch != self.last:
+            yield
+            return
+        if not self._grad_sync:
+            self._held.close()
+        yield
+        if self._grad_sync and node == self._ends[node.stage]:
+            self._held.close()
+            self._grad_sync[node.stage](self.models[node.stage].parameters())
+        self._hold()
+
+    def _hold(self) -> None:
+        self._held.close()
+        for no_sync in self._no_sync:
+            self._held.enter_context(no_sync())

@@ -1,0 +1,366 @@
+"""Folders of pretrained weights: a rank reads its part, and the ranks write a folder that ``from_pretrained`` opens.
+
+A checkpoint may be laid out in another way than the model. transformers' own rules convert it, in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlap1f1b.integrations.transformers.stage import LanguageModelStage
+from overlap1f1b.moe import Experts
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""File names of weights, as transformers writes them."""
+
+
+class _Source(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Args:
+        key: Its key.
+        pattern: Pattern of the rule that converts it; None if the model has it as it is.
+        tensor: A slice of safetensors, read when it is indexed; or a tensor.
+        rows: The rows to read; all if it is an ellipsis.
+    """
+
+    key: str
+    pattern: str | None
+    tensor: Any
+    rows: slice | EllipsisType = ...
+
+
+class Conversion:
+    """transformers' rules that make a model's tensors from a checkpoint's.
+
+    >>> name, pattern = conversion.target("model.layers.0.mlp.experts.3.up_proj.weight")
+    >>> name  # the first of the model's tensors that contain it
+    'model.layers.0.mlp.experts.gate_up_proj'
+
+    Args:
+        model: A model of the transformers library.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self._model, self._prefix = model, getattr(model, "base_model_prefix", "")
+        self._names = model.state_dict()
+        self._rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+
+    def target(self, key: str) -> tuple[str, str | None]:
+        """Return the first of the model's tensors that contain a checkpoint's, and the pattern of the rule for it."""
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._names)
+        if name not in self._names and key in self._names:
+            return key, None  # the checkpoint has the model's layout
+        return name, pattern
+
+    def convert(self, name: str, sources: Sequence[_Source]) -> Mapping[str, Tensor]:
+        """Read the sources, which must be in order, and return the model's tensors that are made from them."""
+        pattern = sources[0].pattern
+        if pattern is None:
+            return {name: sources[0].tensor[sources[0].rows]}
+        rule: Any = deepcopy(next(rule for rule in self._converters if pattern in rule.source_patterns))
+        for source in sources:
+            rule.add_tensor(name, source.key, source.pattern, source.tensor[source.rows])
+        made = rule.convert(name, model=self._model, config=self._model.config)
+        return {label: value[0] if isinstance(value, list) else value for label, value in made.items()}
+
+    def remember(self) -> None:
+        """Note the rules that were used in the model, for the way back, as ``from_pretrained`` does."""
+        self._model._weight_conversions = [rule for rule in self._rules if rule.was_used()]
+
+
+def shared_experts(stage: nn.Module) -> dict[str, Experts]:
+    """Return the experts module of each parameter that several ranks share, by the parameter's name."""
+    return {
+        f"{path}.{label}": module
+        for path, module in stage.named_modules()
+        if isinstance(module, Experts) and module.group is not None
+        for label, _ in module.named_parameters()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
+    """Fill stages from a folder in safetensors' format.
+
+    Only tensors of these stages are read, and only this rank's part of the experts. If the checkpoint has another
+    layout than the model, transformers' conversion is applied to the part; if that is not possible, the tensors are
+    read whole, converted, and cut.
+
+    Args:
+        folder: Folder with ``model.safetensors.index.json`` or ``model.safetensors``.
+        model: The model that was split.
+        stages: The stages of this rank.
+        device: Device for tensors that are on the meta device.
+
+    Raises:
+        ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
+    """
+    from safetensors import safe_open
+    from transformers.core_model_loading import dot_natural_key
+
+    # 1. Find the keys that this rank needs.
+    slots = [slot for stage in stages for slot in _slots(stage)]
+    wanted: dict[str, list[_Slot]] = {}  # several slots have one name if the rank holds both ends of a tie
+    for slot in slots:
+        for name in slot.names:
+            wanted.setdefault(name, []).append(slot)
+    files, conversion = _files(folder), Conversion(model)
+    keys: dict[str, list[tuple[str, str | None]]] = {}
+    for key in sorted(files, key=dot_natural_key):  # rules expect experts in the order of their numbers
+        name, pattern = conversion.target(key)
+        if name in wanted:
+            keys.setdefault(name, []).append((key, pattern))
+    # 2. Read them.
+    filled: set[int] = set()
+    with ExitStack() as stack:
+        used = sorted({files[key] for parts in keys.values() for key, _ in parts})
+        opened = {file: stack.enter_context(safe_open(folder / file, framework="pt")) for file in used}
+        for first, parts in keys.items():
+            sources = [_Source(key, pattern, opened[files[key]].get_slice(key)) for key, pattern in parts]
+            for name, value in _read(conversion, first, sources, wanted).items():
+                for slot in wanted.get(name, ()):
+                    if value.shape != slot.value.shape:
+                        raise ValueError(
+                            f"{folder} has {name} of shape {list(value.shape)} for this rank; "
+                            f"allowed: {list(slot.value.shape)}"
+                        )
+                    # A checkpoint may have a tied tensor under several names; the first one counts.
+                    if id(slot) not in filled or name == slot.names[0]:
+                        slot.fill(value, device)
+                        filled.add(id(slot))
+    missing = [slot.names[0] for slot in slots if id(slot) not in filled]
+    if missing:
+        raise ValueError(f"{folder} has nothing for {missing[0]}; allowed: a folder with every tensor of the model")
+    conversion.remember()
+    # 3. Compute the tensors that no checkpoint has.
+    _fill_buffers(model, stages, device)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it."""
+
+    names: list[str]
+    holders: list[tuple[nn.Module, str]]
+    tied: dict[str, nn.Parameter]
+    rank: int
+    ranks: int
+
+    @property
+    def value(self) -> Tensor:
+        module, label = self.holders[0]
+        value: Tensor = getattr(module, label)
+        return value
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor."""
+        return value if self.ranks == 1 or value.shape == self.value.shape else value.chunk(self.ranks)[self.rank]
+
+    @torch.no_grad()
+    def fill(self, value: Tensor, device: torch.device) -> None:
+        old = self.value
+        if not old.is_meta:
+            old.copy_(value)
+            return
+        new = value.to(device, old.dtype, copy=True, memory_format=torch.contiguous_format)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}
+        for module, label in self.holders:
+            setattr(module, label, new)
+
+
+def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
+    shared, tied = shared_experts(stage), stage.tied
+    modules = dict(stage.named_modules(remove_duplicate=False))
+    slots: dict[int, _Slot] = {}
+    for name in stage.state_dict():
+        path, _, label = name.rpartition(".")
+        value = getattr(modules[path], label)
+        if id(value) not in slots:
+            exchange = shared[name].exchange if name in shared else None
+            rank, ranks = (exchange.rank, exchange.ranks) if exchange else (0, 1)
+            elsewhere = [other for other, parameter in tied.items() if parameter is value and other != name]
+            slots[id(value)] = _Slot(elsewhere, [], tied, rank, ranks)
+        slots[id(value)].names.append(name)
+        slots[id(value)].holders.append((modules[path], label))
+    yield from slots.values()
+
+
+def _read(
+    conversion: Conversion, first: str, sources: Sequence[_Source], wanted: Mapping[str, Sequence[_Slot]]
+) -> Mapping[str, Tensor]:
+    """Return the model's tensors that are made from the sources, this rank's part of each."""
+    parts = _parts(sources, wanted[first][0])
+    if parts is not None:
+        # Convert without data first: if the shapes are right, this rank's part of the sources is enough.
+        empty = [part._replace(tensor=torch.empty(part.tensor.get_shape(), device="meta")) for part in parts]
+        made = conversion.convert(first, empty)
+        if all(name not in wanted or value.shape == wanted[name][0].value.shape for name, value in made.items()):
+            return conversion.convert(first, parts)
+    whole = conversion.convert(first, sources)
+    return {name: wanted[name][0].cut(value) if name in wanted else value for name, value in whole.items()}
+
+
+def _parts(sources: Sequence[_Source], slot: _Slot) -> list[_Source] | None:
+    """Return this rank's part of the sources: its experts' tensors, or its rows of tensors with all experts.
+
+    None if the experts are not shared, or if the sources cannot be divided so.
+    """
+    if slot.ranks == 1:
+        return None
+    by_pattern: dict[str | None, list[_Source]] = {}
+    for source in sources:
+        by_pattern.setdefault(source.pattern, []).append(source)
+    parts: list[_Source] = []
+    rows = slot.value.shape[0]
+    for alike in by_pattern.values():
+        if len(alike) > 1:
+            share, rest = divmod(len(alike), slot.ranks)
+            if rest:
+                return None
+            parts += alike[slot.rank * share : (slot.rank + 1) * share]
+        elif alike[0].tensor.get_shape()[:1] == [rows * slot.ranks]:
+            parts.append(alike[0]._replace(rows=slice(slot.rank * rows, (slot.rank + 1) * rows)))
+        else:
+            return None
+    return parts
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder."""
+    from safetensors import safe_open
+
+    if (folder / INDEX).exists():
+        files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        absent = sorted({file for file in files.values() if not (folder / file).exists()})
+        if absent:
+            raise ValueError(f"{folder}: looked for {absent[0]}, which {INDEX} names; found none")
+        return files
+    if (folder / SINGLE).exists():
+        with safe_open(folder / SINGLE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), SINGLE)
+    raise ValueError(f"{folder}: looked for {INDEX} or {SINGLE}; found neither")
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
+    """Let the model compute buffers that are on the meta device and in no checkpoint, such as rotary frequencies."""
+    kept = {id(module) for stage in stages for module in stage.kept.values()}
+    absent: set[int] = set()
+    for stage in stages:
+        shell = stage.part.shell
+        for part in (*shell.layers, *shell.around.before.values(), *shell.around.after.values()):
+            if id(part) not in kept:
+                absent |= {id(module) for module in part.modules()}
+    for name, module in model.named_modules():
+        labels = [label for label, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if id(module) in absent or not labels:
+            continue
+        for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            value._is_hf_initialized = True  # transformers leaves such tensors as they are
+        for label in labels:
+            module._buffers[label] = torch.empty_like(getattr(module, label), device=device)
+        _initializer(model, name)(module)
+
+
+def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
+    """Return ``_init_weights`` of the innermost model around a module: models may hold other models."""
+    while name:
+        name = name.rpartition(".")[0]
+        own = getattr(model.get_submodule(name), "_init_weights", None)
+        if own is not None:
+            return own
+    return lambda module: None
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage, model: Any, *, writes: bool) -> None:
+    """Write one file for a stage in the layout of the model's checkpoints. Collective over ranks that share experts.
+
+    Args:
+        folder: Folder to write to.
+        number: Number of the stage.
+        stages: Number of all stages.
+        stage: This rank's part of the stage.
+        model: The model that was split.
+        writes: Whether this rank writes the file.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shared = shared_experts(stage)
+    copies = {id(p) for p in stage.tied.values()} if number else set()
+    tied = {name for name, p in stage.named_parameters() if id(p) in copies}  # transformers ties them again
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in stage.state_dict(keep_vars=True).items():
+        if id(value) in seen:  # tied inside the stage
+            continue
+        seen.add(id(value))
+        whole = value.detach()
+        if (experts := shared.get(name)) is not None:
+            parts = [torch.empty_like(whole) for _ in range(experts.exchange.ranks)]
+            dist.all_gather(parts, whole.contiguous(), group=experts.group)
+            whole = torch.cat(parts)
+        if writes and name not in tied:
+            tensors[name] = whole.cpu().contiguous()
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
+        save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
+
+
+def _file_of(number: int, stages: int) -> str:
+    return f"model-{number + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def write_index(folder: Path, stages: int, model: Any) -> None:
+    """Write the index of the stages' files, and the configurations, as the model's own ``save_pretrained`` does.
+
+    Weights of an earlier save in the folder are deleted: ``from_pretrained`` would read ``model.safetensors`` first.
+    """
+    from safetensors import safe_open
+
+    where: dict[str, str] = {}
+    size = 0
+    for number in range(stages):
+        file = _file_of(number, stages)
+        with safe_open(folder / file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+        size += (folder / file).stat().st_size
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
+    for path in folder.glob("model*.safetensors"):
+        if WEIGHTS.fullmatch(path.name) and path.name not in where.values():
+            path.unlink()
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
