@@ -15,8 +15,7 @@ from overlap1f1b.engine import DEFAULT_OVERLAP
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
 from overlap1f1b.integrations.dualpipe.cut import CutModules
-from overlap1f1b.integrations.dualpipe.walk import WeightStore
-from overlap1f1b.integrations.dualpipe.whole import WholeModules
+from overlap1f1b.integrations.dualpipe.whole import WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.groups import gathered
