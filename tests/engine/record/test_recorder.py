@@ -90,10 +90,6 @@ def record(rank: int, size: int, folder: Path) -> None:
     for what in ("start", "end"):
         written = [name for told, name in log.told if told == what]
         assert sorted(written[: 2 * len(actions)]) == sorted(actions * 2)
-<<<<<<< HEAD
-=======
-    # Counts have no thread.
->>>>>>> 4e2da8b (One lowering: DualPipe's whole modules play a serial plan; the second set of commands, their checks and fuse go)
     away = [
         node for node in nodes if node.resource not in (Resource.COMPUTE, Resource.CONTROL)
     ]  # counts have no thread
