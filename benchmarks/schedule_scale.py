@@ -1,17 +1,18 @@
-"""Time to generate, check, simulate and lower a large schedule, at three sizes, in one process.
+"""Time to generate, check, simulate and compile a large schedule, at three sizes, in one process.
 
     python benchmarks/schedule_scale.py
 
 64 ranks, 4 chunks a rank; 256, 512 and 1,024 microbatches: up to 524,288 actions. Prints seconds of the processor.
-``simulate`` checks the program once more by itself, so only ``play_actions`` is timed for the simulation. The check of
-the lowered program runs every rule, with sends that are buffered and with sends that wait.
+``simulate`` checks the program once more by itself, so only ``play_actions`` is timed for the simulation. The second
+table compiles the serial plan of one block a stage, which checks the program too, and checks the plan.
 """
 
 from __future__ import annotations
 
 from time import process_time
 
-from overlap1f1b.schedule import Program, build_schedule, lower
+from overlap1f1b.plan import BlockShape, NodeCosts, check, compile
+from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.simulation import Costs, play_actions
 
 RANKS, CHUNKS = 64, 4
@@ -24,13 +25,13 @@ def main() -> None:
         print(name)
         for microbatches in MICROBATCHES:
             measure(name, microbatches)
-    print("microbatches   instructions   lower   check   total  µs/instruction")
+    print("microbatches     nodes   compile   check    total    µs/node")
     for microbatches in MICROBATCHES:
-        measure_lowered(build_schedule("combined_1f1b", ranks=RANKS, microbatches=microbatches, chunks=CHUNKS))
+        measure_plan(build_schedule("combined_1f1b", ranks=RANKS, microbatches=microbatches, chunks=CHUNKS))
 
 
 def measure(name: str, microbatches: int) -> None:
-    """One line of the first table."""
+    """Print one line of the first table."""
     start = process_time()
     program = build_schedule(name, ranks=RANKS, microbatches=microbatches, chunks=CHUNKS)
     generated = process_time()
@@ -48,17 +49,17 @@ def measure(name: str, microbatches: int) -> None:
     )
 
 
-def measure_lowered(program: Program) -> None:
-    """One line of the second."""
+def measure_plan(program: Program) -> None:
+    """Print one line of the second."""
     start = process_time()
-    lowered = lower(program)
+    plan = compile(program, (BlockShape(seams=0),), NodeCosts(), "serial")
     made = process_time()
-    lowered.check()
+    check(plan)
     checked = process_time()
-    count, parts = sum(map(len, lowered.ranks)), (made - start, checked - made)
+    count, parts = sum(map(len, plan.ranks)), (made - start, checked - made)
     print(
-        f"{program.microbatches:12} {count:14} {parts[0]:7.2f} {parts[1]:7.2f} {sum(parts):7.2f} "
-        f"{1e6 * sum(parts) / count:15.1f}",
+        f"{program.microbatches:12} {count:9} {parts[0]:9.2f} {parts[1]:7.2f} {sum(parts):8.2f} "
+        f"{1e6 * sum(parts) / count:10.1f}",
         flush=True,
     )
 

@@ -20,6 +20,9 @@ def check(plan: Plan) -> None:
     microbatches pass every node that sums gradients in the program's order, so that sums keep theirs; reductions after
     the last contribution; live microbatches, and weight gradients that wait, within what the program declares; of any
     two ranks, one receives in the order in which the other sends; no ranks that wait for each other.
+
+    The last holds for sends that are buffered and for sends that their lane holds until the receive is posted: a lane
+    works beside the thread that issues nodes, and both of its ends have one order.
     """
     chains = Chains(plan.program.placement, plan.shapes)
     for rank, nodes in enumerate(plan.ranks):

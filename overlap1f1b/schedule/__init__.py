@@ -2,7 +2,6 @@
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of, parse_step
 from overlap1f1b.schedule.checks import check
-from overlap1f1b.schedule.fusing import fuse
 from overlap1f1b.schedule.generators import (
     DEFAULT_EXTRA_WARMUP,
     DEFAULT_PROGRAM,
@@ -22,8 +21,6 @@ from overlap1f1b.schedule.generators import (
     zb_h2,
     zb_v,
 )
-from overlap1f1b.schedule.lowered_checks import check_lowered
-from overlap1f1b.schedule.lowering import Command, Instruction, LoweredProgram, Verb, lower
 from overlap1f1b.schedule.peaks import peaks_of
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
@@ -33,29 +30,22 @@ __all__ = [
     "DEFAULT_PROGRAM",
     "SCHEDULES",
     "Action",
-    "Command",
-    "Instruction",
     "Kind",
-    "LoweredProgram",
     "Pair",
     "Placement",
     "Program",
     "Step",
-    "Verb",
     "actions_of",
     "afab",
     "build_schedule",
     "check",
-    "check_lowered",
     "combined_1f1b",
     "dualpipe",
     "dualpipev",
     "forward_only",
     "forwards_of",
-    "fuse",
     "groups_of",
     "interleaved_1f1b",
-    "lower",
     "one_f_one_b",
     "parse_step",
     "peaks_of",

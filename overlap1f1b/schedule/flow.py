@@ -17,21 +17,6 @@ class Turn(NamedTuple):
     step: Step
 
 
-def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """What must be done before an action, by the model alone; ``B`` stands for B or I.
-
-    >>> [str(needed) for needed in needs(Action.parse("1I0"), stages=4)]
-    ['1F0', '2B0']
-    """
-    kind, stage, _, _ = action
-    if kind is Kind.F:
-        return (action._replace(stage=stage - 1),) if stage else ()
-    if kind is Kind.W:
-        return (action._replace(kind=Kind.B),)
-    forward = action._replace(kind=Kind.F)
-    return (forward, action._replace(kind=Kind.B, stage=stage + 1)) if stage + 1 < stages else (forward,)
-
-
 def flow(program: Program) -> Iterator[Turn]:
     """Every step once, after all that it needs; steps of one rank in their order.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from overlap1f1b.plan import Node, Op, Plan
@@ -12,6 +12,7 @@ FORWARD = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
 BACKWARD = (Op.AGGREGATE, Op.COMBINE, Op.RECOMPUTE_EXPERTS, Op.EXPERTS, Op.DISPATCH)
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
 Positions = dict[Node, int]
+Message = tuple[int, int, int, Kind]
 
 
 def rank_of(plan: Plan, pipe: int, stage: int) -> int | None:
@@ -86,8 +87,9 @@ def broken_rules(plan: Plan) -> Iterator[str]:
         if splits and plan.program.peak_weights and waiting(plan, rank, at) > plan.program.peak_weights[rank]:
             yield "too many weight gradients wait"
     yield from _broken_lanes(plan)
-    if not finishes(plan):
-        yield "ranks wait for each other"
+    for held in (False, True):
+        if not finishes(plan, held=held):
+            yield f"ranks wait for each other, sends {'held' if held else 'buffered'}"
 
 
 def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
@@ -162,26 +164,49 @@ def _broken_lanes(plan: Plan) -> Iterator[str]:
         yield "a rank receives in another order than its peer sends"
 
 
-def finishes(plan: Plan) -> bool:
-    """Whether the ranks come to their ends, each stopping where what it computes with has not been sent."""
-    at, here = [0] * len(plan.ranks), set()
-    receives: set[tuple[int, int, int, int, Kind]] = set()  # announced, by rank
+def finishes(plan: Plan, *, held: bool) -> bool:
+    """Whether the ranks come to their ends, each stopping where what it computes with is not here.
+
+    A lane between two ranks is two queues: what was sent and the receives that were posted; the first of one goes into
+    the first of the other, and a wrong message ends the run. A send is held in its lane until its receive is posted, or
+    buffered: then it is here at once.
+    """
+    at = [0] * len(plan.ranks)
+    sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+    posted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+    awaited: set[Message] = set()
+    here: set[Message] = set()
     moved = True
     while moved:
         moved = False
         for rank, nodes in enumerate(plan.ranks):
             while at[rank] < len(nodes):
                 node = nodes[at[rank]]
-                place = (node.pipe, node.stage, node.microbatch, node.kind)
+                step = 1 if node.kind is Kind.F else -1
+                message = (node.pipe, node.stage, node.microbatch, node.kind)
                 if node.op is Op.RECEIVE:
-                    receives.add((rank, *place))
+                    source = rank_of(plan, node.pipe, node.stage - step)
+                    assert source is not None
+                    awaited.add(message)
+                    posted[source, rank].append(message)
                 elif node.op is Op.SEND:
-                    here.add((node.pipe, node.stage + (1 if node.kind is Kind.F else -1), *place[2:]))
-                elif (rank, *place) in receives and place not in here:
+                    to = rank_of(plan, node.pipe, node.stage + step)
+                    assert to is not None
+                    message = (node.pipe, node.stage + step, *message[2:])
+                    sent[rank, to].append(message)
+                    here |= set() if held else {message}
+                elif message in awaited and message not in here:
                     break
                 at[rank] += 1
                 moved = True
-    return all(position == len(nodes) for position, nodes in zip(at, plan.ranks, strict=True))
+        for lane, messages in sent.items():
+            while messages and posted[lane]:
+                if messages[0] != posted[lane].popleft():
+                    return False
+                here.add(messages.popleft())
+                moved = True
+    left = any(sent.values()) or any(posted.values())
+    return not left and all(position == len(nodes) for position, nodes in zip(at, plan.ranks, strict=True))
 
 
 def peak(plan: Plan, at: Positions, *ending: Kind) -> int:

@@ -13,7 +13,7 @@ from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Plan, check, compile,
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule
 from tests.counting import work
 from tests.plan.cases import DENSE, MOE, few_tries
-from tests.plan.rules import broken_rules
+from tests.plan.rules import broken_rules, finishes
 
 CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
 
@@ -54,6 +54,28 @@ def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
             plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
         check(plan)
         assert not list(broken_rules(plan))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_one_action_after_another(name: str) -> None:
+    """As modules that run whole are played: a block a stage, on one rank to four, forwards alone too."""
+    shape, found = (DENSE,), 0
+    for ranks, microbatches, chunks in ((1, 3, None), (2, 4, None), (4, 8, None), (4, 13, None), (3, 7, 2), (2, 8, 4)):
+        for forward_only in (False, True):
+            try:
+                program = build_schedule(
+                    name, ranks=ranks, microbatches=microbatches, chunks=chunks, forward_only=forward_only
+                )
+            except ValueError:
+                continue
+            plan = compile(program, shape, NodeCosts(), "serial")
+            check(plan)
+            assert not list(broken_rules(plan))
+            sent, received = ([n for rank in plan.ranks for n in rank if n.op is op] for op in (Op.SEND, Op.RECEIVE))
+            assert len(sent) == len(received)
+            assert bool(sent) == (ranks > 1)
+            found += 1
+    assert found >= 4
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -121,6 +143,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         check(replace(plan, ranks=(stuck, second)))
     late = replace(plan, ranks=(_all_received_first(first), second))
     check(late)
+    assert finishes(late, held=True)
 
 
 @pytest.mark.parametrize("steps", ["0F0 0F1 0I0 0I1 0W1 0W0", "0F0 0F1 0I0 0B1 0W0", "0F0 0F1 0I1 0I0 0W0 0W1"])

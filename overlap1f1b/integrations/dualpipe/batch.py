@@ -1,18 +1,34 @@
-"""What a rank feeds into the ends of the pipes in a step, and what leaves them there."""
+"""The batch of a step: split into microbatches at both ends of the pipes, and joined again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors
+from overlap1f1b.engine.batch import Feed, Microbatches
+from overlap1f1b.engine.run.microbatch import LossFunction, OptionalTensors, Tensors
+from overlap1f1b.schedule import Program
 
 Criterion = Callable[..., Tensor]
 """``(*outputs, *labels) → scalar``."""
+
+
+class Ended(NamedTuple):
+    """What a step made at this rank's ends of the pipes, for each microbatch in order.
+
+    Args:
+        losses: Without a graph; empty without a criterion, and where no pipe ends.
+        outputs: Outputs of the last stage, if they were asked for.
+        input_grads: Gradients of the inputs that require one; empty where none does.
+    """
+
+    losses: Sequence[Tensor]
+    outputs: Sequence[Tensors]
+    input_grads: Sequence[Tensors]
 
 
 @dataclass(frozen=True)
@@ -20,10 +36,10 @@ class Batch:
     """The arguments of a step.
 
     Args:
-        inputs: Each is cut into the microbatches that enter on this rank.
-        labels: Each is cut into those that end on this rank; None is passed on as it is.
-        criterion: None asks for outputs alone.
-        dim: Where to cut.
+        inputs: Each is split into the microbatches that enter on this rank.
+        labels: Each is split into the microbatches that end on this rank; None is passed on as it is.
+        criterion: The loss; None asks for outputs alone.
+        dim: The dimension along which inputs and labels are split.
         keep_outputs: Whether outputs are returned.
     """
 
@@ -34,7 +50,7 @@ class Batch:
     keep_outputs: bool
 
     def parts(self, count: int) -> list[Tensors]:
-        """The inputs of each microbatch, leaves.
+        """Return the inputs of each microbatch, as leaves.
 
         Raises:
             ValueError: No inputs, or fewer rows than microbatches.
@@ -43,24 +59,24 @@ class Batch:
         if not given or len(given) < len(self.inputs):
             what = ", ".join(type(x).__name__ for x in self.inputs) or "nothing"
             raise ValueError(f"inputs {what} on a rank where a pipe begins; allowed: tensors")
-        cut = [self._cut(x.detach(), count, "inputs") for x in given]
-        for x, parts in zip(given, cut, strict=True):
+        split = [self._split(x.detach(), count, "inputs") for x in given]
+        for x, parts in zip(given, split, strict=True):
             for part in parts:
                 part.requires_grad_(x.requires_grad and torch.is_grad_enabled())
-        return list(zip(*cut, strict=True))
+        return list(zip(*split, strict=True))
 
     def labels_of(self, count: int) -> list[OptionalTensors]:
-        """The labels of each microbatch.
+        """Return the labels of each microbatch.
 
         Raises:
             ValueError: No criterion where a backward needs one, or fewer rows than microbatches.
         """
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
-        cut = [(None,) * count if x is None else self._cut(x, count, "labels") for x in self.labels]
-        return list(zip(*cut, strict=True)) if cut else [()] * count
+        split = [(None,) * count if x is None else self._split(x, count, "labels") for x in self.labels]
+        return list(zip(*split, strict=True)) if split else [()] * count
 
-    def _cut(self, x: Tensor, count: int, name: str) -> Tensors:
+    def _split(self, x: Tensor, count: int, name: str) -> Tensors:
         if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] < count:
             raise ValueError(
                 f"{name} of shape {tuple(x.shape)} for {count} microbatches along dimension {self.dim}; "
@@ -68,8 +84,38 @@ class Batch:
             )
         return x.tensor_split(count, dim=self.dim)
 
+    def feed(self, program: Program, rank: int) -> Feed:
+        """Return what an engine's stages are given: losses unscaled; auxiliary losses count as each router says."""
+        last = program.placement.stages - 1
+        indices = {stage: program.microbatches_of(pipe) for pipe, stage in program.placement.places(rank)}
+        parts = self.parts(len(indices[0])) if 0 in indices else []
+        labels = self.labels_of(len(indices[last])) if last in indices else []
+
+        def given(stage: int, microbatch: int) -> dict[str, Any]:
+            at, criterion = indices[stage].index(microbatch), self.criterion if stage == last else None
+            return {
+                "inputs": parts[at] if stage == 0 else None,
+                "loss_fn": None if criterion is None else _labelled(criterion, labels[at]),
+                "keep_outputs": self.keep_outputs,
+            }
+
+        return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
+
+    def ended(self, played: Microbatches, program: Program) -> Ended:
+        """Return what an engine's step made of :meth:`feed`."""
+        first, last = played.of_stage(0), played.of_stage(program.placement.stages - 1)
+        results = [m.outputs for m in last if m.outputs is not None]
+        assert len(results) == len(last)
+        kept = results if self.criterion is None else [m.kept for m in last]
+        input_grads = [tuple(g for g in m.input_grads if g is not None) for m in first]
+        return Ended(
+            losses=[] if self.criterion is None else [loss for (loss,) in results],
+            outputs=kept if self.keep_outputs else [],
+            input_grads=[grads for grads in input_grads if grads],
+        )
+
     def finish(self, ended: Ended) -> tuple[Tensor | None, Tensor | Tensors | None]:
-        """What a step returns; gives inputs that require a gradient theirs."""
+        """Return losses and outputs as a step does, and give inputs that require a gradient theirs."""
         if ended.input_grads:
             grads = [torch.cat(parts, self.dim) for parts in zip(*ended.input_grads, strict=True)]
             torch.autograd.backward([x for x in self.inputs if x is not None and x.requires_grad], grads)
@@ -80,20 +126,11 @@ class Batch:
         return loss, outputs[0] if len(outputs) == 1 else outputs
 
 
+def _labelled(criterion: Criterion, labels: OptionalTensors) -> LossFunction:
+    # The engine's targets are tensors; a label may be None.
+    return lambda *outputs: criterion(*outputs, *labels)
+
+
 def _joined(parts: Tensors, dim: int) -> Tensor:
-    """Of all microbatches; what is one number of each becomes ``[microbatches]``, as losses do."""
+    """Join the parts of all microbatches; scalars become ``[microbatches]``, as losses do."""
     return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)
-
-
-class Ended(NamedTuple):
-    """What a step made at this rank's ends of the pipes, of each microbatch in order.
-
-    Args:
-        losses: Without a graph; empty without a criterion, and where no pipe ends.
-        outputs: Those that were asked for.
-        input_grads: Of the inputs that require one; empty where none does.
-    """
-
-    losses: Sequence[Tensor]
-    outputs: Sequence[Tensors]
-    input_grads: Sequence[Tensors]

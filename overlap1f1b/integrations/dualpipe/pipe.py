@@ -1,4 +1,4 @@
-"""DualPipe's two classes, with its constructor and step."""
+"""DualPipe's two classes, with their constructor and step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import DEFAULT_OVERLAP
+from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
-from overlap1f1b.integrations.dualpipe.cut import CutModules
-from overlap1f1b.integrations.dualpipe.walk import WeightStore
-from overlap1f1b.integrations.dualpipe.whole import WholeModules
+from overlap1f1b.integrations.dualpipe.whole import WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.groups import gathered
@@ -24,35 +22,35 @@ from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
 
 OWN = "overlapped_forward_backward"
-"""The method by which a module overlaps a pair itself."""
+"""The method with which a module overlaps a pair itself."""
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Accepted and not needed: ranks learn from each other what passes between them."""
+    """Do nothing: ranks learn shapes and dtypes from each other."""
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
-    """Accepted and not needed: ranks learn from each other what passes between them."""
+    """Do nothing: ranks learn shapes and dtypes from each other."""
 
 
 class Pipeline(nn.Module):
-    """What both classes share; each says which stages its two modules are.
+    """The common base of both classes; each says which stages its two modules are.
 
     Args:
         modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of them and is one block of the
             engine; an ``nn.Sequential`` is as many as it has.
-        batch_dim: Dimension along which inputs and labels are cut into microbatches.
+        batch_dim: Dimension along which inputs and labels are split into microbatches.
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
         expert_group: The ranks that share the experts of the modules, each in a pipeline of its own.
-        overlap: As of :class:`~overlap1f1b.engine.Engine`.
+        overlap: How much runs interleaved; see :class:`~overlap1f1b.engine.Engine`.
         costs: Seconds of every node, instead of measuring them in the first two steps.
-        weight_store: The ``WeightGradStore`` that the modules leave weight gradients in. They then run whole.
-        dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
+        weight_store: The ``WeightGradStore`` in which the modules leave weight gradients. The modules then run whole.
+        dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
         timeout: Limit in seconds of every wait for another rank.
 
     Raises:
-        ValueError: Another number of modules, ranks that do not fit the schedule, or groups that form no grid.
+        ValueError: A number of modules other than two, ranks that do not fit the schedule, or groups that form no grid.
     """
 
     schedule: ClassVar[str]
@@ -104,7 +102,7 @@ class Pipeline(nn.Module):
                 dynamic_shapes=dynamic_shapes,
             )
         self._programs: dict[int, Program] = {}
-        self._engines: dict[int, CutModules] = {}
+        self._engines: dict[int, Engine] = {}
 
     def step(
         self,
@@ -114,15 +112,15 @@ class Pipeline(nn.Module):
         labels: Tensor | Sequence[Tensor | None] = (),
         return_outputs: bool = False,
     ) -> tuple[Tensor | None, Tensor | Tensors | None]:
-        """Forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
+        """Run forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
 
         Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
 
         Args:
-            inputs: Arguments of the first stage's module, cut into microbatches; ignored where none begins.
+            inputs: Arguments of the first stage's module, split into microbatches; ignored where none begins.
             num_chunks: Microbatches of the step.
             criterion: ``(*outputs, *labels) → scalar``, where microbatches end.
-            labels: Cut into the microbatches that end here.
+            labels: Arguments of the criterion, split into the microbatches that end here.
             return_outputs: Whether the outputs of the last stage are returned.
 
         Returns:
@@ -148,17 +146,20 @@ class Pipeline(nn.Module):
             return self._whole.run(program, batch, grad=grad)
         if program.microbatches not in self._engines:
             shared = next(iter(self._engines.values()), None)
-            self._engines[program.microbatches] = CutModules(
+            self._engines[program.microbatches] = Engine(
                 {number: module if _is_sequential(module) else [module] for number, module in self._stages.items()},
                 program,
                 mesh=self.mesh,
                 overlap=self.overlap,
                 costs=self.costs,
+                reduce=False,
                 dynamic_shapes=self.dynamic_shapes,
                 timeout=self.timeout,
                 exchange=None if shared is None else shared.exchange,
             )
-        return self._engines[program.microbatches].run(batch, grad=grad)
+        engine = self._engines[program.microbatches]
+        played = engine.play(lambda: batch.feed(program, self.rank), grad=grad)
+        return batch.ended(played.microbatches, program)
 
 
 class DualPipe(Pipeline):
@@ -205,7 +206,7 @@ def _mesh(
     device: str,
     limit: timedelta,
 ) -> DeviceMesh:
-    """The ranks of the pipelines that share experts, "pp" × "ep"."""
+    """Return the mesh "pp" × "ep" of the pipelines that share experts."""
     size = group.size()
     order = list(range(size)) if rank_mapping is None else list(rank_mapping)
     if sorted(order) != list(range(size)):

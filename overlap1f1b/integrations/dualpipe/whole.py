@@ -1,32 +1,59 @@
-"""The pipeline of modules that run whole: those with an ``overlapped_forward_backward`` of their own."""
+"""A step of modules that run whole: plain autograd, and the modules' own function for a pair of the schedule."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
-from overlap1f1b.integrations.dualpipe.walk import Walk, WeightStore
-from overlap1f1b.schedule import LoweredProgram, Placement, Program, forwards_of, lower
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Plan, check, compile
+from overlap1f1b.schedule import Kind, Pair, Placement, Program, forwards_of
 from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.lanes import Flight
+from overlap1f1b.transport.limits import DRAIN_S
 from overlap1f1b.transport.mesh import Mesh
+
+T = TypeVar("T")
+_Run = tuple[int, int]
+"""Stage and microbatch."""
+_Chain = tuple[Kind, int, int]
+"""F or I, stage and microbatch."""
+
+
+class WeightStore(Protocol):
+    """Where modules leave weight gradients while it is enabled, as the ``WeightGradStore`` of DualPipe."""
+
+    enabled: bool
+
+    def flush(self) -> None:
+        """Close the group of what was left since the last call."""
+
+    def pop(self) -> None:
+        """Compute the oldest group."""
+
+    def clear(self) -> None:
+        """Forget everything."""
 
 
 class WholeModules:
-    """What stays from step to step: links between ranks, and lowered programs.
+    """The links between ranks and the plans, which stay from step to step.
 
     Args:
-        modules: Those of this rank, by the number of their stage.
+        modules: The modules of this rank, by the number of their stage.
         placement: Which rank holds which stage.
-        mesh: Its dimension "pp".
+        mesh: The ranks; the pipeline is its dimension "pp".
         overlapped: Whether pairs are given to ``type(module).overlapped_forward_backward``.
-        weight_store: Where the modules leave weight gradients; then they are computed where the program has W.
+        weight_store: Where the modules leave weight gradients; they are then computed where the program has W.
         timeout: Limit in seconds of every wait for another rank.
-        dynamic_shapes: Whether what passes between stages may change its sizes from step to step.
+        dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
     """
 
     def __init__(
@@ -55,13 +82,13 @@ class WholeModules:
         )
         self._failed = False
         self._remembered: Program | None = None
-        self._lowered: dict[tuple[int, bool], LoweredProgram] = {}
+        self._plans: dict[tuple[int, bool], Plan] = {}
 
     def run(self, program: Program, batch: Batch, *, grad: bool) -> Ended:
-        """Plays a step, or its forwards alone.
+        """Play a step, or its forwards alone.
 
         Raises:
-            ValueError: Something is missing.
+            ValueError: Inputs, labels or the criterion are missing.
             RuntimeError: Another rank failed, or did not answer within the limit; a step after one that failed.
         """
         if self._failed:
@@ -69,25 +96,23 @@ class WholeModules:
         if grad and self._remembered is not program:  # other microbatches, other sizes
             self.boundary.forget()
             self._remembered = program
-        key = (program.microbatches, grad)
-        if key not in self._lowered:
-            self._lowered[key] = lower(program if grad else forwards_of(program))
-        walk = Walk(
-            self.modules,
-            self.boundary,
-            program,
-            batch,
-            overlapped=self.overlapped,
-            weight_store=self.weight_store,
-            grad=grad,
-        )
+        walk = _Walk(self, self._plan(program, grad=grad), batch, grad=grad)
         with self._guarded(walk):
-            walk.play(self._lowered[key].ranks[self.boundary.rank])
+            walk.play()
         return walk.ended()
 
+    def _plan(self, program: Program, *, grad: bool) -> Plan:
+        """The actions one after another; every stage is one block, whose weight gradients can be computed apart."""
+        key = (program.microbatches, grad)
+        if key not in self._plans:
+            played = program if grad else forwards_of(program)
+            self._plans[key] = compile(played, (BlockShape(seams=0),), NodeCosts(), "serial")
+            check(self._plans[key])
+        return self._plans[key]
+
     @contextmanager
-    def _guarded(self, walk: Walk) -> Iterator[None]:
-        """A failure inside is told to the other ranks."""
+    def _guarded(self, walk: _Walk) -> Iterator[None]:
+        """Tell a failure inside to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -101,3 +126,202 @@ class WholeModules:
                 self.weight_store.enabled = False
                 self.weight_store.clear()
             raise
+
+
+@dataclass
+class _Forward:
+    """One microbatch on one stage, between its forward and its backward.
+
+    Outputs keep their values until their backward, which a module may start in any way it likes.
+    """
+
+    inputs: list[Tensor]
+    labels: OptionalTensors = ()
+    outputs: list[Tensor] = field(default_factory=list)
+    differentiable: tuple[bool, ...] = ()
+    loss: Tensor | None = None
+
+
+class _Walk:
+    """One step under way.
+
+    Args:
+        whole: The modules and the links to other ranks.
+        plan: What is played.
+        batch: Inputs and labels of this rank.
+        grad: Whether there are backwards.
+    """
+
+    def __init__(self, whole: WholeModules, plan: Plan, batch: Batch, *, grad: bool) -> None:
+        self.modules, self.boundary, self.batch, self.grad = whole.modules, whole.boundary, batch, grad
+        self.weight_store, self.program = whole.weight_store, plan.program
+        self.placement, self.rank = plan.program.placement, whole.boundary.rank
+        self.nodes, self.last = plan.ranks[self.rank], self.placement.stages - 1
+        self.position: Node | str = "its batch"
+        pairs = [slot for slot in self.program.ranks[self.rank] if isinstance(slot, Pair)] if whole.overlapped else []
+        self._pair_of: dict[_Run, _Run] = {pair.forward[1:3]: pair.backward[1:3] for pair in pairs}
+        self._paired = set(self._pair_of.values())
+        self._split: set[_Run] = {a[1:3] for a in self.program.actions(self.rank) if a.kind is Kind.I}
+        self._parts: dict[int, Tensors] = {}
+        self._labels: dict[int, OptionalTensors] = {}
+        self._forwards: dict[_Run, _Forward] = {}
+        self._arriving: dict[_Chain, Flight[Tensors]] = {}
+        self._folded: dict[_Chain, Tensors] = {}  # for the next stage on this rank, where a V turns
+        self._leaving: dict[_Chain, tuple[Tensors, tuple[bool, ...]]] = {}
+        self._held_back: list[Node] = []  # of a pair's backward, until its forward comes
+        self._sends: deque[Flight[None]] = deque()
+        self._losses: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensors] = {}
+        self._input_grads: dict[int, Tensors] = {}
+
+    def play(self) -> None:
+        """Play the nodes of this rank in order."""
+        for pipe, stage in self.placement.places(self.rank):
+            indices = self.program.microbatches_of(pipe)
+            if stage == 0:
+                self._parts.update(zip(indices, self.batch.parts(len(indices)), strict=True))
+            if stage == self.last:
+                self._labels.update(zip(indices, self.batch.labels_of(len(indices)), strict=True))
+        self.boundary.begin(self.nodes, remember=self.grad)
+        for node in self.nodes:
+            self.position = node
+            self._issue(node)
+        while self._sends:
+            self._sends.popleft().wait()
+        left = [*self._forwards, *self._arriving, *self._folded, *self._leaving]
+        assert not left, f"a step frees and passes on everything, but {left}"
+
+    def ended(self) -> Ended:
+        """Return what the step made at this rank's ends of the pipes, in the order of the microbatches."""
+        return Ended(_in_order(self._losses), _in_order(self._outputs), _in_order(self._input_grads))
+
+    def drain(self) -> None:
+        """Give what is under way a moment to end."""
+        flights: list[Flight[Any]] = [*self._sends, *self._arriving.values()]
+        for flight in flights:
+            flight.drain(DRAIN_S)
+
+    def _issue(self, node: Node) -> None:
+        run = node.stage, node.microbatch
+        if node.kind is Kind.I and run in self._paired and node.op is not Op.RECEIVE:
+            self._held_back.append(node)
+        elif node.op is Op.RECEIVE:
+            self._arriving[_chain(node)] = self.boundary.receive(node)
+        elif node.op is Op.SEND:
+            self._send(node)
+        elif node.kind is Kind.W:
+            if self.weight_store is not None and run in self._split:
+                self.weight_store.pop()
+        elif node.kind is Kind.I:
+            self._backward(node)
+        elif run in self._pair_of:
+            backward, *sends = self._held_back
+            self._held_back = []
+            self.position = f"{node} with {backward}"
+            self._pair(node, backward)
+            for send in sends:
+                self._send(send)
+        else:
+            self._forward(node)
+
+    # ---------------------------------------------------------------------------------------------- between stages
+
+    def _send(self, node: Node) -> None:
+        while self._sends and self._sends[0].arrived:
+            self._sends.popleft().wait()
+        self._sends.append(self.boundary.send(node, *self._leaving.pop(_chain(node))))
+
+    def _pass_on(self, node: Node, made: Tensors, differentiable: tuple[bool, ...]) -> None:
+        """Keep what a node made for its SEND, or for the next stage if that is on this rank too."""
+        stage, pipe = node.stage + (1 if node.kind is Kind.F else -1), self.placement.pipes[node.pipe]
+        if not 0 <= stage < len(pipe):
+            return
+        made = tuple(t.detach() for t in made)
+        if pipe[stage] == self.rank:
+            leaves = tuple(t.requires_grad_(d) for t, d in zip(made, differentiable, strict=True))
+            self._folded[node.kind, stage, node.microbatch] = leaves
+        else:
+            self._leaving[_chain(node)] = made, differentiable
+
+    def _take(self, node: Node) -> Tensors:
+        """What a forward needs of the stage before it, a backward of the stage behind it."""
+        chain = _chain(node)
+        return self._folded.pop(chain) if chain in self._folded else self._arriving.pop(chain).wait()
+
+    # ---------------------------------------------------------------------------------------------- compute
+
+    def _begin(self, node: Node) -> _Forward:
+        inputs = self._parts.pop(node.microbatch) if node.stage == 0 else self._take(node)
+        return _Forward(list(inputs), self._labels.pop(node.microbatch) if node.stage == self.last else ())
+
+    def _forward(self, node: Node) -> None:
+        run, criterion = self._begin(node), self.batch.criterion
+        outputs = tensors(self.modules[node.stage](*run.inputs))
+        loss = criterion(*outputs, *run.labels) if node.stage == self.last and criterion is not None else None
+        self._finish_forward(node, run, outputs, loss)
+
+    def _finish_forward(self, node: Node, run: _Forward, outputs: Any, loss: Tensor | None) -> None:
+        if not outputs or not all(isinstance(t, Tensor) for t in outputs):
+            name = type(self.modules[node.stage]).__name__
+            what = ", ".join(type(t).__name__ for t in outputs) or "nothing"
+            raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
+        run.differentiable = tuple(t.requires_grad for t in outputs)
+        if self.grad:
+            self._forwards[node.stage, node.microbatch] = run
+        if node.stage < self.last:
+            run.outputs = list(outputs)
+            self._pass_on(node, outputs, run.differentiable)
+            return
+        if self.batch.keep_outputs:
+            self._outputs[node.microbatch] = tuple(t.detach() for t in outputs)
+        if loss is not None:
+            run.loss, self._losses[node.microbatch] = loss, loss.detach()
+
+    def _backward(self, node: Node) -> None:
+        run = self._forwards.pop((node.stage, node.microbatch))
+        apart = self.weight_store if (node.stage, node.microbatch) in self._split else None
+        loss, outputs, grads = self._roots(node, run)
+        if apart is not None:
+            apart.enabled = True
+        if loss is not None:
+            loss.backward()
+        elif outputs:
+            torch.autograd.backward(outputs, grads)
+        if apart is not None:
+            apart.enabled = False
+            apart.flush()
+        self._finish_backward(node, run)
+
+    def _roots(self, node: Node, run: _Forward) -> tuple[Tensor | None, Tensors, Tensors]:
+        """The loss; or the outputs that need a gradient, and their gradients."""
+        if node.stage == self.last:
+            return run.loss, (), ()
+        outputs = tuple(t for t, differs in zip(run.outputs, run.differentiable, strict=True) if differs)
+        return None, outputs, self._take(node)
+
+    def _finish_backward(self, node: Node, run: _Forward) -> None:
+        wanted = [t for t in run.inputs if t.requires_grad]
+        grads = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in wanted)
+        self._pass_on(node, grads, (False,) * len(grads))
+        if node.stage == 0 and wanted:
+            self._input_grads[node.microbatch] = grads
+
+    def _pair(self, forward: Node, backward: Node) -> None:
+        """Run both members by the modules' protocol; it takes tuples, as autograd's engine does."""
+        run0, run1 = self._begin(forward), self._forwards.pop((backward.stage, backward.microbatch))
+        module0, module1 = self.modules[forward.stage], self.modules[backward.stage]
+        criterion0 = self.batch.criterion if forward.stage == self.last else None
+        loss1, outputs1, grads1 = self._roots(backward, run1)
+        outputs0, loss0 = type(module0).overlapped_forward_backward(  # type: ignore[attr-defined]  # the protocol's
+            module0, run0.inputs, criterion0, run0.labels, module1, loss1, outputs1, grads1
+        )
+        self._finish_forward(forward, run0, tensors(outputs0), loss0)
+        self._finish_backward(backward, run1)
+
+
+def _in_order(made: Mapping[int, T]) -> list[T]:
+    return [value for _, value in sorted(made.items())]
+
+
+def _chain(node: Node) -> _Chain:
+    return node.kind, node.stage, node.microbatch
