@@ -1,13 +1,14 @@
-"""A folder of checkpoints: each under its name only when it is whole, the newest kept, and looked through before use.
+"""A folder of checkpoints: a checkpoint gets its name when it is complete, and its files are checked before use.
 
     unfinished = begin(folder, 100)             # write files there
     checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2)
-    step = verify(latest(folder), config={"hidden": 128})
+    contents = read_contents(latest(folder), config={"hidden": 128})
+    check_files(checkpoint, contents.files, contents.files)
 
-A checkpoint is a folder `step-00000100` with a `config.json` that holds the step, the configuration, perhaps what its
-writer adds, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when the bytes
-are on the disk, so a kill at any moment leaves the previous one; what a kill leaves behind is hidden, is ignored, and
-is removed by the next `begin`.
+A checkpoint is a folder ``step-00000100`` with a ``config.json`` that holds the step, the configuration, optional data
+of the writer, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when its bytes
+are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only hidden folders, which are
+ignored, and which the next :func:`begin` removes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from overlap1f1b.schedule.quoting import quoted
 
 CONFIG = "config.json"
 NAME = re.compile(r"(\.replaced-)?step-(\d{8,})", re.ASCII)
-MOST_STEPS = 1 << 63
-MOST_CONFIG = 1 << 26  # bytes: more than the names of all parameters of any model
+STEP_LIMIT = 1 << 63
+CONFIG_LIMIT = 1 << 26  # bytes: more than the names of all parameters of any model need
 
 Fingerprint = dict[str, int]
 
 
 class Contents(NamedTuple):
-    """What a ``config.json`` says.
+    """Content of a ``config.json``.
 
     Args:
-        step: Number of steps.
-        files: Size and CRC-32 of every other file, by its name.
-        added: What the writer added; None where that was nothing.
+        step: Number of training steps.
+        files: Size and CRC-32 of every other file, by file name.
+        added: Data of the writer, or None.
     """
 
     step: int
@@ -48,18 +49,18 @@ class Contents(NamedTuple):
 
 
 def name_of(step: int) -> str:
-    """Of the checkpoint of this step."""
+    """Return the folder name of the checkpoint of ``step``."""
     return f"step-{step:08d}"
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None where there is none."""
+    """Return the checkpoint of the highest step in ``directory``, or None if there is none."""
     found = _checkpoints(directory)
     return found[-1] if found else None
 
 
 def begin(directory: Path, step: int) -> Path:
-    """An empty hidden folder for the files of a checkpoint. Removes what unfinished ones left."""
+    """Remove what unfinished checkpoints left, and return an empty hidden folder for the files of a checkpoint."""
     unfinished = directory / f".{name_of(step)}.unfinished"
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob(".step-*.unfinished"):
@@ -72,7 +73,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def abandon(unfinished: Path) -> int:
-    """Remove what :func:`begin` made. Returns the bytes that were free with it, for torch does not name a full disk."""
+    """Remove the folder of :func:`begin`; return the bytes that were free before: torch does not name a full disk."""
     free = shutil.disk_usage(unfinished).free
     shutil.rmtree(unfinished, ignore_errors=True)
     return free
@@ -87,12 +88,18 @@ def publish(
     files: Mapping[str, Fingerprint] = MappingProxyType({}),
     added: Any = None,
 ) -> Path:
-    """Give what :func:`begin` made, now full, its name, and remove all but the newest `keep` checkpoints.
+    """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 
-    files: fingerprints that are known; those of the other files are taken here.
-    added: JSON to keep beside the configuration.
+    Args:
+        unfinished: Folder of :func:`begin`.
+        step: Number of training steps.
+        config: JSON values that a run must share to resume from this checkpoint.
+        keep: How many checkpoints stay in the directory.
+        files: Known fingerprints, by file name; the other files are read here.
+        added: JSON to keep beside the configuration.
 
-    Raises OSError where one of `files` is not there: another rank wrote it into another folder of the same name.
+    Raises:
+        OSError: One of ``files`` is missing: another rank wrote it into another folder of the same name.
     """
     directory = unfinished.parent
     final = directory / name_of(step)
@@ -107,7 +114,7 @@ def publish(
         os.fsync(file.fileno())
     _sync(unfinished)
     replaced = directory / f".replaced-{final.name}"
-    if final.exists():  # the same step once more
+    if final.exists():  # a second checkpoint of the same step
         final.rename(replaced)
     unfinished.rename(final)
     _sync(directory)
@@ -119,20 +126,12 @@ def publish(
     return final
 
 
-def verify(checkpoint: Path, config: Mapping[str, Any]) -> int:
-    """The step of a checkpoint that is whole and of this `config`.
+def read_contents(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
+    """Return the content of a checkpoint's ``config.json``.
 
-    Raises ValueError: it is not (the first difference, with both values), or a file of it is missing or damaged.
-    """
-    contents = read(checkpoint, config)
-    check(checkpoint, contents.files, contents.files)
-    return contents.step
-
-
-def read(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
-    """What a checkpoint of this `config` says of itself.
-
-    Raises ValueError: it is of another, or says what no checkpoint does.
+    Raises:
+        ValueError: The checkpoint is missing, has another ``config`` (the first difference, with both values), or its
+            ``config.json`` is damaged.
     """
     if not checkpoint.exists():
         raise ValueError(f"checkpoint {checkpoint} does not exist")
@@ -145,7 +144,7 @@ def read(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
             raise TypeError
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
-    if type(step) is not int or not 0 <= step < MOST_STEPS:
+    if type(step) is not int or not 0 <= step < STEP_LIMIT:
         raise damaged(checkpoint, f"{CONFIG} has step={quoted(step)}, not a whole number, 0 or more")
     named = NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[2]) != step:
@@ -155,12 +154,16 @@ def read(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
     for key in here | there:
         if key not in here or key not in there or here[key] != there[key]:
             values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
-            raise other(checkpoint, quoted(key, plain=True), *values)
+            raise of_another_run(checkpoint, quoted(key, plain=True), *values)
     return Contents(step, files, content.get("added"))
 
 
-def check(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
-    """Raises ValueError where one of the `names` among the `files` is missing or damaged."""
+def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
+    """Compare the files ``names`` with their fingerprints in ``files``.
+
+    Raises:
+        ValueError: A file is missing or damaged.
+    """
     for name in names:
         path, expected = checkpoint / name, files[name]
         try:
@@ -179,13 +182,13 @@ def check(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[st
 
 
 def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:
-    """Size and CRC-32 of files of a folder."""
+    """Return size and CRC-32 of files in ``folder``, by file name."""
     return {name: _fingerprint(folder / name) for name in names}
 
 
 def _json(path: Path) -> dict[str, Any]:
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_CONFIG:
+    if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
         raise ValueError("it is no file of such a size")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
@@ -194,7 +197,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(checkpoint: Path, files: Any) -> None:
-    """Refuses a list of files that no checkpoint has."""
+    # A name with a folder in it would read files outside of the checkpoint.
     if not isinstance(files, dict) or not files:
         raise damaged(checkpoint, f"{CONFIG} lists no files")
     for name, of in files.items():
@@ -205,8 +208,8 @@ def _check_listed(checkpoint: Path, files: Any) -> None:
             raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
 
 
-def other(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
-    """What to raise where a checkpoint is of another run."""
+def of_another_run(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
+    """Return the error for a checkpoint whose ``key`` differs from this run's."""
     return ValueError(
         f"checkpoint {checkpoint} has {key}={there}, this run has {key}={here}; "
         "use the same settings or another checkpoint folder"
@@ -214,7 +217,7 @@ def other(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
 
 
 def damaged(checkpoint: Path, why: str) -> ValueError:
-    """What to raise where a checkpoint cannot be read."""
+    """Return the error for a checkpoint that cannot be read."""
     return ValueError(
         f"checkpoint {checkpoint} is damaged: {why}; remove it to resume from an earlier one, "
         "or use another checkpoint folder"
@@ -222,13 +225,13 @@ def damaged(checkpoint: Path, why: str) -> ValueError:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, lowest step first. One that is being replaced comes before its replacement."""
+    """Return the checkpoints in ``directory``, lowest step first; an old one before the one that replaces it."""
     found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), pair[0][1] is None))]
 
 
 def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, at no moment leaving half of one under its name."""
+    """Rename a checkpoint, then remove it, so that no half of it is ever visible under its name."""
     name = checkpoint.name.removeprefix(".replaced-")
     shutil.rmtree(checkpoint.rename(checkpoint.parent / f".{name}.unfinished"))
 
@@ -242,7 +245,7 @@ def _fingerprint(path: Path) -> Fingerprint:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
+    """Flush the names in ``folder`` to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

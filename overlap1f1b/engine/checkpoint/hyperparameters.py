@@ -1,10 +1,10 @@
-"""The numbers of an optimizer's parameter groups, as JSON, by the names of the parameters that they hold for.
+"""Hyperparameters of an optimizer's parameter groups, as JSON, found again by the names of the groups' parameters.
 
-    content = described([groups_of(optimizer, names) for each rank])
-    set_groups(optimizer, Stored.read(content).chosen(optimizer, names))
+    content = describe_groups([groups_of(optimizer, names) for each rank])
+    set_groups(optimizer, StoredGroups.read(content).chosen(optimizer, names))
 
-Ranks of another layout hold other parameters of a group, and a group may have none on one of them: so a group takes the
-numbers of its own parameters, and only one without a parameter those of its place among the groups.
+Ranks of another layout hold other parameters of a group, and a group may have no parameter on one of them. So a group
+gets the numbers that its own parameters were saved with; a group without a parameter those of its position in the list.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 
 Json = Any
 Numbers = dict[str, Json]
+GroupNumbers = tuple[Numbers, tuple[str, ...]]
+"""Numbers of one parameter group, and the names of its parameters."""
 
-# Which parameters there are, and how a step is computed: both are the business of the optimizer that loads.
+# Which parameters there are and how a step is computed is decided by the optimizer that loads.
 _NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
 def encoded(value: object) -> Json:
-    """A number, a string, None, a tensor of no dimension, or a list or tuple of such, as JSON that tells them apart.
+    """Return a number, a string, None, a tensor without dimensions, or a list or tuple of these as distinct JSON.
 
     Raises:
-        TypeError: Anything else.
+        TypeError: ``value`` is something else.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -47,10 +49,10 @@ def encoded(value: object) -> Json:
 
 
 def decoded(content: Json) -> Any:
-    """The value that :func:`encoded` was given.
+    """Return the value that :func:`encoded` turned into ``content``.
 
     Raises:
-        ValueError: JSON that it does not give.
+        ValueError: ``content`` is no result of :func:`encoded`.
     """
     if isinstance(content, list):
         return [decoded(one) for one in content]
@@ -68,10 +70,8 @@ def decoded(content: Json) -> Any:
     raise ValueError("a hyperparameter is none")
 
 
-def groups_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[tuple[Numbers, tuple[str, ...]]]:
-    """Of each group what can be stored, and the names of its parameters."""
+def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[GroupNumbers]:
+    """Return of each group the numbers that can be stored, and the names of its parameters."""
     found = []
     for group in optimizer.param_groups:
         numbers: Numbers = {}
@@ -79,14 +79,17 @@ def groups_of(
             if key not in _NOT_STORED:
                 try:
                     numbers[key] = encoded(value)
-                except TypeError:  # a function, say, which the loading optimizer has as well
+                except TypeError:  # for example a function, which the loading optimizer has as well
                     continue
         found.append((numbers, tuple(names[parameter] for parameter in group["params"])))
     return found
 
 
-def described(ranks: Sequence[Sequence[tuple[Numbers, tuple[str, ...]]]]) -> Json:
-    """The groups of all ranks: each numbers once, which parameter has which, and which stand in which place."""
+def describe_groups(ranks: Sequence[Sequence[GroupNumbers]]) -> Json:
+    """Return the groups of all ranks: each set of numbers once, the set of each parameter, and that of each position.
+
+    "places" is None if ranks have different numbers of groups.
+    """
     table: dict[str, int] = {}
 
     def place(numbers: Numbers) -> int:
@@ -103,23 +106,23 @@ def described(ranks: Sequence[Sequence[tuple[Numbers, tuple[str, ...]]]]) -> Jso
     return {"groups": [json.loads(text) for text in table], "of": of, "places": places}
 
 
-class Stored(NamedTuple):
-    """What :func:`described` gave.
+class StoredGroups(NamedTuple):
+    """Hyperparameters in a checkpoint.
 
     Args:
-        of: The numbers of each parameter; parameters of one group have the same dictionary.
-        places: The numbers of each place among the groups; None where ranks had different numbers of groups.
+        of: Numbers of each parameter, by name; parameters of one group share one dictionary.
+        places: Numbers of each position in the list of groups; None if ranks had different numbers of groups.
     """
 
     of: dict[str, dict[str, Any]]
     places: list[dict[str, Any]] | None
 
     @classmethod
-    def read(cls, content: Json) -> Stored:
-        """Of the JSON of a checkpoint.
+    def read(cls, content: Json) -> StoredGroups:
+        """Parse a result of :func:`describe_groups`.
 
         Raises:
-            ValueError: :func:`described` does not give that.
+            ValueError: ``content`` is no such result.
         """
         try:
             table = [{str(key): decoded(value) for key, value in dict(one).items()} for one in content["groups"]]
@@ -132,10 +135,10 @@ class Stored(NamedTuple):
             raise ValueError(f"no groups of an optimizer ({type(error).__name__})") from None
 
     def check_count(self, here: Sequence[int]) -> None:
-        """Refuses another number of groups than was stored, where all ranks have the same.
+        """Compare the numbers of groups that the ranks have with the stored number.
 
         Raises:
-            ValueError: It is another.
+            ValueError: All ranks have one number of groups, and another was stored.
         """
         if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
             raise ValueError(
@@ -146,10 +149,10 @@ class Stored(NamedTuple):
     def chosen(
         self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
     ) -> list[dict[str, Any] | None]:
-        """For each group the numbers to set; None where nothing is said of it.
+        """Return the numbers to set in each group; None for a group of which nothing was stored.
 
         Raises:
-            ValueError: One group here has parameters that had different numbers.
+            ValueError: A group has parameters that were saved with different numbers.
         """
         found: list[dict[str, Any] | None] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -172,7 +175,7 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | Non
 
 
 def set_groups(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, Any] | None]) -> None:
-    """Sets them; a tensor stays the same tensor, which a captured graph may read."""
+    """Set the groups' numbers. A tensor is filled in place, since a captured graph may read it."""
     for group, new in zip(optimizer.param_groups, numbers, strict=True):
         for key, value in (new or {}).items():
             if key not in _NOT_STORED:

@@ -1,19 +1,19 @@
-"""Training checkpoints: written whole or not at all, and readable by another number of expert-parallel ranks.
+"""Save a training run and resume it on any layout of ranks.
 
-    held = lambda: Held(model, optimizer, mesh, sharded=names)
-    save(Path("runs/x"), 100, mesh, held, config={"hidden": 128})
-    step = load(latest(Path("runs/x")), mesh, held, config={"hidden": 128})
+    step = load_checkpoint(engine, "runs/x", optimizer)  # 0 if there is none
+    save_checkpoint(engine, "runs/x", step, optimizer)
 
-A checkpoint is what torch.distributed.checkpoint (DCP) writes, in a folder that checkpoint_folder.py publishes when
-every rank is done. The ranks exchange DCP's plans over the engine's mesh, not over torch's default group: so no wait is
-longer than the engine's limit, and what fails on one rank is raised on all.
+A checkpoint is written by torch.distributed.checkpoint (DCP) into a folder that gets its name when every rank has
+finished, see :mod:`.folder`. Ranks exchange DCP's plans over the engine's mesh, not over torch's default group: so no
+wait is longer than the engine's limit, and a failure of one rank is raised on all of them.
 
-A parameter named in `sharded` is an equal slice of dimension 0 on each rank along "ep" of `mesh`, rank 0 first: it goes
-to DCP as a DTensor of the full shape, with its optimizer state of as many rows. Everything else is equal on all ranks
-that hold it and stored once. Pipeline ranks store the blocks that they train, under the names of the whole model.
+Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
+state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
+an equal slice of dimension 0 on each rank along "ep", rank 0 first; DCP gets it as a DTensor of the full shape, and so
+its optimizer state of as many rows. Everything else is equal on all ranks that hold it.
 
-A parameter that was never updated has no optimizer state, and none is stored: its optimizer begins where it resumes. Of
-a sharded one, slices without a state are stored as zeros where another slice has one, as of rows with no gradient.
+A parameter that was never updated has no optimizer state, and none is stored. If only some slices of a parameter have
+state, the others are stored as zeros, the state of rows that never had a gradient.
 
 DCP keeps its index as a pickle: load only checkpoints of people you trust.
 """
@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,284 +38,483 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.engine.checkpoint import hyperparameters
 from overlap1f1b.engine.checkpoint.folder import (
-    MOST_STEPS,
+    STEP_LIMIT,
     Contents,
     Fingerprint,
     abandon,
     begin,
-    check,
+    check_files,
     damaged,
     fingerprints,
+    latest,
     name_of,
-    other,
+    of_another_run,
     publish,
-    read,
+    read_contents,
 )
-from overlap1f1b.engine.checkpoint.hyperparameters import Stored
+from overlap1f1b.engine.checkpoint.hyperparameters import (
+    GroupNumbers,
+    Json,
+    StoredGroups,
+    decoded,
+    describe_groups,
+    encoded,
+    groups_of,
+    set_groups,
+)
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.quoting import cut, quoted
-from overlap1f1b.transport.failures import headline
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.together import Together
 
 _INDEX = ".metadata"
 
 State = dict[str, Any]
-Json = Any
+_Stored = Mapping[str, TensorStorageMetadata]
 
 
-class Held(NamedTuple):
-    """What a rank has of a model.
+def save_checkpoint(
+    engine: Engine,
+    directory: Path | str,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write the model and the optimizer's state to ``directory/step-00000100``, and return that path.
+
+    All ranks must call this. Ranks of another number, along any dimension of the mesh, can resume from the checkpoint.
+    Stages that are given as mere lists keep their number in their parameters' names, so only ranks with the same stages
+    can read them.
 
     Args:
-        model: With the names of the whole model.
-        optimizer: Of its parameters.
-        mesh: Of all ranks, which see one file system.
-        sharded: Names of parameters that ranks along "ep" have slices of.
-        blocks: Children that this rank trains; None where the model has these alone.
-        tied: One name for parameters that are copies of one; the optimizer's state is stored under it.
+        engine: Engine of the model.
+        directory: Folder that all ranks see.
+        step: Number of training steps so far.
+        optimizer: Optimizer of the engine's parameters. Stored are its state and, of its parameter groups, every
+            number, text or tuple of these (``lr``, ``weight_decay``, what a scheduler notes), but not how a step is
+            computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        config: JSON values that a run must share with this one to resume from it.
+        keep: How many checkpoints stay in the directory.
+
+    Raises:
+        ValueError: ``keep`` is below 1, the mesh has not all ranks, or parameters are sharded by FSDP2, which has
+            checkpoints of its own.
+        OSError: A rank cannot write; raised on every rank.
+        RuntimeError: Another failure on a rank, which the message names on every rank; a LostRankError if a rank did
+            not answer within the engine's limit, in which the slowest rank must have written its part.
+    """
+    directory = Path(directory)
+    name = name_of(step) if type(step) is int else f"step {quoted(step)}"
+    with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
+        together = Together(engine.mesh, f"checkpoint {directory / name} cannot be written")
+        writing = _Writing(engine, optimizer, together, step, dict(config or {}), keep)
+        writing.accept(together.each(writing.describe))
+        writing.begin(together.first(lambda: begin(directory, step)))
+        plans = together.each(writing.plan)
+        plan = together.first(lambda: writing.merge(plans))[together.rank]
+        try:
+            written = together.each(lambda: writing.write(plan), OSError)
+        except OSError as error:
+            free = together.first(lambda: abandon(writing.folder))
+            raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
+        return together.first(lambda: writing.publish(written))
+
+
+def load_checkpoint(
+    engine: Engine,
+    directory: Path | str,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> int:
+    """Fill the model and the optimizer from the last checkpoint in ``directory``, and return its number of steps.
+
+    All ranks must call this, before the first step or between two steps.
+
+    Args:
+        engine: Engine of the model, over any number of ranks.
+        directory: Folder given to :func:`save_checkpoint`, or one checkpoint in it. Without a checkpoint nothing
+            changes and the result is 0.
+        optimizer: Optimizer of the engine's parameters, possibly fresh. Each group gets the learning rate and the other
+            numbers that its parameters were saved with, on whatever rank they were.
+        config: As given to :func:`save_checkpoint`.
+
+    Raises:
+        ValueError: The checkpoint has another configuration or model (the first difference, with both values), its
+            optimizer had other parameter groups, it is damaged, or the mesh has not all ranks.
+        RuntimeError: As of :func:`save_checkpoint`.
+    """
+    path: Path | None = Path(directory)
+    with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
+        if not Path(directory).name.startswith("step-"):
+            together = Together(engine.mesh, f"{directory} cannot be looked through")
+            path = together.first(lambda: latest(Path(directory)))
+        if path is None:
+            return 0
+        checkpoint = path
+        together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
+        contents = together.first(lambda: read_contents(checkpoint, config or {}))
+        names = sorted(contents.files)
+        together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
+        reading = _Reading(engine, optimizer, checkpoint, contents)
+        counts = together.each(reading.compare)
+        reading.check_groups(counts)
+        together.each(reading.choose_groups)
+        together.each(reading.fill)
+        return contents.step
+
+
+class _Held:
+    """Tensors of the model and the optimizer that this rank holds, with their names in the whole model.
+
+    Raises:
+        ValueError: Parameters are sharded by FSDP2, or the optimizer has a parameter that is not the model's.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    mesh: Mesh
-    sharded: Collection[str] = ()
-    blocks: Collection[str] | None = None
-    tied: Mapping[str, str] = MappingProxyType({})
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that the optimizer updates, by name, in the optimizer's order.
-
-        Raises:
-            ValueError: One of them is not the model's.
-        """
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.mesh, given = optimizer, engine.mesh, engine.model
+        self.blocks: Collection[str] | None = None  # children that this rank trains; None for all
+        ties: dict[nn.Parameter, str] = {}
+        if isinstance(given, Mapping):
+            self.model = nn.Module()
+            for number, stage in given.items():
+                if (hang := getattr(stage, "hang", None)) is not None:
+                    hang(self.model)
+                else:
+                    self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
+                ties |= {p: name for name, p in getattr(stage, "__dict__", {}).get("tied", {}).items()}
+        else:
+            self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
+            own = {block for stage in engine.stages.values() for block in stage.blocks}
+            self.blocks = {name for name, child in self.model.named_children() if child in own}
+        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            raise ValueError(
+                "a checkpoint of parameters under FSDP2; allowed: torch.distributed.checkpoint.state_dict's"
+            )
+        self.sliced = {
+            f"{path}.{label}".lstrip(".")
+            for path, module in self.model.named_modules()
+            if isinstance(module, Experts) and self.mesh.size("ep") > 1
+            for label, _ in module.named_parameters()
+        }
+        """Names of parameters of which each rank along "ep" has a slice."""
+        self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for parameter in every:
-            if parameter not in names:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model has not; "
-                    "allowed: an optimizer of the engine's parameters"
-                )
-        return {names[parameter]: parameter for parameter in every}
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Parameters that the optimizer updates, by name, in the optimizer's order."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model has "
+                        "not; allowed: an optimizer of the engine's parameters"
+                    )
+                self.parameters[names[parameter]] = parameter
+
+    def states(self) -> Iterator[tuple[str, nn.Parameter, State]]:
+        """Name, parameter and optimizer state of what this rank stores."""
+        for name, parameter in self.parameters.items():
+            if self.holds(name):
+                yield name, parameter, self.optimizer.state.get(parameter) or {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's tensors as they are stored."""
+        state = self.model.state_dict()
+        return {f"model.{name}": self.whole(tensor, name) for name, tensor in state.items() if self.holds(name)}
 
     @property
     def stored_names(self) -> dict[nn.Parameter, str]:
-        """The names under which the optimizer's parameters are stored."""
-        return {parameter: self.tied.get(name, name) for name, parameter in self.parameters.items()}
+        """Names under which the state of the optimizer's parameters is stored."""
+        return {parameter: self.stored_name(name) for name, parameter in self.parameters.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Return the one name that a parameter shares with its copies on other stages."""
+        return self._tied.get(name, name)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank stores a parameter."""
+        """Return whether this rank stores a parameter."""
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """`tensor`, or the tensor that it is this rank's slice of. Both share its memory."""
+        """Return ``tensor``, or the DTensor of which it is this rank's slice. Both share its memory."""
         devices = self.mesh.devices
-        if devices is None or not self.slices(name):
+        if devices is None or name not in self.sliced:
             return tensor.detach()
         return DTensor.from_local(tensor.detach(), devices["ep"], [Shard(0)], run_check=False)
 
-    def slices(self, name: str) -> bool:
-        """Whether this rank has a slice of a parameter alone."""
-        return name in self.sharded and self.mesh.size("ep") > 1
-
     def has_rows(self, name: str, parameter: Tensor, entry: str, value: Tensor) -> bool:
-        """Whether a tensor of the optimizer's state is sliced as its parameter is.
+        """Return whether a tensor of the optimizer's state is sliced as its parameter is.
 
         Raises:
             ValueError: It has neither a row for each row of the parameter nor a single number.
         """
         rows = value.shape == parameter.shape or (value.numel() > 1 and value.shape[:1] == parameter.shape[:1])
-        if self.slices(name) and value.numel() > 1 and not rows:
+        if name in self.sliced and value.numel() > 1 and not rows:
             raise ValueError(
                 f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a slice along 'ep' of "
                 f"shape {list(parameter.shape)}: {parameter.shape[0]} rows, or a single number"
             )
-        return self.slices(name) and rows
+        return name in self.sliced and rows
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The model's, as they are stored.
+
+class _Slice(NamedTuple):
+    """Optimizer state of one rank's slice of a parameter.
+
+    Args:
+        updates: How often the slice was updated, as far as the state tells.
+        rank: The rank that has it.
+        rows: Dtype and shape of one row of each tensor that is sliced as the parameter is.
+    """
+
+    updates: float
+    rank: int
+    rows: dict[str, tuple[torch.dtype, torch.Size]]
+
+
+class _Lead(NamedTuple):
+    """Of a sliced parameter the slice that was updated most, and the numbers of all slices that have state."""
+
+    slice: _Slice
+    begun: set[int]
+
+
+class _Description(NamedTuple):
+    """What the other ranks must know of this rank before all of them write.
+
+    Args:
+        step: Number of training steps.
+        groups: Numbers and parameter names of the optimizer's groups.
+        slices: State of slices, by the parameter's name and the rank along "ep".
+        numbers: State that is no tensor, by parameter and entry.
+    """
+
+    step: int
+    groups: list[GroupNumbers]
+    slices: dict[tuple[str, int], _Slice]
+    numbers: dict[str, dict[str, Json]]
+
+
+class _Writing:
+    """One rank's part in writing a checkpoint; the methods are its phases, in order."""
+
+    held: _Held
+    tensors: dict[str, Tensor]
+    folder: Path
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        together: Together,
+        step: int,
+        config: dict[str, Any],
+        keep: int,
+    ) -> None:
+        self.engine, self.optimizer, self.together = engine, optimizer, together
+        self.step, self.config, self.keep = step, config, keep
+
+    def describe(self) -> _Description:
+        """Check the options and say what this rank has."""
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep} would remove the checkpoint just written; use keep=1 or more")
+        if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
+            raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
+        try:
+            json.dumps(self.config)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"config={quoted(self.config)}: {cut(str(error))}; allowed: JSON values") from None
+        self.held = held = _Held(self.engine, self.optimizer)
+        self.tensors = held.tensors()
+        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {})
+        for name, parameter, state in held.states():
+            stored_name = held.stored_name(name)
+            numbers: dict[str, Json] = {}
+            rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
+            for entry, value in state.items():
+                if not isinstance(value, Tensor):
+                    with suppress(TypeError):  # neither a tensor nor a number
+                        numbers[entry] = encoded(value)
+                elif held.has_rows(name, parameter, entry, value):
+                    rows[entry] = value.dtype, value.shape[1:]
+            if state and name in held.sliced:
+                one = _Slice(float(state.get("step", 1)), self.together.rank, rows)
+                found.slices[stored_name, held.mesh.rank("ep")] = one
+            if numbers:
+                found.numbers[stored_name] = numbers
+        return found
+
+    def accept(self, every: list[_Description]) -> None:
+        """Compare the steps of all ranks, and choose which rank's state counts where ranks differ."""
+        if len({one.step for one in every}) > 1:
+            steps = sorted({one.step for one in every})
+            raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: one of all")
+        self._leads = _leads(every)
+        numbers: dict[str, dict[str, Json]] = {}
+        for rank, one in enumerate(every):
+            for name, entries in one.numbers.items():
+                if name not in self._leads or self._leads[name].slice.rank == rank:
+                    numbers.setdefault(name, entries)
+        self._added = {"groups": describe_groups([one.groups for one in every]), "state": numbers}
+
+    def begin(self, folder: Path) -> None:
+        """Prepare to write into ``folder``."""
+        self.folder = folder
+        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(folder)
+
+    def plan(self) -> SavePlan:
+        """Return DCP's plan of what this rank could write."""
+        first, rank = self.together.rank == 0, self.together.rank
+        stored = self.tensors | self._state_tensors()
+        self._planner.set_up_planner(stored, storage_meta=self._writer.storage_meta(), is_coordinator=first)
+        self._writer.set_up_storage_writer(first, rank=rank, use_collectives=True)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        # Of sliced parameters every rank stores its rows, and the rank with the most updates everything else.
+        held, rank = self.held, self.together.rank
+        tensors: dict[str, Tensor] = {}
+        for name, parameter, state in held.states():
+            stored_name = held.stored_name(name)
+            lead = self._leads.get(stored_name)
+            for entry, value in state.items():
+                if isinstance(value, Tensor):
+                    rows = held.has_rows(name, parameter, entry, value)
+                    if rows or lead is None or lead.slice.rank == rank:
+                        tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
+            if lead is not None and held.mesh.rank("ep") not in lead.begun:
+                for entry, (dtype, row) in lead.slice.rows.items():
+                    zeros = torch.zeros(*parameter.shape[:1], *row, dtype=dtype, device=parameter.device)
+                    tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
+        return tensors
+
+    def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: divide what several ranks hold, and keep the index for :meth:`publish`."""
+        every, self._index = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(every)
+
+    def write(self, plan: SavePlan) -> tuple[list[WriteResult], dict[str, Fingerprint]]:
+        """Write this rank's files; return DCP's results and the fingerprints of the files."""
+        results = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        results.wait()
+        names = [path.name for path in self.folder.glob(f"__{self.together.rank}_*")]
+        return results.value(), fingerprints(self.folder, names)
+
+    def publish(self, written: list[tuple[list[WriteResult], dict[str, Fingerprint]]]) -> Path:
+        """On the first rank: write the index and give the checkpoint its name."""
+        index: Metadata = self._index
+        self._writer.finish(index, [results for results, _ in written])
+        files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
+        return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
+
+
+def _leads(every: Iterable[_Description]) -> dict[str, _Lead]:
+    leads: dict[str, _Lead] = {}
+    for description in every:
+        for (name, number), one in description.slices.items():
+            lead = leads.setdefault(name, _Lead(one, set()))
+            lead.begun.add(number)
+            if one.updates > lead.slice.updates:
+                leads[name] = _Lead(one, lead.begun)
+    return leads
+
+
+class _Reading:
+    """One rank's part in loading a checkpoint; the methods are its phases, and only the last changes the model."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Path, contents: Contents) -> None:
+        self.engine, self.optimizer, self.checkpoint, self.contents = engine, optimizer, checkpoint, contents
+        self._groups: StoredGroups | None = None
+        self._chosen: list[dict[str, Any] | None] | None = None
+
+    def compare(self) -> int:
+        """Compare the checkpoint with what this rank has; return the number of the optimizer's groups.
 
         Raises:
-            ValueError: `sharded` names no parameter of the model.
+            ValueError: It has a tensor of another name, shape or dtype, or is damaged.
         """
-        state = self.model.state_dict()
-        for name in self.sharded:
-            if name not in state:
-                raise ValueError(
-                    f"sharded names {name}, which the model has no parameter of; it has {', '.join(state)}"
-                )
-        return {f"model.{name}": self.whole(tensor, name) for name, tensor in state.items() if self.holds(name)}
-
-
-def save(
-    directory: Path,
-    step: int,
-    mesh: Mesh,
-    held_of: Callable[[], Held],
-    *,
-    config: Mapping[str, Any],
-    keep: int = 2,
-) -> Path:
-    """Write `directory`/step-00000100 and remove all but the newest `keep` checkpoints. Collective over all ranks.
-
-    held_of: gives what this rank has; asked for where a failure is told to the other ranks.
-    config: JSON values; what a run must have in common with this one to resume from it (sizes, text), and no more.
-    Stored are the model's state dict, the optimizer's state, and the numbers of its parameter groups.
-
-    Raises, on every rank, what :class:`Together` does: ValueError where `keep` is below 1, `step` is none, `config` is
-    no JSON, or `sharded` names no parameter of the model; OSError where a rank cannot write.
-    """
-    name = name_of(step) if type(step) is int else f"step {quoted(step)}"
-    together = Together(mesh, f"checkpoint {directory / name} cannot be written")
-
-    mine: list[tuple[Held, dict[str, Tensor]]] = []
-
-    def gather() -> tuple[int, list[Any], _State]:
-        _check_options(step, config, keep)
-        held = held_of()
-        mine.append((held, held.tensors()))
-        return step, hyperparameters.groups_of(held.optimizer, held.stored_names), _state_of(held, together.rank)
-
-    every = together.each(gather)
-    if len({number for number, _, _ in every}) > 1:
-        raise ValueError(f"{together.failed}: ranks have steps {sorted({n for n, _, _ in every})}; allowed: one of all")
-    held, tensors = mine[0]
-    leads = _leads(state for _, _, state in every)
-    added = {
-        "groups": hyperparameters.described([groups for _, groups, _ in every]),
-        "state": _numbers([state for _, _, state in every], leads),
-    }
-    unfinished = together.first(lambda: begin(directory, step))
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(unfinished)
-
-    def planned() -> SavePlan:
-        stored = tensors | _state_tensors(held, together.rank, leads)
-        planner.set_up_planner(stored, storage_meta=writer.storage_meta(), is_coordinator=together.rank == 0)
-        writer.set_up_storage_writer(together.rank == 0, rank=together.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    plans = together.each(planned)
-    index: list[Metadata] = []
-
-    def merged() -> list[SavePlan]:
-        every, metadata = planner.create_global_plan(plans)
-        index.append(metadata)
-        return writer.prepare_global_plan(every)
-
-    final = together.first(merged)[together.rank]
-
-    def write() -> tuple[list[WriteResult], dict[str, Fingerprint]]:
-        results = writer.write_data(planner.finish_plan(final), planner)
-        results.wait()
-        names = [path.name for path in unfinished.glob(f"__{together.rank}_*")]
-        return results.value(), fingerprints(unfinished, names)
-
-    try:
-        written = together.each(write, OSError)
-    except OSError as error:
-        free = together.first(lambda: abandon(unfinished))
-        raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
-    files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
-
-    def finish() -> Path:
-        writer.finish(index[0], [results for results, _ in written])
-        return publish(unfinished, step, config=config, keep=keep, files=files, added=added)
-
-    return together.first(finish)
-
-
-def load(
-    checkpoint: Path,
-    mesh: Mesh,
-    held_of: Callable[[], Held],
-    *,
-    config: Mapping[str, Any],
-    partial: bool = False,
-) -> int:
-    """Fill a model and its optimizer in place and return the step. Collective over all ranks, of any number.
-
-    The optimizer may be fresh: its state and the numbers of its parameter groups are made from what the checkpoint
-    holds. One that was written without these numbers leaves those of the optimizer.
-
-    partial: whether other ranks may hold parameters whose names say nothing about it.
-
-    Raises, on every rank, what :class:`Together` does: ValueError where the checkpoint has another configuration than
-    this run, a tensor of another name, shape or dtype (the first difference, with both values), or other groups of
-    parameters; where a file of it is missing or damaged.
-    """
-    together = Together(mesh, f"checkpoint {checkpoint} cannot be loaded")
-    contents = together.first(lambda: read(checkpoint, config))
-    names = sorted(contents.files)
-    together.each(lambda: check(checkpoint, contents.files, names[together.rank :: together.size]))
-    loads: list[_Load] = []
-
-    def prepare() -> int:
-        loads.append(_Load(checkpoint, contents, held_of(), partial=partial))
-        return len(loads[0].held.optimizer.param_groups)
-
-    counts = together.each(prepare)
-    loads[0].check_groups(counts)
-    together.each(loads[0].choose)
-    together.each(loads[0].fill)
-    return contents.step
-
-
-class _Load:
-    """What a rank takes from a checkpoint: first compared, then read."""
-
-    def __init__(self, checkpoint: Path, contents: Contents, held: Held, *, partial: bool) -> None:
-        self.checkpoint, self.contents, self.held, self.partial = checkpoint, contents, held, partial
+        self.held = held = _Held(self.engine, self.optimizer)
         self.tensors = held.tensors()
-        self.parameters = held.parameters
-        self.copies: dict[str, list[str]] = {}
-        for name in self.parameters:
-            self.copies.setdefault(held.tied.get(name, name), []).append(name)
-        self.state: dict[str, State] = {name: {} for name in self.parameters}
-        added = contents.added
-        self.groups: Stored | None = None
-        self.chosen: list[dict[str, Any] | None] | None = None
+        self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
+        for name in held.parameters:
+            self._copies.setdefault(held.stored_name(name), []).append(name)
+        self._state: dict[str, State] = {name: {} for name in held.parameters}
         numbers: dict[str, dict[str, Json]] = {}
-        if added is not None:
+        if (added := self.contents.added) is not None:  # absent in checkpoints of early versions
             try:
-                self.groups, numbers = Stored.read(added["groups"]), dict(added["state"])
+                self._groups, numbers = StoredGroups.read(added["groups"]), dict(added["state"])
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(error) from None
-        stored = self._index()
-        self._add_state(stored, numbers)
-        self._compare(stored)
+        stored = self._read_index()
+        self._make_state(stored, numbers)
+        self._compare_tensors(stored)
+        return len(self.optimizer.param_groups)
 
     def check_groups(self, counts: list[int]) -> None:
-        """Refuses another number of groups than was saved; the same on all ranks.
+        """Compare the numbers of parameter groups with the checkpoint's, with the same outcome on all ranks.
 
         Raises:
-            ValueError: It is another.
+            ValueError: All ranks have another number of groups.
         """
-        if self.groups is not None:
-            with self._named():
-                self.groups.check_count(counts)
+        if self._groups is not None:
+            with self._naming_checkpoint():
+                self._groups.check_count(counts)
 
-    def choose(self) -> None:
-        """Finds the numbers of this rank's groups.
+    def choose_groups(self) -> None:
+        """Find the numbers of this rank's parameter groups.
 
         Raises:
-            ValueError: A group has parameters of several.
+            ValueError: A group has parameters of several stored groups that differ.
         """
-        if self.groups is not None:
-            with self._named():
-                self.chosen = self.groups.chosen(self.held.optimizer, self.held.stored_names)
+        if self._groups is not None:
+            with self._naming_checkpoint():
+                self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
+
+    def fill(self) -> None:
+        """Read all tensors into the model and the optimizer.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        try:
+            with warnings.catch_warnings():
+                # DCP warns of the documented `no_dist=True`.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+                reader = FileSystemReader(self.checkpoint)
+                state_dict_loader.load(self.tensors, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            (cause, _), *_ = error.failures.values()
+            raise damaged(self.checkpoint, headline(cause)) from None
+        for first, *others in self._copies.values():
+            for name in others:
+                self._state[name] = {
+                    entry: value.clone() if isinstance(value, Tensor) else value
+                    for entry, value in self._state[first].items()
+                }
+        own = [dict(group) for group in self.optimizer.param_groups]
+        state = {number: state for number, state in enumerate(self._state.values()) if state}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for group, before in zip(self.optimizer.param_groups, own, strict=True):
+            # load_state_dict puts copies in the place of tensors, which a captured graph may read.
+            group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
+        if self._chosen is not None:
+            set_groups(self.optimizer, self._chosen)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _naming_checkpoint(self) -> Iterator[None]:
         try:
             yield
         except ValueError as error:
             raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
 
-    def _index(self) -> dict[str, TensorStorageMetadata]:
-        """Shapes and dtypes of the stored tensors. The index is a pickle of torch's own classes, which change."""
+    def _unreadable(self, error: Exception) -> ValueError:
+        return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
+
+    def _read_index(self) -> _Stored:
+        # Shapes and dtypes of the stored tensors. The index is a pickle of torch's own classes, which change.
         try:
             metadata = FileSystemReader(self.checkpoint).read_metadata()
             kept = {storage.relative_path for storage in metadata.storage_data.values()}
@@ -328,200 +526,50 @@ class _Load:
         every = metadata.state_dict_metadata.items()
         return {key: meta for key, meta in every if isinstance(meta, TensorStorageMetadata)}
 
-    def _add_state(
-        self, stored: Mapping[str, TensorStorageMetadata], numbers: Mapping[str, Mapping[str, Json]]
-    ) -> None:
+    def _make_state(self, stored: _Stored, numbers: Mapping[str, Mapping[str, Json]]) -> None:
+        # The optimizer may be fresh: its state is made here, as the checkpoint describes it, and read in `fill`.
         held = self.held
         for key, meta in stored.items():
             kind, _, path = key.partition(".")
             stored_name, _, entry = path.rpartition(".")
-            if kind != "optimizer" or stored_name not in self.copies:
+            if kind != "optimizer" or stored_name not in self._copies:
                 continue
-            name = self.copies[stored_name][0]
-            parameter = self.parameters[name]
+            name = self._copies[stored_name][0]
+            parameter = held.parameters[name]
             whole = held.whole(parameter, name).shape
-            rows = meta.size == whole or (meta.size.numel() > 1 and held.slices(name))
+            rows = meta.size == whole or (meta.size.numel() > 1 and name in held.sliced)
             if rows and meta.size[:1] != whole[:1]:
-                raise other(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
+                raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
             value = torch.empty(
                 (*parameter.shape[:1], *meta.size[1:]) if rows else meta.size,
                 dtype=meta.properties.dtype,
                 device=parameter.device if rows else "cpu",
             )
-            self.state[name][entry] = value
+            self._state[name][entry] = value
             self.tensors[key] = held.whole(value, name) if rows else value
         try:
-            for name, *_ in self.copies.values():
-                entries = numbers.get(held.tied.get(name, name), {})
-                self.state[name] |= {entry: hyperparameters.decoded(value) for entry, value in entries.items()}
+            for stored_name, (name, *_) in self._copies.items():
+                entries = numbers.get(stored_name, {})
+                self._state[name] |= {entry: decoded(value) for entry, value in entries.items()}
         except (ValueError, AttributeError, RuntimeError) as error:
             raise self._unreadable(error) from None
 
-    def _unreadable(self, error: Exception) -> ValueError:
-        return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
-
-    def _compare(self, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    def _compare_tensors(self, stored: _Stored) -> None:
         held, tensors = self.held, self.tensors
+        partial = isinstance(self.engine.model, Mapping)  # other ranks' parameters may have any name
         elsewhere = {name for name, _ in held.model.named_children() if not held.holds(name)}
         for key in tensors | dict(stored):
-            if key.partition(".")[2].split(".")[0] in elsewhere or (self.partial and key not in tensors):
+            if key.partition(".")[2].split(".")[0] in elsewhere or (partial and key not in tensors):
                 continue
             here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
             there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
             if here != there:
-                raise other(self.checkpoint, key, there, here)
-        if not any(self.state.values()):
+                raise of_another_run(self.checkpoint, key, there, here)
+        if not any(self._state.values()):
             return
-        # One that was optimized has no state where it was never updated; one that was not was tied to another there.
-        known = self.groups.of if self.groups is not None else {n for n in self.copies if self.state[self.copies[n][0]]}
-        for name, (first, *_) in self.copies.items():
-            if name not in known:
-                raise other(self.checkpoint, f"optimizer.{first}", "none", "a state")
-
-    def fill(self) -> None:
-        """Reads everything.
-
-        Raises:
-            ValueError: A file is damaged.
-        """
-        try:
-            with _quiet():
-                reader = FileSystemReader(self.checkpoint)
-                state_dict_loader.load(self.tensors, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
-            (cause, _), *_ = error.failures.values()
-            raise damaged(self.checkpoint, headline(cause)) from None
-        for first, *others in self.copies.values():
-            for name in others:
-                self.state[name] = {
-                    entry: value.clone() if isinstance(value, Tensor) else value
-                    for entry, value in self.state[first].items()
-                }
-        optimizer = self.held.optimizer
-        own = [dict(group) for group in optimizer.param_groups]
-        state = {number: state for number, state in enumerate(self.state.values()) if state}
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        for group, before in zip(optimizer.param_groups, own, strict=True):
-            group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})  # not its copy
-        if self.chosen is not None:
-            hyperparameters.set_groups(optimizer, self.chosen)
-
-
-# The optimizer's state, stored as "optimizer.<parameter>.<entry>", tensors of their full shapes, beside "model.<name>".
-
-
-class _Slice(NamedTuple):
-    """The state of one slice of a parameter.
-
-    Args:
-        updates: How often it was updated, as far as the state tells.
-        rank: Whose it is.
-        rows: Dtype and shape of a row of each tensor that is sliced with the parameter.
-    """
-
-    updates: float
-    rank: int
-    rows: dict[str, tuple[torch.dtype, torch.Size]]
-
-
-class _State(NamedTuple):
-    """What the ranks must know of each other's states.
-
-    Args:
-        slices: By the name of the parameter and the slice's number.
-        numbers: Of what are no tensors, by parameter and entry.
-    """
-
-    slices: dict[tuple[str, int], _Slice]
-    numbers: dict[str, dict[str, Json]]
-
-
-class _Lead(NamedTuple):
-    """Of a sharded parameter: whose numbers count, which rows its state has, and which slices have one."""
-
-    slice: _Slice
-    begun: set[int]
-
-
-def _states(held: Held) -> Iterator[tuple[str, nn.Parameter, State]]:
-    """The parameters that this rank stores, with their states."""
-    for name, parameter in held.parameters.items():
-        if held.holds(name):
-            yield name, parameter, held.optimizer.state.get(parameter) or {}
-
-
-def _state_of(held: Held, rank: int) -> _State:
-    found = _State({}, {})
-    for name, parameter, state in _states(held):
-        stored_name = held.tied.get(name, name)
-        numbers: dict[str, Json] = {}
-        rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        for entry, value in state.items():
-            if not isinstance(value, Tensor):
-                with suppress(TypeError):  # neither a tensor nor a number
-                    numbers[entry] = hyperparameters.encoded(value)
-            elif held.has_rows(name, parameter, entry, value):
-                rows[entry] = value.dtype, value.shape[1:]
-        if state and held.slices(name):
-            found.slices[stored_name, held.mesh.rank("ep")] = _Slice(float(state.get("step", 1)), rank, rows)
-        if numbers:
-            found.numbers[stored_name] = numbers
-    return found
-
-
-def _leads(states: Iterable[_State]) -> dict[str, _Lead]:
-    """The slice that was updated most, of each sharded parameter."""
-    leads: dict[str, _Lead] = {}
-    for state in states:
-        for (name, number), one in state.slices.items():
-            lead = leads.setdefault(name, _Lead(one, set()))
-            lead.begun.add(number)
-            if one.updates > lead.slice.updates:
-                leads[name] = _Lead(one, lead.begun)
-    return leads
-
-
-def _numbers(states: Iterable[_State], leads: Mapping[str, _Lead]) -> dict[str, dict[str, Json]]:
-    numbers: dict[str, dict[str, Json]] = {}
-    for rank, state in enumerate(states):
-        for name, entries in state.numbers.items():
-            if name not in leads or leads[name].slice.rank == rank:
-                numbers.setdefault(name, entries)
-    return numbers
-
-
-def _state_tensors(held: Held, rank: int, leads: Mapping[str, _Lead]) -> dict[str, Tensor]:
-    """Of sharded parameters the rows of every rank, and the rest of the one rank that leads."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter, state in _states(held):
-        stored_name = held.tied.get(name, name)
-        lead = leads.get(stored_name)
-        for entry, value in state.items():
-            if isinstance(value, Tensor):
-                rows = held.has_rows(name, parameter, entry, value)
-                if rows or lead is None or lead.slice.rank == rank:
-                    tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
-        if lead is not None and held.mesh.rank("ep") not in lead.begun:
-            for entry, (dtype, row) in lead.slice.rows.items():
-                zeros = torch.zeros(*parameter.shape[:1], *row, dtype=dtype, device=parameter.device)
-                tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
-    return tensors
-
-
-def _check_options(step: object, config: Mapping[str, Any], keep: int) -> None:
-    if keep < 1:
-        raise ValueError(f"keep={keep} would remove the checkpoint just written; use keep=1 or more")
-    if type(step) is not int or not 0 <= step < MOST_STEPS:
-        raise ValueError(f"step={quoted(step)}; allowed: a whole number, 0 or more")
-    try:
-        json.dumps(dict(config))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"config={quoted(config)}: {cut(str(error))}; allowed: JSON values") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that DCP gives for the documented `no_dist=True`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        # A parameter that the optimizer had but never updated has no state; one that it did not have is a difference.
+        with_state = {stored_name for stored_name, (first, *_) in self._copies.items() if self._state[first]}
+        known = with_state if self._groups is None else self._groups.of.keys()
+        for stored_name, (first, *_) in self._copies.items():
+            if stored_name not in known:
+                raise of_another_run(self.checkpoint, f"optimizer.{first}", "none", "a state")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, of any files: names, what is kept, what is looked at. For kills see test_checkpoint.py."""
+"""A folder of checkpoints, of any files: names, what is kept, what is looked at. For kills see test_save.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.engine.checkpoint.folder import CONFIG, abandon, begin, latest, publish, verify
+from overlap1f1b.engine.checkpoint.folder import CONFIG, abandon, begin, check_files, latest, publish, read_contents
 
 HERE = {"hidden": 5, "text": "abc"}
 
@@ -20,6 +20,12 @@ def write(directory: Path, step: int, content: bytes = b"content", keep: int = 2
     unfinished = begin(directory, step)
     (unfinished / "file").write_bytes(content)
     return publish(unfinished, step, config=HERE, keep=keep)
+
+
+def verify(checkpoint: Path, config: dict[str, object]) -> int:
+    contents = read_contents(checkpoint, config)
+    check_files(checkpoint, contents.files, contents.files)
+    return contents.step
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

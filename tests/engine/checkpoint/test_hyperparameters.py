@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from overlap1f1b.engine.checkpoint.hyperparameters import Stored, decoded, described, encoded, groups_of, set_groups
+from overlap1f1b.engine.checkpoint.hyperparameters import (
+    StoredGroups,
+    decoded,
+    describe_groups,
+    encoded,
+    groups_of,
+    set_groups,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def test_json_of_somebody_elses(content: Any) -> None:
     with pytest.raises(ValueError, match="a hyperparameter is none"):
         decoded(content)
     with pytest.raises(ValueError, match=r"no groups of an optimizer \(ValueError\)"):
-        Stored.read({"groups": [{"lr": content}], "of": {}, "places": None})
+        StoredGroups.read({"groups": [{"lr": content}], "of": {}, "places": None})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def test_json_of_somebody_elses(content: Any) -> None:
 )
 def test_groups_of_somebody_elses(content: Any) -> None:
     with pytest.raises(ValueError, match="no groups of an optimizer"):
-        Stored.read(content)
+        StoredGroups.read(content)
 
 
 def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
@@ -62,9 +69,9 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
     return torch.optim.AdamW(groups, **options), names
 
 
-def stored(*lrs: Any, **options: Any) -> Stored:
+def stored(*lrs: Any, **options: Any) -> StoredGroups:
     one, names = optimizer(*lrs, **options)
-    return Stored.read(json.loads(json.dumps(described([groups_of(one, names)]))))
+    return StoredGroups.read(json.loads(json.dumps(describe_groups([groups_of(one, names)]))))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:

@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
-from overlap1f1b.engine.checkpoint import hyperparameters
 from overlap1f1b.engine.checkpoint import save as checkpoint
-from overlap1f1b.engine.checkpoint.hyperparameters import Stored
+from overlap1f1b.engine.checkpoint.hyperparameters import StoredGroups
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -389,7 +388,7 @@ def test_a_mesh_of_some_ranks_is_refused(ranks4: Ranks, tmp_path: Path) -> None:
 
 SAVING: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "state_dict"),
-    "groups": (hyperparameters, "groups_of"),
+    "groups": (checkpoint, "groups_of"),
     "folder": (checkpoint, "begin"),
     "plan": (DefaultSavePlanner, "create_local_plan"),
     "merge": (DefaultSavePlanner, "create_global_plan"),
@@ -400,10 +399,10 @@ SAVING: dict[str, tuple[Any, str]] = {
 }
 LOADING: dict[str, tuple[Any, str]] = {
     "latest": (checkpoint_folder, "_checkpoints"),
-    "config": (checkpoint, "read"),
-    "files": (checkpoint, "check"),
+    "config": (checkpoint, "read_contents"),
+    "files": (checkpoint, "check_files"),
     "model": (nn.Module, "state_dict"),
-    "groups": (Stored, "chosen"),
+    "groups": (StoredGroups, "chosen"),
     "index": (FileSystemReader, "read_metadata"),
     "read": (FileSystemReader, "read_data"),
     "optimizer": (torch.optim.Optimizer, "load_state_dict"),
@@ -464,13 +463,16 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks4: Ranks, tmp_path: Path, 
             assert f"rank pp {victim // 2}, ep {victim % 2}: " in text
 
 
-def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:
-    """Rank 1 stops as a machine does that swaps; rank 0, which has given up, lets it go on."""
+def _stopped(rank: int, size: int, folder: Path, phases: list[str]) -> list[str]:
+    """Rank 1 is stopped in each phase; rank 0 gives up and lets it continue."""
     every: list[Any] = [None] * size
     dist.all_gather_object(every, os.getpid())
-    run = Run({"pp": size}, limit=2.0)
+    return [_stopped_in(*SAVING[phase], rank, every[1], folder) for phase in phases]
+
+
+def _stopped_in(owner: Any, attribute: str, rank: int, victim: int, folder: Path) -> str:
+    run = Run({"pp": 2}, limit=2.0)
     run.train(1)
-    owner, attribute = SAVING[phase]
     whole = getattr(owner, attribute)
 
     def stop(*args: Any, **options: Any) -> Any:
@@ -486,13 +488,12 @@ def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:
             return str(error)
         finally:
             if rank == 0:
-                os.kill(every[1], signal.SIGCONT)
+                os.kill(victim, signal.SIGCONT)
     return "saved"
 
 
-@pytest.mark.parametrize("phase", ["groups", "plan", "write"])
-def test_a_rank_that_is_stopped(tmp_path: Path, phase: str) -> None:
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     """The limit is the engine's, not that of the default group, which is the test's."""
-    texts = run(_stopped, 2, tmp_path, phase, timeout=60)
+    ranks = run(_stopped, 2, tmp_path, ["groups", "plan", "write"], timeout=100)
     start = f"checkpoint {tmp_path}/step-00000002 cannot be written: the ranks along 'pp' did not meet"
-    assert all(text.startswith(start) for text in texts)
+    assert all(len(texts) == 3 and all(text.startswith(start) for text in texts) for texts in ranks)

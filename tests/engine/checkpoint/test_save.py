@@ -10,7 +10,6 @@ import signal
 import sys
 import warnings
 import zlib
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,52 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint.folder import latest
-from overlap1f1b.engine.checkpoint.save import Held, load, save
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.moe import Experts
+from overlap1f1b.schedule import build_schedule
 from tests.ranks import RankError, Ranks, run
 
 EXPERTS = 4
-SHARDED = {"experts"}
 CONFIG = {"hidden": 5, "sizes": (3, 2)}
-LIMIT = timedelta(seconds=30)
 
 State = dict[str, Tensor]
 
 
-class Tiny(nn.Module):
-    """A dense part, a slice of an expert parameter, a frozen parameter and a buffer."""
+class Dense(nn.Linear):
+    """A linear map with a frozen parameter and a buffer."""
 
     seen: Tensor
 
-    def __init__(self, rank: int = 0, size: int = 1, hidden: int = 5, seed: int = 0) -> None:
-        super().__init__()
-        source = torch.Generator().manual_seed(seed)
-        self.mine = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
-        self.dense = nn.Linear(hidden, 3)
-        nn.init.normal_(self.dense.weight, generator=source)
-        nn.init.normal_(self.dense.bias, generator=source)
-        self.experts = nn.Parameter(torch.randn(EXPERTS, 3, 2, generator=source)[self.mine])
+    def __init__(self, hidden: int, source: torch.Generator) -> None:
+        super().__init__(hidden, 3)
+        nn.init.normal_(self.weight, generator=source)
+        nn.init.normal_(self.bias, generator=source)
         self.frozen = nn.Parameter(torch.randn(2, generator=source), requires_grad=False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.adamw = torch.optim.AdamW([self.experts, *self.dense.parameters()], lr=0.1)
+
+
+class Slice(Experts):
+    """Experts of one parameter, of which a rank has a slice."""
+
+    def __init__(self, group: Any, source: torch.Generator) -> None:
+        super().__init__()
+        self.share(EXPERTS, group)
+        self.mine = slice(self.exchange.rank * self.local_experts, (self.exchange.rank + 1) * self.local_experts)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 3, 2, generator=source)[self.mine])
+
+
+class Tiny(nn.Sequential):
+    """A dense block and a slice of experts, with an optimizer of both."""
+
+    def __init__(self, devices: DeviceMesh | None = None, *, hidden: int = 5, seed: int = 0) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(seed)
+        self.devices = devices
+        self.dense = Dense(hidden, source)
+        self.experts = Slice(None if devices is None else devices.get_group("ep"), source)
+        self.adamw = torch.optim.AdamW([self.experts.weight, self.dense.weight, self.dense.bias], lr=0.1)
 
     def train_steps(self, first: int, count: int) -> Tiny:
         """AdamW steps with gradients that are a function of the step alone."""
@@ -58,9 +73,10 @@ class Tiny(nn.Module):
             source = torch.Generator().manual_seed(100 + step)
             for parameter in (self.dense.weight, self.dense.bias):
                 parameter.grad = torch.randn(parameter.shape, generator=source)
-            self.experts.grad = torch.randn(EXPERTS, 3, 2, generator=source)[self.mine].contiguous()
+            grad = torch.randn(EXPERTS, 3, 2, generator=source)
+            self.experts.weight.grad = grad[self.experts.mine].contiguous()
             self.adamw.step()
-            self.seen += 1
+            self.dense.seen += 1
         return self
 
     def state(self) -> State:
@@ -72,17 +88,16 @@ class Tiny(nn.Module):
         }
         return {name: tensor.detach().clone() for name, tensor in (self.state_dict() | moments).items()}
 
-    def held(self, mesh: Mesh, **changes: Any) -> Held:
-        return Held(self, self.adamw, mesh, **({"sharded": SHARDED} | changes))
+    def engine(self) -> Engine:
+        program = build_schedule("sequential", ranks=1, microbatches=1)
+        return Engine(self, program, mesh=self.devices, loss_fn=torch.mean, timeout=30.0)
 
-    def save(self, folder: Path, step: int, devices: DeviceMesh | None = None, **options: Any) -> Path:
-        mesh = Mesh(devices, LIMIT)
-        return save(folder, step, mesh, lambda: self.held(mesh), **({"config": CONFIG} | options))
+    def save(self, folder: Path, step: int, **options: Any) -> Path:
+        return save_checkpoint(self.engine(), folder, step, self.adamw, **({"config": CONFIG} | options))
 
-    def load(self, path: Path | None, devices: DeviceMesh | None = None, **config: Any) -> int:
+    def load(self, path: Path | None, config: dict[str, Any] = CONFIG) -> int:
         assert path is not None
-        mesh = Mesh(devices, LIMIT)
-        return load(path, mesh, lambda: self.held(mesh), config=CONFIG | config)
+        return load_checkpoint(self.engine(), path, self.adamw, config=config)
 
 
 def same(one: State, other: State) -> bool:
@@ -108,27 +123,27 @@ def ep(size: int) -> DeviceMesh:
 
 
 def save_on(rank: int, size: int, folder: Path) -> State:
-    model = Tiny(rank, size).train_steps(0, 3)
-    model.save(folder, 3, ep(size))
+    model = Tiny(ep(size)).train_steps(0, 3)
+    model.save(folder, 3)
     return model.state()
 
 
 def load_on(rank: int, size: int, folder: Path) -> tuple[int, State]:
-    model = Tiny(rank, size, seed=1)
-    step = model.load(latest(folder), ep(size))
+    model = Tiny(ep(size), seed=1)
+    step = model.load(latest(folder))
     return step, model.state()
 
 
 def stop_and_resume_on(rank: int, size: int, folder: Path) -> bool:
-    Tiny(rank, size).train_steps(0, 3).save(folder, 3, ep(size))
-    resumed = Tiny(rank, size, seed=1)
-    step = resumed.load(latest(folder), ep(size))
-    return same(resumed.train_steps(step, 3).state(), Tiny(rank, size).train_steps(0, 6).state())
+    Tiny(ep(size)).train_steps(0, 3).save(folder, 3)
+    resumed = Tiny(ep(size), seed=1)
+    step = resumed.load(latest(folder))
+    return same(resumed.train_steps(step, 3).state(), Tiny(ep(size)).train_steps(0, 6).state())
 
 
 def refused_on(rank: int, size: int, path: Path, hidden: int) -> str:
     try:
-        Tiny(rank, size).load(path, ep(size), hidden=hidden)
+        Tiny(ep(size)).load(path, CONFIG | {"hidden": hidden})
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -144,7 +159,7 @@ def disk_full_on(rank: int, size: int, folder: Path) -> str:
         if rank == 1:
             patch.setattr(FileSystemWriter, "write_data", fail)
         try:
-            Tiny(rank, size).train_steps(0, 4).save(folder, 4, ep(size))
+            Tiny(ep(size)).train_steps(0, 4).save(folder, 4)
         except OSError as error:
             return str(error)
     return "written"
@@ -156,11 +171,11 @@ def killed_on(rank: int, size: int, folder: Path, victim: int) -> None:
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    mesh, model = ep(size), Tiny(rank, size).train_steps(0, 4)
+    model = Tiny(ep(size)).train_steps(0, 4)
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
             patch.setattr(*[(checkpoint_folder, "_fingerprint"), (FileSystemWriter, "write_data")][rank], die)
-        model.save(folder, 4, mesh)
+        model.save(folder, 4)
 
 
 # The same bits.
@@ -171,8 +186,14 @@ def test_a_fresh_model_gets_the_same_bits(ranks2: Ranks, tmp_path: Path) -> None
     loaded = ranks2.run(load_on, tmp_path)
     assert [step for step, _ in loaded] == [3, 3]
     assert all(same(one, other) for one, (_, other) in zip(saved, loaded, strict=True))
-    assert not same(saved[0], Tiny(0, 2, seed=1).state())
-    assert {"experts.exp_avg", "experts.exp_avg_sq", "experts.step", "dense.bias.exp_avg", "seen"} <= saved[0].keys()
+    assert not same(saved[0], Tiny(seed=1).state())
+    assert {
+        "experts.weight.exp_avg",
+        "experts.weight.exp_avg_sq",
+        "experts.weight.step",
+        "dense.bias.exp_avg",
+        "dense.seen",
+    } <= saved[0].keys()
 
 
 def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> None:
@@ -181,9 +202,9 @@ def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> N
     assert path is not None
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {key: (list(m.size), len(m.chunks)) for key, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
-    assert shapes["model.experts"] == ([EXPERTS, 3, 2], 2)
-    assert shapes["optimizer.experts.exp_avg"] == ([EXPERTS, 3, 2], 2)
-    assert shapes["optimizer.experts.step"] == ([], 1)
+    assert shapes["model.experts.weight"] == ([EXPERTS, 3, 2], 2)
+    assert shapes["optimizer.experts.weight.exp_avg"] == ([EXPERTS, 3, 2], 2)
+    assert shapes["optimizer.experts.weight.step"] == ([], 1)
     assert shapes["model.dense.weight"] == ([3, 5], 1)
     assert len(shapes) == 5 + 3 * 3
     files = sum(file.stat().st_size for file in path.glob("*.distcp"))
@@ -237,10 +258,6 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
     with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
         model.save(tmp_path, 1, keep=0)
-    with pytest.raises(
-        ValueError, match=r"sharded names expert, which the model has no parameter of; it has experts, "
-    ):
-        save(tmp_path, 1, Mesh(None), lambda: model.held(Mesh(None), sharded={"expert"}), config={})
     assert os.listdir(tmp_path) == []
 
 
@@ -274,10 +291,10 @@ def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) 
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
             break
-        for path in [*folder.glob("step-*"), latest(folder)]:
+        for path in [*folder.glob("step-*"), folder]:
             model = Tiny(seed=1)
             model.load(path)
-            trained = int(model.seen)
+            trained = int(model.dense.seen)
             assert same(model.state(), Tiny().train_steps(0, trained).state())
         model.save(folder, step, keep=keep)
         model.save(folder, 9, keep=1)
@@ -309,7 +326,7 @@ def test_the_only_checkpoint_survives_a_second_kill(tmp_path: Path, monkeypatch:
         with pytest.raises(OSError, match="disk gone"):
             Tiny().save(tmp_path, 1)
     model = Tiny(seed=1)
-    assert model.load(latest(tmp_path)) == 1
+    assert model.load(tmp_path) == 1
     assert same(model.state(), saved.state())
 
 
@@ -355,10 +372,9 @@ def test_a_checkpoint_of_another_configuration(ranks2: Ranks, tmp_path: Path) ->
     assert ranks2.run(refused_on, path, 7) == [text, text]
     assert ranks2.run(refused_on, path, 5) == ["accepted", "accepted"]
     with pytest.raises(ValueError, match="has layers=none, this run has layers=2;"):
-        Tiny().load(path, layers=2)
-    model = Tiny()
+        Tiny().load(path, CONFIG | {"layers": 2})
     with pytest.raises(ValueError, match=r"has sizes=\[3, 2\], this run has sizes=none;"):
-        load(path, Mesh(None), lambda: model.held(Mesh(None)), config={"hidden": 5})
+        Tiny().load(path, {"hidden": 5})
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
@@ -367,20 +383,25 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         ValueError, match=r"has model\.dense\.weight=torch\.float32\[3, 5\], this run has .*=torch\.float32\[3, 6\]; "
     ):
         Tiny(hidden=6).load(path)
+    half = Tiny()
+    half.experts.bfloat16()
     with pytest.raises(
-        ValueError, match=r"has .*experts=torch\.float32\[4, 3, 2\], this run has .*=torch\.bfloat16\[4, 3, 2\]; "
+        ValueError,
+        match=r"has .*experts.weight=torch\.float32\[4, 3, 2\], this run has .*=torch\.bfloat16\[4, 3, 2\]; ",
     ):
-        Tiny().bfloat16().load(path)
+        half.load(path)
     more = Tiny()
-    more.extra = nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match=r"has model\.extra=none, this run has model\.extra=torch\.float32\[1\]; "):
+    more.dense.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(
+        ValueError, match=r"has model\.dense\.extra=none, this run has model\.dense\.extra=torch\.float32\[1\]; "
+    ):
         more.load(path)
     less = Tiny()
-    less.adamw = torch.optim.AdamW([less.experts])
+    less.adamw = torch.optim.AdamW([less.experts.weight])
     with pytest.raises(ValueError, match=r"has optimizer\.dense\.weight\.step=.*, this run has .*=none; "):
         less.load(path)
-    with pytest.raises(ValueError, match=r"checkpoint .*nowhere does not exist"):
-        Tiny().load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"checkpoint .*step-nowhere does not exist"):
+        Tiny().load(tmp_path / "step-nowhere")
 
 
 def truncate(path: Path) -> None:
