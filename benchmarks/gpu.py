@@ -6,7 +6,7 @@
     python benchmarks/gpu.py --device cpu --tiny          # that it runs at all: its figures mean nothing
 
 Needs torch, triton, einops and greenlet, and no installation: it runs from the checkout. Checks come first; a section
-that fails is noted with its error, and the others still run. docs/performance.md says how everything is measured.
+that fails is noted with its error, and the others still run. docs/results.md says how everything is measured.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Trains a mixture of experts of the transformers library, unmodified, its exchanges hidden.
+"""Train a mixture of experts of the transformers library, unmodified, on a GPU for each rank or on the CPU.
 
-python examples/train_hf.py MODEL TEXT …                    # MODEL: config.json, or a folder with weights or without
+python examples/train_hf.py MODEL TEXT …                    # MODEL: config.json, or a folder, with or without weights
 torchrun --nproc-per-node 4 examples/train_hf.py MODEL TEXT … --pp 2
 """
 
@@ -22,35 +22,39 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", type=Path)
 parser.add_argument("text", type=Path, nargs="+")
 defaults = {"pp": 1, "steps": 20, "batch": 8, "microbatches": 4, "sequence": 64, "every": 10, "lr": 2e-3, "save": ""}
-for name, value in defaults.items():  # --save: folder for checkpoints; a run goes on from them, of any number of ranks
+for name, value in defaults.items():  # --save: folder for checkpoints; a run of any number of ranks goes on from them
     parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
-mesh, rank, ranks = None, 0, 1
-if "RANK" in os.environ:  # torchrun: ranks that are no pipeline share the experts
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = dist.init_device_mesh("cpu", (args.pp, ranks // args.pp), mesh_dim_names=("pp", "ep"))
-shards = ranks // args.pp  # of the data; ranks of one pipeline read the same
+ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))  # torchrun sets both
+device = "cuda" if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+mesh = None
+if "RANK" in os.environ:  # the ranks of one stage share its experts
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    mesh = dist.init_device_mesh(device, (args.pp, ranks // args.pp), mesh_dim_names=("pp", "ep"))
+shards = ranks // args.pp  # of the data; the ranks of one pipeline read the same one
 config = AutoConfig.from_pretrained(args.model)
-config.output_router_logits = True  # the model's own loss then has the router's in it
+config.output_router_logits = True  # the model's own loss then includes the router's
 torch.manual_seed(0)  # the same weights on all ranks
 trained = any(args.model.glob("*.safetensors"))
-with torch.device("meta" if trained else "cpu"):
+with torch.device("meta" if trained else device):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 words, text = any(args.model.glob("tokenizer*")), "\n".join(path.read_text() for path in args.text)
 ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"] if words else list(text.encode()))
 
 
-def batch(tokens: torch.Tensor, seed: int) -> torch.Tensor:  # [B, S]
+def batch(tokens: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return random pieces of a text, [B, S]."""
     generator = torch.Generator().manual_seed(seed * shards + rank % shards)
     starts = torch.randint(len(tokens) - args.sequence, (args.batch, 1), generator=generator)
-    return tokens[starts + torch.arange(args.sequence)]
+    return tokens[starts + torch.arange(args.sequence)].to(device)
 
 
 program = o1.build_schedule("combined_1f1b", ranks=args.pp, microbatches=args.microbatches)
 stages = split_model(model, program, mesh)
 if trained:
-    stages.load_pretrained(args.model)  # reads this rank's part alone
+    stages.load_pretrained(args.model, device)  # reads this rank's part alone
 engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 optimizer = torch.optim.AdamW(stages.parameters(), lr=args.lr, betas=(0.9, 0.95))
 first = o1.load_checkpoint(engine, args.save, optimizer) if args.save else 0
@@ -64,6 +68,8 @@ for step in range(first, args.steps):
     optimizer.zero_grad()
     tps = shards * tokens.numel() / (time.perf_counter() - begin)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if device == "cuda":
+        memory = torch.cuda.max_memory_allocated() / 2**30
     line = f"step {step} loss {loss:.3f} grad_norm {norm:.2f} tps {tps:.0f} memory {memory:.2f} GiB"
     if (step + 1) % args.every == 0:
         tokens = batch(ids[len(ids) * 9 // 10 :], 0)

@@ -1,4 +1,4 @@
-"""The examples run, and the README shows what they are and what they print."""
+"""The examples run, on one rank and over two stages, and go on from their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.cli.fork import Fork
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-README = (ROOT / "README.md").read_text()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -94,15 +93,3 @@ def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> No
     assert list(first) == [0, 1, 2, 3, 4, 5]
     assert again == {step: first[step] for step in (4, 5)}
     assert first[5] < first[0]
-
-
-def test_the_readme_shows_the_whole_of_train_own() -> None:
-    _, code = (EXAMPLES / "train_own.py").read_text().split('"""\n\n', 1)
-    assert f"```python\n{code}```\n" in README
-
-
-def test_the_readme_shows_what_timeline_draws() -> None:
-    """After a change of plans: `python examples/timeline.py`, indented by four."""
-    drawn = output(EXAMPLES / "timeline.py")
-    assert drawn.count("\ncompute ") == drawn.count("\nexchange ") == 3
-    assert "".join(f"    {line}\n" for line in drawn.splitlines()) in README

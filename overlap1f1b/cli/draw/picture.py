@@ -59,7 +59,7 @@ def paint(
     axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.set_xlabel(unit)
-    axes.set_title(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)

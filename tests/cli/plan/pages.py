@@ -1,8 +1,9 @@
-"""Pages of the documentation whose pictures are what `overlap1f1b plan` prints.
+"""The page of the documentation whose drawings are what `overlap1f1b plan` prints.
 
     python -m tests.cli.plan.pages    # draws them again
 
-A block of code that begins with `$ overlap1f1b plan …` holds the command and its output.
+A block of code that begins with `$ overlap1f1b plan …` holds the command and its output. The picture below it, if there
+is one, is what the command draws with `--svg`.
 """
 
 from __future__ import annotations
@@ -16,29 +17,33 @@ from pathlib import Path
 from overlap1f1b.cli.main import main
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/schedules.md")
-_BLOCK = re.compile(r"(?<=```text\n)\$ overlap1f1b (plan[^\n]*)\n(.*?)(?=```)", re.DOTALL)
+PAGE = ROOT / "docs/schedules.md"
+_BLOCK = re.compile(
+    r"(?<=```text\n)\$ overlap1f1b (plan[^\n]*)\n(.*?)```\n(?:\n!\[\w+\]\((pictures/\w+\.svg)\)\n)?", re.DOTALL
+)
 
 
-def commands(page: str) -> list[tuple[str, str]]:
-    """The commands of a page and what stands below them."""
-    return _BLOCK.findall((ROOT / page).read_text())
+def commands() -> list[tuple[str, str, str]]:
+    """Return the commands of the page, what stands below each, and the name of its picture, or ""."""
+    return _BLOCK.findall(PAGE.read_text())
 
 
 def printed(command: str) -> str:
-    """What a command prints, without the blanks at the ends of lines."""
+    """Return what a command prints, without the blanks at the ends of lines."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(shlex.split(command)) == 0
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def redraw(page: str) -> None:
-    """Writes the page with all its pictures drawn again."""
-    file = ROOT / page
-    file.write_text(_BLOCK.sub(lambda found: f"$ overlap1f1b {found[1]}\n{printed(found[1])}", file.read_text()))
+def redraw() -> None:
+    """Write the page and its pictures again."""
+    text = PAGE.read_text()
+    for command, below, picture in commands():
+        svg = f" --svg {PAGE.parent / picture}" if picture else ""
+        text = text.replace(f"{command}\n{below}```", f"{command}\n{printed(command + svg)}```")
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        redraw(page)
+    redraw()
