@@ -17,7 +17,7 @@ from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflo
 from overlap1f1b.engine.play.device import cuda_watch
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.plans import Plans
-from overlap1f1b.engine.play.player import Pace, Player
+from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.choose import reductions_of
 from overlap1f1b.engine.reduce.clip import clip
 from overlap1f1b.engine.reduce.reduction import Reduction
@@ -76,7 +76,6 @@ class Engine:
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
-        pace: Seconds that each compute node lasts at least, for measurements.
 
     Raises:
         ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit, or differ between ranks.
@@ -103,7 +102,6 @@ class Engine:
         timeout: float = DEFAULT_LIMIT_S,
         check_parameters: bool = True,
         exchange: Exchange | None = None,
-        pace: Pace | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
@@ -202,7 +200,6 @@ class Engine:
                 exchange=self.exchange,
                 boundary=self.boundary,
                 reductions=self.reductions,
-                pace=pace,
                 watch=watch,
                 fills=not program.splits(rank),
             )

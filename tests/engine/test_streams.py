@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.play.device import Carveout, Watch
-from overlap1f1b.plan import NodeCosts, Op, Overlap, Resource, cost_key
+from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
@@ -95,9 +97,16 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 
 
+@contextmanager
+def _slowly(node: Node) -> Iterator[None]:
+    yield
+    time.sleep(0.02)
+
+
 def test_the_streams_know_when_an_exchange_ended() -> None:
     """It ends when its bytes are there, not when compute asks for them."""
-    overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS, pace=lambda node: 0.02)
+    overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
+    overlapped.player.around = _slowly
     data = models.batch(2)
     result = overlapped.step(data[0], target=data[1])
     rows = [span for span in result.overlap.spans if span.node.op in (Op.DISPATCH, Op.COMBINE)]

@@ -28,7 +28,6 @@ from overlap1f1b.transport.limits import DRAIN_S
 MicrobatchKey = tuple[int, int]
 """Numbers of stage and microbatch."""
 
-Pace = Callable[[Node], float]
 Around = Callable[[Node], AbstractContextManager[object]]
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 
@@ -59,7 +58,6 @@ class Player:
         exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
-        pace: Seconds that a compute node lasts at least: a stand-in for a slower processor.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
 
@@ -83,7 +81,6 @@ class Player:
         exchange: Exchange,
         boundary: Boundary | None = None,
         reductions: Sequence[Reduction] = (),
-        pace: Pace | None = None,
         watch: Watch | None = None,
         fills: bool = True,
     ) -> None:
@@ -102,7 +99,7 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.failures = failures
-        self.boundary, self.reductions, self.pace = boundary, reductions, pace
+        self.boundary, self.reductions = boundary, reductions
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.recorder: PlayObserver | None = None
@@ -234,8 +231,6 @@ class Player:
         begun = None if times is None else times.watch.stamp()
         with self._around(node) if self._around is not None else _NO_CONTEXT:
             run.compute(node, microbatch, received)
-            if self.pace is not None:
-                time.sleep(max(0.0, start + self.pace(node) - time.perf_counter()))
         if times is not None:
             times.computed(node, begun)
         else:

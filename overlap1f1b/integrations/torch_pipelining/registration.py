@@ -378,7 +378,8 @@ class AdoptedStage:
         scales = {carrier.loss_scale for carrier in self.carriers} or {1.0}
         if len(scales) > 1:
             raise ValueError(
-                f"stage {self.torch_stage.stage_index} has auxiliary losses of scales {sorted(scales)}; allowed: one scale"
+                f"stage {self.torch_stage.stage_index} has auxiliary losses of scales {sorted(scales)}; "
+                "allowed: one scale"
             )
         return scales.pop()
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -285,12 +286,13 @@ def _hidden(rank: int, size: int) -> list[bool]:
     reductions = [index for index, node in enumerate(engine.plan.ranks[0]) if node.op is Op.REDUCE]
     assert reductions[-2] < engine.plan.ranks[0].index(computed[-1])
 
-    def last(node: Node) -> float:
+    @contextmanager
+    def last(node: Node) -> Iterator[None]:
+        yield
         if node == computed[-1]:
             done.set()
-        return 0.0
 
-    engine.player.pace = last
+    engine.player.around = last
     reached = []
     for group in engine.sharding.groups:
 
