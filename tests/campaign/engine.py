@@ -24,7 +24,7 @@ from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
 from tests.campaign.compare import Values, apart, limit_of, unequal, values_of
 from tests.campaign.draw import Case, Layout
-from tests.engine.reduce import test_sharding
+from tests.engine.reduce import test_fsdp
 from tests.engine.reduce.test_tied import Stage
 from tests.pauses import pauses
 
@@ -112,7 +112,7 @@ class Training:
 
     def _shard(self, mesh: DeviceMesh) -> None:
         """Experts over the ranks that hold the same, all else over those that hold the same stages."""
-        every, same = (test_sharding.joined(mesh, self.program, *names) for names in (("dp", "ep"), ("dp",)))
+        every, same = (test_fsdp.joined(mesh, self.program, *names) for names in (("dp", "ep"), ("dp",)))
         for block in self.blocks:
             for experts in getattr(block, "experts", ()):
                 fully_shard(experts, mesh=same)

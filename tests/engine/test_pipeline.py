@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, split_blocks
+from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
@@ -201,32 +197,3 @@ def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
-
-
-def test_blocks_are_split_evenly() -> None:
-    blocks = [nn.Identity() for _ in range(7)]
-    assert [len(part) for part in split_blocks(blocks, 3)] == [3, 2, 2]
-    with pytest.raises(ValueError, match="7 blocks for 8 stages"):
-        split_blocks(blocks, 8)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
-def test_weighted_blocks_are_split_as_evenly_as_can_be(weights: list[int], stages: int) -> None:
-    stages = min(stages, len(weights))
-    blocks = [nn.Identity() for _ in weights]
-    parts = split_blocks(blocks, stages, weights)
-    assert [block for part in parts for block in part] == blocks
-    sums = [sum(weights[blocks.index(block)] for block in part) for part in parts]
-    cuts = itertools.combinations(range(1, len(weights)), stages - 1)
-    every = [[sum(weights[a:b]) for a, b in itertools.pairwise([0, *cut, len(weights)])] for cut in cuts]
-    assert (max(sums), sum(x * x for x in sums)) == min((max(other), sum(x * x for x in other)) for other in every)
-
-
-def test_weights_that_do_not_fit_are_named() -> None:
-    blocks = [nn.Linear(2, 2) for _ in range(3)]
-    for weights in ([1.0, 2.0], [1.0, -1.0, 2.0], [1.0, math.nan, 2.0]):
-        with pytest.raises(ValueError, match="of 3 blocks; allowed: a finite number ≥ 0 of each"):
-            split_blocks(blocks, 2, weights)
-    program = build_schedule("sequential", microbatches=1)
-    with pytest.raises(ValueError, match="weights of stages that are given"):
-        Engine({0: blocks}, program, loss_fn=models.loss_fn, weights=[1, 1, 1])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
+import hypothesis
 import pytest
 import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
@@ -83,3 +88,32 @@ def _own_groups(rank: int, size: int) -> list[str]:
 
 def test_groups_of_the_same_ranks_are_taken(ranks2: Ranks) -> None:
     assert ranks2.run(_own_groups) == [[], []]
+
+
+def test_blocks_are_split_evenly() -> None:
+    blocks = [nn.Identity() for _ in range(7)]
+    assert [len(part) for part in split_blocks(blocks, 3)] == [3, 2, 2]
+    with pytest.raises(ValueError, match="7 blocks for 8 stages"):
+        split_blocks(blocks, 8)
+
+
+@hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
+def test_weighted_blocks_are_split_as_evenly_as_can_be(weights: list[int], stages: int) -> None:
+    stages = min(stages, len(weights))
+    blocks = [nn.Identity() for _ in weights]
+    parts = split_blocks(blocks, stages, weights)
+    assert [block for part in parts for block in part] == blocks
+    sums = [sum(weights[blocks.index(block)] for block in part) for part in parts]
+    cuts = itertools.combinations(range(1, len(weights)), stages - 1)
+    every = [[sum(weights[a:b]) for a, b in itertools.pairwise([0, *cut, len(weights)])] for cut in cuts]
+    assert (max(sums), sum(x * x for x in sums)) == min((max(other), sum(x * x for x in other)) for other in every)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    blocks = [nn.Linear(2, 2) for _ in range(3)]
+    for weights in ([1.0, 2.0], [1.0, -1.0, 2.0], [1.0, math.nan, 2.0]):
+        with pytest.raises(ValueError, match="of 3 blocks; allowed: a finite number ≥ 0 of each"):
+            split_blocks(blocks, 2, weights)
+    program = build_schedule("sequential", microbatches=1)
+    with pytest.raises(ValueError, match="weights of stages that are given"):
+        Engine({0: blocks}, program, loss_fn=models.loss_fn, weights=[1, 1, 1])

@@ -287,39 +287,3 @@ def _scaled(rank: int, size: int) -> list[str]:
 
 def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_scaled) == [[], []]
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_experts_add_to_their_main_gradients(hooked: bool) -> None:
-    """In whatever order; with Megatron's flag, hooks get a gradient of no meaning and are told so."""
-    data, found, seen = models.batch(3), [], []
-    _, expected = models.plain_gradients(models.build(), *data, 3)
-    for overlap in ("serial", 3):
-        model = models.build()
-        mine = {n: p for n, p in model.named_parameters() if n.endswith(("gate_up", "down"))}
-        for parameter in mine.values():
-            parameter.main_grad = torch.ones_like(parameter)
-            if hooked:
-                parameter.grad_added_to_main_grad = False
-                parameter.register_post_accumulate_grad_hook(_let_go(seen))
-        program = build_schedule("combined_1f1b", microbatches=3, extra_warmup=1)
-        engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, costs=COSTS)
-        engine.step(data[0], target=data[1])
-        assert all(p.grad is None for p in mine.values())
-        assert {n for n, p in model.named_parameters() if p.grad is not None} == set(expected) - set(mine)
-        for name, parameter in mine.items():
-            torch.testing.assert_close(parameter.main_grad - 1, expected[name], rtol=1e-4, atol=1e-6)
-        found.append({n: p.main_grad for n, p in mine.items()})
-        with pytest.raises(ValueError, match="in main_grad; allowed: the optimizer's own clipping"):
-            engine.clip_gradients(1.0)
-    assert len(mine) == 4
-    assert not models.equal(*found)
-    assert seen == [True] * (2 * 3 * 4 if hooked else 0)
-
-
-def _let_go(seen: list[bool]) -> Any:
-    def hook(parameter: Any) -> None:
-        seen.append(parameter.grad_added_to_main_grad)
-        parameter.grad = None
-
-    return hook

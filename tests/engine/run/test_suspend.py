@@ -207,44 +207,6 @@ def test_hooks_fire_once_a_microbatch_with_the_whole_gradient() -> None:
         assert len(seen) == len(grads) == 3
 
 
-def test_frozen_parameters_and_bias_free_layers_are_right() -> None:
-    data = models.batch(3)
-
-    def freeze(model: nn.Sequential) -> nn.Sequential:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(
-                not any(part in name for part in ("1.mix.weight", "3.experts", "post.0.bias", "0.w"))
-            )
-        return model
-
-    _, expected = models.plain_gradients(freeze(models.build()), *data, 3)
-    for program in programs(3):
-        for overlap in OVERLAPS:
-            model = freeze(models.build())
-            step(model, program, overlap, data)
-            assert not models.equal(models.gradients(model), expected), (program.name, overlap)
-            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-
-
-def test_a_weight_used_by_a_split_layer_and_otherwise_is_summed_once() -> None:
-    class Twice(models.Block):
-        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-            y = experts(tokens, indices, weights)
-            return self.mix(y) + self.mix(tokens) + torch.nn.functional.linear(tokens, self.mix.weight)
-
-    data, reference = models.batch(3), None
-    _, expected = models.plain_gradients(models.build(block=Twice), *data, 3)
-    for program in programs(3):
-        for overlap in OVERLAPS:
-            model = models.build(block=Twice)
-            step(model, program, overlap, data)
-            found = models.gradients(model)
-            reference = reference or found
-            assert not models.equal(found, reference), (program.name, overlap)
-    for name, gradient in (reference or {}).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
-
-
 def test_experts_called_outside_a_step_compute_plainly() -> None:
     model = models.build()
     inputs, target = models.batch(1)

@@ -1,0 +1,75 @@
+"""What the engine knows of a stage's blocks, and changes in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from overlap1f1b.engine import Stage, blocks_of
+from tests import models
+
+
+def test_parameters_are_told_apart() -> None:
+    model = models.build(tied=True)
+    stage = Stage(model, reduce_own=True)
+    embedding = model[0].weight
+    assert stage.tied == {embedding: 0}
+    assert [shape.seams for shape in stage.shape] == [0, 1, 0, 1, 0]
+    assert [shape.split for shape in stage.shape] == [False, True, True, True, False]
+    assert stage.own_parameters(4) == []  # the embedding's gradient is complete with block 0
+    assert stage.own_parameters(0) == [embedding]
+    assert set(stage.expert_parameters_of(1)) == set(stage.experts_of(1)[0].parameters())
+    assert not set(stage.expert_parameters_of(1)) & set(stage.own_parameters(1))
+    assert [shape.reduced for shape in stage.shape] == [True] * 4 + [False]
+
+
+def test_calls_of_experts_are_in_one_row_over_all_blocks() -> None:
+    stage = Stage(models.build(seams=2))
+    assert [stage.seam_beside(1, 0, 1), stage.seam_beside(1, 1, 1), stage.seam_beside(3, 1, 1)] == [
+        (1, 1),
+        (3, 0),
+        None,
+    ]
+    assert [stage.seam_beside(3, 0, -1), stage.seam_beside(1, 0, -1)] == [(1, 1), None]
+
+
+def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:
+    model = models.build()
+    stage, before = Stage(model), [dict(module.__dict__) for module in model.modules()]
+
+    def fail() -> None:
+        with stage.installed(0.5):
+            assert [dict(module.__dict__) for module in model.modules()] != before
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("change", ["subclass", "frozen", "own forward"])
+def test_only_plain_linear_layers_with_a_trained_weight_are_split(change: str) -> None:
+    class Other(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
+
+    linear = Other(2, 2) if change == "subclass" else nn.Linear(2, 2)
+    if change == "frozen":
+        linear.weight.requires_grad_(False)
+    elif change == "own forward":
+        linear.forward = lambda input: input  # type: ignore[method-assign]
+    assert Stage([linear]).linears == [[]]
+    assert Stage([nn.Linear(2, 2)]).shape[0].split
+
+
+def test_blocks_of_a_model() -> None:
+    a, b = nn.Linear(2, 2), nn.Tanh()
+    held = nn.Module()
+    held.__dict__["blocks"] = [a, b]
+    assert blocks_of(nn.Sequential(a, b, a)) == [a, b, a]
+    assert blocks_of([a, b]) == blocks_of(held) == [a, b]
+    with pytest.raises(ValueError, match=r"a model of type Linear; allowed: an nn\.Sequential or a list of blocks"):
+        blocks_of(a)
+    with pytest.raises(ValueError, match="a stage without blocks"):
+        Stage([])
