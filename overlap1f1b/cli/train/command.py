@@ -1,4 +1,4 @@
-"""``overlap1f1b train`` on one rank: trains, shows how far it is, writes checkpoints and results."""
+"""``overlap1f1b train`` on one rank: train, show progress, write checkpoints and results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlap1f1b.schedule import build_schedule
 
 
 def train(options: TrainOptions, rank: Rank) -> None:
-    """Trains, or goes on from the last checkpoint; the first rank reports.
+    """Train, from the last checkpoint if there is one; the first rank reports.
 
     Raises:
         ValueError: An option, the text or the checkpoint does not fit.
@@ -39,7 +39,7 @@ def train(options: TrainOptions, rank: Rank) -> None:
 
 @dataclass
 class _Run:
-    """A run of the command, from the first line that it prints to the figures of its summary."""
+    """A run of the command, from its first line to the figures of its summary."""
 
     options: TrainOptions
     rank: Rank
@@ -77,7 +77,7 @@ class _Run:
 
     def _resume(self, checkpoint: Path) -> None:
         self.start = self.trainer.load(checkpoint)
-        if self.reference is not None:  # the same weights to begin with, there too
+        if self.reference is not None:  # which begins with the same weights
             self.reference.load(checkpoint)
         self.history = History.load(checkpoint.parent, self.start)
         ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
@@ -85,21 +85,22 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         return self.options.batch * self.options.sequence * self.rank.data_ranks
 
     def train(self) -> None:
-        """Every step that is left."""
+        """Make all steps that are left."""
         options, history = self.options, self.history
+        folder = options.tensorboard if self.rank.rank == 0 else None
         with (
             shown(self.screen, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
-            closing(self._board()) as board,
+            closing(Board(folder, tokens=self.tokens, start=self.start)) as board,
         ):
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self.trainer.step(index)
                 self.steps.append(step)
-                if self.reference is not None:  # in turn with the other, so that both meet the same machine
+                if self.reference is not None:  # in turn, so that both see the same load of the machine
                     self.reference_steps.append(self.reference.step(index))
                 history.losses.append(step.loss)
                 history.grad_norms.append(step.grad_norm)
@@ -111,11 +112,6 @@ class _Run:
         if not self.steps:
             self._evaluate(self.start)
 
-    def _board(self) -> Board:
-        """For TensorBoard, on the first rank; elsewhere it shows nothing."""
-        folder = self.options.tensorboard if self.rank.rank == 0 else None
-        return Board(folder, tokens=self.tokens, start=self.start)
-
     def _due(self, number: int, every: int) -> bool:
         return number % every == 0 or number == self.options.steps
 
@@ -125,13 +121,13 @@ class _Run:
         return held_out
 
     def _save(self, folder: Path, number: int) -> None:
-        # First the history: one that is ahead of the checkpoint is cut when it is loaded, one behind would be useless.
+        # The history first: one that is ahead of the checkpoint is cut when loaded, one behind would be useless.
         if self.rank.rank == 0:
             self.history.save(folder)
         self.checkpoint = self.trainer.save(folder, number)
 
     def result(self) -> dict[str, Any]:
-        """The JSON of design and documentation."""
+        """Return the JSON."""
         options, history = self.options, self.history
         speed, reference = Speed.of(self.steps, self.tokens), Speed.of(self.reference_steps, self.tokens)
         compare = None
@@ -176,12 +172,12 @@ FILE = "history.json"
 
 @dataclass
 class History:
-    """Losses of a run, and where they begin: a resumed run whose file is gone knows none of the earlier ones.
+    """Losses of a run, kept in a file beside its checkpoints.
 
     Args:
-        first_step: Steps before the first of ``losses``.
-        losses: Mean over all ranks, one a step.
-        grad_norms: Before clipping, one a step.
+        first_step: Steps before the first of ``losses``: more than 0 where a resumed run found no file.
+        losses: Mean loss over all ranks, one per step.
+        grad_norms: Norm of the gradient before clipping, one per step.
         held_out: Pairs of (step, loss on held-out text).
     """
 
@@ -192,7 +188,7 @@ class History:
 
     @classmethod
     def load(cls, folder: Path, step: int) -> History:
-        """The first ``step`` steps of what was saved; nothing, from ``step`` on, where that is not there."""
+        """Return the first ``step`` steps of the saved history, or an empty one from ``step`` on if it lacks some."""
         try:
             saved = cls(**json.loads((folder / FILE).read_text()))
             count = step - saved.first_step
@@ -200,13 +196,13 @@ class History:
                 held_out = [(at, loss) for at, loss in saved.held_out if at <= step]
                 return cls(saved.first_step, saved.losses[:count], saved.grad_norms[:count], held_out)
         except (OSError, ValueError, TypeError):
-            pass  # the checkpoint matters; the curve before it is for looking at
+            pass  # the run can go on without: losses are only shown
         return cls(first_step=step)
 
     def save(self, folder: Path) -> None:
-        """Replaces the file as a whole, so that a kill leaves the old one or the new one.
+        """Replace the file as a whole, so that a kill leaves the old one or the new one.
 
-        A folder that cannot be written is left to the checkpoint to report, which does so on all ranks.
+        Errors are ignored: the checkpoint, which is written next, reports them on all ranks.
         """
         unfinished = folder / f".{FILE}.unfinished"
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How far training is: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a training: a bar in a terminal, lines elsewhere; scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rich.progress import Progress as Bar
 
 from overlap1f1b.cli.train.trainer import Step
 
-LINES = 15  # of a run, where there is no bar
-RECENT = 20  # steps over which speed and hidden share are shown
+LINES = 15  # per run, where there is no bar
+RECENT = 20  # steps over which speed and hidden share are averaged
 
 
 class Progress:
-    """Shows each step.
+    """Shows every step.
 
     >>> with shown(screen, tokens=4096, start=0, steps=150) as progress:
     ...     progress.show(1, trainer.step(0), held_out=None)
 
     Args:
-        screen: Where to.
-        bar: Its bar; None where it is no terminal.
-        tokens: Of a step, over all ranks.
+        screen: Console for the lines.
+        bar: Bar of the terminal; None elsewhere.
+        tokens: Tokens of a step, over all ranks.
         start: Steps done before.
-        steps: All steps.
+        steps: All steps, with those done before.
     """
 
     def __init__(self, screen: Console, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
@@ -39,9 +39,9 @@ class Progress:
         self._task = None if bar is None else bar.add_task("", total=steps, completed=start, text="")
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
-        """Step ``number``, the first being 1, and the loss on held-out text if it was just measured."""
+        """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
         if self._recent and self._recent[-1].measuring and not step.measuring:
-            self._recent.clear()  # serial steps say nothing of those to come
+            self._recent.clear()  # steps that measure nodes are serial and slower
         self._recent.append(step)
         text = f"loss {step.loss:.3f}"
         if self.bar is None or self._task is None:
@@ -66,7 +66,7 @@ class Progress:
 
 @contextmanager
 def shown(screen: Console, *, tokens: int, start: int, steps: int) -> Iterator[Progress]:
-    """A :class:`Progress` whose bar, if any, is there while the block lasts."""
+    """Yield a :class:`Progress`; its bar, if any, is shown until the block ends."""
     if not screen.is_terminal:
         yield Progress(screen, None, tokens=tokens, start=start, steps=steps)
         return
@@ -79,16 +79,16 @@ SCALARS = ("loss", "grad_norm", "tokens_per_s", "hidden_fraction", "exposed_ms",
 
 
 class Board:
-    """Writes each step's scalars to a folder that TensorBoard shows: those of :data:`SCALARS`.
+    """Writes the scalars of :data:`SCALARS` for TensorBoard.
 
     >>> board = Board(Path("runs/one"), tokens=4096, start=0)
     >>> board.show(1, step, held_out=None)
     >>> board.close()
 
     Args:
-        folder: Which may have files of earlier runs; None shows nothing.
-        tokens: Of a step, over all ranks.
-        start: Steps done before; what the folder says of later ones is dropped.
+        folder: May have files of earlier runs; None writes nothing.
+        tokens: Tokens of a step, over all ranks.
+        start: Steps done before; scalars of later steps in the folder are dropped.
     """
 
     def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
@@ -100,7 +100,7 @@ class Board:
             self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
-        """Step ``number``, the first being 1, and the loss on held-out text if it was just measured."""
+        """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
         if self._writer is None:
             return
         values = {
@@ -116,6 +116,6 @@ class Board:
                 self._writer.add_scalar(name, value, number)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the scalars that are left."""
         if self._writer is not None:
             self._writer.close()

@@ -1,11 +1,10 @@
-"""What a training run comes to: a table, two curves, JSON."""
+"""The summary of a training: figures of speed, the comparison with sequential, a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -17,13 +16,13 @@ from overlap1f1b.cli.train.trainer import Step
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the steps that were played as planned, those that measured nodes apart.
+    """Medians over the steps, without the serial ones that measure nodes.
 
     Args:
-        step_ms: One step.
-        tokens_per_s: Over all ranks.
-        exposed_ms: Exchange without compute beside it, in one step.
-        hidden_fraction: Share of the exchange that had; None where nothing was seen to travel.
+        step_ms: Time of a step.
+        tokens_per_s: Tokens per second, over all ranks.
+        exposed_ms: Time of a step in which an exchange had no compute beside it.
+        hidden_fraction: Share of the exchange beside compute; None without an exchange.
     """
 
     step_ms: float
@@ -33,7 +32,7 @@ class Speed:
 
     @classmethod
     def of(cls, steps: Sequence[Step], tokens: int) -> Speed | None:
-        """Of steps of ``tokens`` tokens each; None of no steps."""
+        """Return the medians of steps of ``tokens`` tokens each; None without steps."""
         planned = [step for step in steps if not step.measuring] or list(steps)
         if not planned:
             return None
@@ -50,7 +49,7 @@ class Speed:
 def compared(
     steps: Sequence[Step], speed: Speed, reference: Sequence[Step], other: Speed, *, start: int
 ) -> dict[str, Any]:
-    """The part of the JSON that sets ``reference``, the same steps by ``sequential``, beside the run.
+    """Return the part of the JSON that compares the run with ``reference``, the same steps by ``sequential``.
 
     ``start`` steps were made before. Steps are numbered from 1.
     """
@@ -68,7 +67,7 @@ def compared(
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Prints the summary; of a comparison also both curves, and a column for each program."""
+    """Print the summary; of a comparison also losses of both programs, and a column for each."""
     compare = result["compare"]
     table = Table(box=None, pad_edge=False, show_header=bool(compare))
     for heading in ("", result["workload"]["program"], "sequential"):
@@ -76,7 +75,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     table.add_row("steps", str(result["steps"]))
     if result["losses"]:
         since = f", since step {result['first_step'] + 1}" if result["first_step"] else ""
-        table.add_row("loss", _change(result["losses"]) + since)
+        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}{since}")
     held_out = result["held_out"]
     table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
     table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
@@ -90,7 +89,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             table.add_row(name, text(result), text(compare) if compare else "")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
     if compare:
-        _show_curves(result, screen)
+        _show_losses(result, screen)
     screen.print(table, highlight=False)
     if compare:
         unequal = compare["first_unequal_step"]
@@ -98,7 +97,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
 
 
-def _show_curves(result: dict[str, Any], screen: Console) -> None:
+def _show_losses(result: dict[str, Any], screen: Console) -> None:
     name, other = result["workload"]["program"], result["compare"]["losses"]
     own, before = result["losses"][-len(other) :], result["steps"] - len(other)
     table = Table(box=None, pad_edge=False)
@@ -108,38 +107,15 @@ def _show_curves(result: dict[str, Any], screen: Console) -> None:
     for i in marks(len(own)):
         table.add_row(str(before + i + 1), f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
     screen.print("loss")
-    for label, curve in ((name, own), ("sequential", other)):
-        screen.print(f"  {label:<{len(max(name, 'sequential', key=len))}}  {sparkline(curve)}", highlight=False)
     screen.print(table, highlight=False)
-
-
-def _change(losses: Sequence[float]) -> str:
-    return f"{losses[0]:.3f} → {losses[-1]:.3f}"
 
 
 def _share(fraction: float | None) -> str:
     return "–" if fraction is None else f"{fraction:.1%}"
 
 
-LEVELS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """One line of at most ``width`` bars, each the mean of the values that it stands for.
-
-    >>> sparkline([4, 3, 2, 1])
-    '█▆▃▁'
-    """
-    bars = min(width, len(values))
-    cuts = [round(i * len(values) / bars) for i in range(bars + 1)] if bars else []
-    means = [fmean(values[a:b]) for a, b in pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    span = (high - low) or 1.0
-    return "".join(LEVELS[round((mean - low) / span * (len(LEVELS) - 1))] for mean in means)
-
-
 def marks(count: int, most: int = 10) -> list[int]:
-    """At most ``most`` evenly spaced positions of ``count``, the first and the last among them.
+    """Return at most ``most`` evenly spaced positions of ``count``, with the first and the last.
 
     >>> marks(100, 4)
     [0, 33, 66, 99]

@@ -1,4 +1,4 @@
-"""One model in training: its engine, its optimizer, its checkpoints."""
+"""A model in training: its engine, its optimizer, its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from overlap1f1b.schedule import Program
 if TYPE_CHECKING:
     from overlap1f1b.cli.hf import HfModel
 
-BIAS_RATE = 1e-3  # of the router's correction bias a step (DeepSeek-V3)
+BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of all ranks did.
+    """Figures of one step of all ranks.
 
     Args:
-        loss: Mean over ranks and microbatches.
-        grad_norm: Of the whole model, before clipping.
-        seconds: From the batch to the updated weights.
-        exposed: Seconds in which an exchange had no compute beside it, on the rank that had most.
-        hidden: Share of the exchange that had, on the rank that had least; None where nothing was seen to travel.
-        measuring: Whether the engine played it serially, to measure nodes.
+        loss: Mean loss over ranks and microbatches.
+        grad_norm: Norm of the whole model's gradient, before clipping.
+        seconds: Time from the batch to the updated weights.
+        exposed: Seconds in which an exchange had no compute beside it, on the rank with most of them.
+        hidden: Share of the exchange beside compute, on the rank with the least; None without an exchange.
+        measuring: Whether the engine played the step serially, to measure nodes.
     """
 
     loss: float
@@ -93,19 +93,19 @@ class Trainer:
             timeout=options.timeout,
         )
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
-        # The rest of the model stays as it was built.
+        # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}
         trained = self.model if options.hf_config else nn.ModuleDict(mine)
         self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
         routers = [m for m in trained.modules() if isinstance(m, Router)]
         self._routers = routers if options.model.router == "sigmoid" else []
-        # Registered with torch, as a router needs it.
+        # made by torch, since a router takes a process group
         data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, on all ranks."""
+        """Number of parameters of the whole model, on all ranks."""
         if not isinstance(self.model, MoETransformer):
             return self.model.total
         experts = {p for m in self.model.modules() if isinstance(m, Experts) for p in m.parameters()}
@@ -113,17 +113,17 @@ class Trainer:
 
     @property
     def description(self) -> str:
-        """The model's sizes, for a line that introduces it."""
+        """The model's sizes, in words."""
         if not isinstance(self.model, MoETransformer):
             return self.model.description
         sizes = self.options.model
         return f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
 
     def step(self, index: int) -> Step:
-        """The step with this index.
+        """Make the step with this index, from 0.
 
         Raises:
-            ValueError: The loss or the gradient is not finite; the weights are still those of the step before.
+            ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
         measuring = self.engine.costs is None
@@ -132,7 +132,7 @@ class Trainer:
         )
         torch.manual_seed(_stream(options.seed, index, rank.rank))
         result = self.engine.step(inputs, target=target)
-        # An expert that no token met has a gradient of zeros, so that its optimizer state exists everywhere.
+        # An expert without tokens gets a gradient of zeros, so that its optimizer state exists on every rank.
         for parameter in self.engine.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -149,7 +149,7 @@ class Trainer:
         for router in self._routers:
             router.update_correction_bias(BIAS_RATE, self._data_group)
         overlap = result.overlap
-        exchange = overlap.exchange if rank.group is not None else 0.0  # a single rank only hands rows to itself
+        exchange = overlap.exchange if rank.group is not None else 0.0  # a single rank sends rows only to itself
         seen = self.engine.mesh.combined(
             [(overlap.exposed, exchange)], lambda _, every: list(chain.from_iterable(every))
         )
@@ -164,7 +164,7 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Mean loss on held-out text, the same windows each time.
+        """Return the mean loss on held-out text, on the same windows each time.
 
         Raises:
             ValueError: It is not finite.
@@ -187,7 +187,7 @@ class Trainer:
         return loss
 
     def save(self, folder: Path, step: int) -> Path:
-        """Writes a checkpoint.
+        """Write a checkpoint and return its folder.
 
         Raises:
             ValueError: It cannot be written.
@@ -198,17 +198,17 @@ class Trainer:
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
     def load(self, path: Path) -> int:
-        """Goes back to a checkpoint and returns the steps that it has seen.
+        """Load a checkpoint and return the number of its steps.
 
         Raises:
-            ValueError: It is of another model, text or seed, or damaged.
+            ValueError: It belongs to another model, text or seed, or is damaged.
         """
         step = load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
-        set_weight_decay(self.optimizer, self.options.weight_decay)  # as given now; the learning rate is set every step
+        set_weight_decay(self.optimizer, self.options.weight_decay)  # of this run; steps set the rate
         return step
 
     def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """What the engine is given: a model of transformers shifts labels itself."""
+        """Return input and target for the engine: a model of transformers shifts labels itself."""
         inputs, target = inputs.to(self.rank.device), target.to(self.rank.device)
         if isinstance(self.model, MoETransformer):
             return inputs, target
@@ -216,24 +216,24 @@ class Trainer:
         return tokens, tokens
 
     def _identity(self) -> dict[str, object]:
-        """What a resumed run must have in common with the first; ranks, batch, the optimizer may change."""
+        """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
         options = self.options
         sizes = asdict(options.model) if isinstance(self.model, MoETransformer) else self.model.identity
         return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
 
 
 def _stream(seed: int, step: int, rank: int) -> int:
-    """Seed of what is drawn in one step, dropout for example."""
+    """Return the seed of a step's random numbers, dropout for example."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "little")
 
 
-WARMUP = 0.1  # of the steps
-FLOOR = 0.1  # of the peak, at the last step
+WARMUP = 0.1  # share of the steps
+FLOOR = 0.1  # share of the peak rate, at the last step
 BETAS = (0.9, 0.95)
 
 
 def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone: no embedding, and nothing of one dimension."""
+    """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
@@ -250,15 +250,15 @@ def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torc
 
 
 def set_weight_decay(optimizer: torch.optim.AdamW, weight_decay: float) -> None:
-    """Of the group of matrices: a run that resumes may have another than the one that was saved."""
+    """Set the weight decay of matrices: a resumed run may have another value than the saved one."""
     decayed, _ = optimizer.param_groups
     decayed["weight_decay"] = weight_decay
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Of the step with this index: a linear warm-up to ``peak``, then a cosine down to a tenth of it.
+    """Return the rate of the step with this index: a linear warm-up to ``peak``, then a cosine down to a tenth of it.
 
-    A function of its arguments alone, so that a resumed run needs no state.
+    It depends on the arguments alone, so that a resumed run needs no state.
 
     >>> [round(learning_rate(step, 100, 1.0), 2) for step in (0, 9, 55, 99)]
     [0.1, 1.0, 0.54, 0.1]
@@ -271,6 +271,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Of every group."""
+    """Set the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -18,7 +18,7 @@ from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.workload import model_config
 from tests.cli.inside import Verb
 from tests.cli.run import COMMAND, Run, refused
-from tests.cli.test_board import scalars
+from tests.cli.train.test_progress import scalars
 
 STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
 
