@@ -400,11 +400,11 @@ def test_schedules_that_cannot_register(alone: None) -> None:
         register(single)  # type: ignore[arg-type]
     schedule = built()
     register(schedule)
-    with pytest.raises(ValueError, match=r"^the schedule has functions for FORWARD, .* already; allowed: one"):
+    with pytest.raises(RuntimeError, match=r"^the schedule has functions for FORWARD, .* already; allowed: one"):
         register(schedule)
     other = built()
     other.register_custom_function(torch_schedules.OVERLAP_F_B, lambda action, ctx: None)
-    with pytest.raises(ValueError, match="for OVERLAP_F_B already"):
+    with pytest.raises(RuntimeError, match="for OVERLAP_F_B already"):
         register(other)
     with pytest.raises(ValueError, match="overlap"):
         register(built(), overlap="none")  # type: ignore[arg-type]

@@ -1,12 +1,23 @@
-"""A schedule of torch.distributed.pipelining on the engine."""
+"""A schedule of torch.distributed.pipelining, whose compute the engine plays.
+
+torch calls :class:`Registration` in place of its own compute actions. For each of them it
+
+1. waits for the tensors that torch's runtime receives, as torch does before its own compute,
+2. plays a forward, a backward, or both together on the :class:`AdoptedStage`,
+3. puts outputs and gradients where torch's runtime sends them from.
+
+This file reads and writes private attributes of torch's stages and schedules; torch has no public ones for this.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
@@ -19,10 +30,13 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     _wait_batch_p2p,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from overlap1f1b.engine import Microbatch, combined_forward_backward_step
-from overlap1f1b.integrations.torch_pipelining.place import Place, checked
+from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.moe import Experts
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -38,7 +52,7 @@ def register(
     exchange: Exchange | None = None,
     timeout: float = DEFAULT_LIMIT_S,
 ) -> Registration:
-    """Has a schedule of torch.distributed.pipelining run its OVERLAP_F_B actions with the exchanges hidden.
+    """Let the engine run the compute of a schedule of torch.distributed.pipelining, and hide exchanges in OVERLAP_F_B.
 
     >>> import torch, torch.distributed as dist, torch.nn.functional as F
     >>> from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
@@ -57,32 +71,32 @@ def register(
     (torch.Size([4, 16, 256]), 4)
     >>> dist.destroy_process_group()
 
-    Every rank calls it, after the schedule is made. Gradients, losses and outputs are those of the schedule without it:
-    bit-equal, since sums keep their order. What a forward leaves for its backward is then the engine's, so all five
-    compute actions are registered, FORWARD and the backwards too; transfers between stages, REDUCE_GRAD with
-    ``scale_grads``, and metadata remain torch's. In a schedule without OVERLAP_F_B nothing is hidden behind another
-    microbatch, but with ``overlap=1`` exchanges of a backward are, behind its own weight gradients.
+    Every rank calls this after it has made the schedule. Gradients, losses and outputs stay bit-equal, since sums keep
+    their order. The engine keeps the state between a forward and its backward, so all five compute actions are
+    registered, FORWARD and the backwards too. Transfers between stages, REDUCE_GRAD with ``scale_grads``, and metadata
+    stay torch's. A schedule without OVERLAP_F_B hides no exchange behind another microbatch; with ``overlap=1`` it
+    hides exchanges of a backward behind the backward's own weight gradients.
 
     A stage's module is an ``nn.Sequential`` or ``nn.ModuleList`` of blocks, or any other module, which is then one
-    block and may take keyword arguments; a list is faster, since each call of experts in a block costs another walk
-    through what follows it there. One tensor or several cross a boundary.
+    block and may take keyword arguments. A list is faster: each call of experts in a block costs another walk through
+    the layers behind it. One or several tensors cross a boundary.
 
     Args:
-        schedule: ``ScheduleDualPipeV``, any other schedule of several stages, or one that was loaded from a table.
-        overlap: Of the two members of an OVERLAP_F_B: see :func:`combined_forward_backward_step`.
-        costs: Of the nodes, where ``overlap`` is a number.
-        exchange: Between the ranks that share the experts; by default over new groups of the ranks of the blocks' own
-            :class:`GroupedExperts`, so that its lanes queue behind nothing else.
+        schedule: ``ScheduleDualPipeV``, another schedule of several stages a rank, or one that was loaded from a table.
+        overlap: How the two members of an OVERLAP_F_B are interleaved: see :func:`combined_forward_backward_step`.
+        costs: Seconds of the nodes, if ``overlap`` is a number.
+        exchange: Exchange between the ranks that share the experts; by default over new groups of the ranks of the
+            blocks' own :class:`GroupedExperts`, so that its transfers queue behind no others.
         timeout: Limit in seconds of every wait for another rank's rows.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle; its ``remove()`` leaves the schedule as it was.
 
     Raises:
-        ValueError: A schedule of one stage, one that has a function of these kinds already, or a stage that is not a
-            plain ``PipelineStage``: traced, with a ``dw_builder``, under DDP or FSDP, with DTensor parameters, or
-            without experts on the whole rank. While a step runs: arguments that are no tensors, keyword arguments for
-            a list of blocks, or ones that require a gradient.
+        ValueError: The schedule has one stage a rank; or a stage is not a plain ``PipelineStage``: traced, with a
+            ``dw_builder``, under DDP or FSDP, with DTensor parameters, or without experts on the whole rank. During a
+            step: arguments that are no tensors; keyword arguments for a list of blocks, or that require a gradient.
+        RuntimeError: The schedule already has functions for these actions.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
         raise ValueError(
@@ -91,7 +105,7 @@ def register(
         )
     taken = [kind.name for kind in _KINDS if kind in schedule._comp_type_to_function_map]
     if taken:
-        raise ValueError(f"the schedule has functions for {', '.join(taken)} already; allowed: one registration")
+        raise RuntimeError(f"the schedule has functions for {', '.join(taken)} already; allowed: one registration")
     stages = [checked(stage) for stage in schedule._stages]
     options: dict[str, Any] = {"overlap": parse_overlap(overlap), "timeout": timeout}
     if costs is not None:
@@ -100,7 +114,7 @@ def register(
 
 
 class Registration:
-    """A schedule whose compute the engine plays, until :meth:`remove`."""
+    """A schedule whose compute the engine plays until :meth:`remove`; made by :func:`register`."""
 
     def __init__(
         self,
@@ -110,7 +124,7 @@ class Registration:
         options: dict[str, Any],
     ) -> None:
         self.schedule, self.options = schedule, options
-        self._places = {stage.stage_index: Place(stage, exchange) for stage in stages}
+        self._stages = {stage.stage_index: AdoptedStage(stage, exchange) for stage in stages}
         self._return_outputs = True
         self._loss_options: dict[str, Any] = {}
         self._step_microbatches = schedule._step_microbatches
@@ -119,7 +133,7 @@ class Registration:
             schedule.register_custom_function(kind, self._act)
 
     def remove(self) -> None:
-        """Leaves the schedule as it was; between steps."""
+        """Leave the schedule as it was. Call this between steps."""
         if self.schedule.__dict__.get("_step_microbatches") == self._step:
             del self.schedule.__dict__["_step_microbatches"]
             for kind in _KINDS:
@@ -134,16 +148,16 @@ class Registration:
         return_outputs: bool = True,
         **loss_options: Any,
     ) -> None:
-        # Around torch's own method: a custom function is told neither return_outputs nor loss_kwargs.
+        # This wraps torch's own method: a custom function gets neither return_outputs nor loss_kwargs.
         self._return_outputs, self._loss_options = return_outputs, loss_options
         try:
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, **loss_options)
         finally:
-            for place in self._places.values():
-                place.runs.clear()
+            for stage in self._stages.values():
+                stage.runs.clear()
 
     def _act(self, action: _Action, ctx: _PipelineContext) -> None:
-        """Any of the five kinds; torch calls it in the place of its own."""
+        """Run an action of any of the five kinds; torch calls this instead of its own compute."""
         members = action.sub_actions or (action,)
         if len(members) == 2 and _independent(*members):
             self._play(members[0], members[1], ctx)
@@ -152,11 +166,12 @@ class Registration:
             if member.computation_type is FORWARD:
                 self._play(member, None, ctx)
             elif member.computation_type is BACKWARD_WEIGHT:
-                self._places[member.stage_index].finish_weights(_index(member))
+                self._stages[member.stage_index].finish_weights(_index(member))
             else:
                 self._play(None, member, ctx)
 
     def _play(self, forward: _Action | None, backward: _Action | None, context: _PipelineContext) -> None:
+        """Play a forward, a backward, or both together."""
         entering, leaving, grad = None, None, None
         if forward is not None:
             entering = self._begin_forward(forward, context)
@@ -170,42 +185,42 @@ class Registration:
         if backward is not None:
             self._end_backward(backward)
 
-    # What follows is around the compute what torch's runtime does around its own.
+    # The next four methods do what torch's runtime does before and after its own compute.
 
     def _begin_forward(self, action: _Action, context: _PipelineContext) -> Microbatch:
-        stage, index = action.stage_index, _index(action)
-        place = self._places[stage]
-        if not place.stage.is_first and stage - 1 not in self._places:
-            _wait_batch_p2p(self.schedule.fwd_recv_ops.pop((stage, index)))
+        number, index = action.stage_index, _index(action)
+        stage = self._stages[number]
+        if not stage.torch_stage.is_first and number - 1 not in self._stages:
+            _wait_batch_p2p(self.schedule.fwd_recv_ops.pop((number, index)))
         assert context.arg_mbs is not None
         assert context.kwarg_mbs is not None
-        return place.begin_forward(index, context.arg_mbs[index], context.kwarg_mbs[index] or {})
+        return stage.begin_forward(index, context.arg_mbs[index], context.kwarg_mbs[index] or {})
 
     def _end_forward(self, action: _Action, context: _PipelineContext) -> None:
-        stage, index = action.stage_index, _index(action)
-        place = self._places[stage]
-        output = place.end_forward(index, save=self._return_outputs)
-        self.schedule._maybe_compute_loss(place.stage, output, context.target_mbs, index, **self._loss_options)
-        if stage + 1 in self._places:
-            self._places[stage + 1].stage.set_local_fwd_input(output, index)
+        number, index = action.stage_index, _index(action)
+        stage = self._stages[number]
+        output = stage.end_forward(index, save=self._return_outputs)
+        self.schedule._maybe_compute_loss(stage.torch_stage, output, context.target_mbs, index, **self._loss_options)
+        if number + 1 in self._stages:
+            self._stages[number + 1].torch_stage.set_local_fwd_input(output, index)
 
     def _begin_backward(self, action: _Action) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
-        stage, index = action.stage_index, _index(action)
-        place = self._places[stage]
-        if not place.stage.is_last and stage + 1 not in self._places:
-            _wait_batch_p2p(self.schedule.bwd_recv_ops.pop((stage, index)))
-        if not place.stage.has_backward:
+        number, index = action.stage_index, _index(action)
+        stage = self._stages[number]
+        if not stage.torch_stage.is_last and number + 1 not in self._stages:
+            _wait_batch_p2p(self.schedule.bwd_recv_ops.pop((number, index)))
+        if not stage.torch_stage.has_backward:
             return None, None
-        return place.begin_backward(index, self.schedule._maybe_get_loss(place.stage, index))
+        return stage.begin_backward(index, self.schedule._maybe_get_loss(stage.torch_stage, index))
 
     def _end_backward(self, action: _Action) -> None:
-        stage, index = action.stage_index, _index(action)
-        place = self._places[stage]
-        if place.stage.has_backward:
-            place.end_backward(index, ends=action.computation_type is FULL_BACKWARD)
-            if stage - 1 in self._places:
-                grads = place.stage.get_local_bwd_output(index)
-                self._places[stage - 1].stage.set_local_bwd_input(grads, index)
+        number, index = action.stage_index, _index(action)
+        stage = self._stages[number]
+        if stage.torch_stage.has_backward:
+            stage.end_backward(index, ends=action.computation_type is FULL_BACKWARD)
+            if number - 1 in self._stages:
+                grads = stage.torch_stage.get_local_bwd_output(index)
+                self._stages[number - 1].torch_stage.set_local_bwd_input(grads, index)
 
 
 def _index(action: _Action) -> int:
@@ -214,7 +229,7 @@ def _index(action: _Action) -> int:
 
 
 def _independent(first: _Action, second: _Action) -> bool:
-    """Whether these are a forward and a backward, of different microbatches."""
+    """Whether the actions are a forward and a backward of different microbatches."""
     return (
         first.computation_type is FORWARD
         and second.computation_type in (FULL_BACKWARD, BACKWARD_INPUT)
@@ -223,7 +238,7 @@ def _independent(first: _Action, second: _Action) -> bool:
 
 
 def _exchange(stages: Sequence[PipelineStage]) -> Exchange:
-    """Over new groups of the ranks that share the experts."""
+    """Return an exchange over new groups of the ranks that share the experts."""
     groups = [m.group for stage in stages for m in stage.submod.modules() if isinstance(m, Experts)]
     if not groups:
         raise ValueError("no stage of this rank holds GroupedExperts; allowed: blocks that call them")
@@ -233,3 +248,165 @@ def _exchange(stages: Sequence[PipelineStage]) -> Exchange:
     if different is not None:
         raise ValueError(f"experts are shared by ranks {ranks[0]} and by {different}; allowed: one group a rank")
     return build_exchange(group, *(lane_groups(group, 3) if group is not None else ()))
+
+
+def checked(stage: object) -> PipelineStage:
+    """Return a stage that the engine can run; raise ``ValueError`` for another, with the reason."""
+    name = f"stage {getattr(stage, 'stage_index', '?')}"
+    if not isinstance(stage, PipelineStage):
+        raise ValueError(f"{name} is a {type(stage).__name__}; allowed: torch.distributed.pipelining.PipelineStage")
+    if stage.dw_builder is not None:
+        raise ValueError(f"{name} has a dw_builder; allowed: none, the engine computes weight gradients apart itself")
+    wrapped = [m for m in stage.submod.modules() if isinstance(m, DistributedDataParallel | FSDPModule)]
+    if wrapped:
+        kind = "DistributedDataParallel" if isinstance(wrapped[0], DistributedDataParallel) else "FSDP"
+        raise ValueError(f"{name} holds a module under {kind}; allowed: plain modules, reduced after the step")
+    if any(isinstance(parameter, DTensor) for parameter in stage.submod.parameters()):
+        raise ValueError(f"{name} has DTensor parameters; allowed: plain tensors")
+    return stage
+
+
+class _Run(NamedTuple):
+    """A microbatch between its forward and its last weight gradient."""
+
+    microbatch: Microbatch
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # leaves, from which the loss is computed; () before the forward has ended
+
+
+class AdoptedStage:
+    """One of torch's stages, with its blocks as a stage of the engine."""
+
+    def __init__(self, stage: PipelineStage, exchange: Exchange) -> None:
+        self.torch_stage = stage
+        module = stage.submod
+        listed = type(module).forward is nn.Sequential.forward or isinstance(module, nn.ModuleList)
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        self.whole = None if listed and not hooked else _Whole(module)
+        blocks = [self.whole] if self.whole else [block for block in module._modules.values() if block is not None]
+        self.stage = Stage(blocks, exchange, number=stage.stage_index)
+        kinds = [type(module).__name__] if self.whole else self.stage.names
+        self.stage.names = [f"stage {stage.stage_index}: {kind}" for kind in kinds]
+        self.carriers = [m for m in module.modules() if isinstance(m, AuxiliaryCarrier)]
+        self.trains = any(p.requires_grad for p in module.parameters())
+        self.runs: dict[int, _Run] = {}
+
+    def begin_forward(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Microbatch:
+        """Return the microbatch whose forward is played next, with the arguments of the step or received tensors."""
+        stage = self.torch_stage
+        inputs = tuple(args if stage.is_first else stage._retrieve_recv_activations(index))
+        self._validate("forward inputs", "inputs", inputs)
+        if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+            what = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+            raise ValueError(f"stage {stage.stage_index} is given {what}; allowed: one tensor or several")
+        if kwargs and not self.whole:
+            raise ValueError(
+                f"stage {stage.stage_index} is a list of blocks and is given {', '.join(kwargs)}; "
+                "allowed: keyword arguments for a single module"
+            )
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(kwargs)):
+            raise ValueError(
+                f"stage {stage.stage_index} is given keyword arguments that require a gradient; "
+                "allowed: ones that do not"
+            )
+        if self.whole:
+            self.whole.kwargs = kwargs
+        grad = stage.has_backward and (self.trains or any(x.requires_grad for x in inputs))
+        microbatch = self.stage.microbatch(inputs, index=index, loss_scale=self._loss_scale(), seed=None, grad=grad)
+        self.runs[index] = _Run(microbatch, inputs, ())
+        return microbatch
+
+    def end_forward(self, index: int, *, save: bool) -> Tensor | tuple[Tensor, ...]:
+        """Return the outputs of the microbatch that was played forward, and keep them as torch does."""
+        stage, microbatch = self.torch_stage, self.runs[index].microbatch
+        assert microbatch.outputs is not None
+        outputs, microbatch.outputs = microbatch.outputs, None
+        if stage.is_last and save:
+            stage.output_chunks.append(_one(tuple(output.detach() for output in outputs)))
+        if microbatch.grad:
+            for output, requires in zip(outputs, microbatch.differentiable, strict=True):
+                output.requires_grad_(requires)
+            self.runs[index] = self.runs[index]._replace(outputs=outputs)
+        else:
+            del self.runs[index]
+        stage.fwd_cache[index] = (outputs, [])  # SEND_F sends these
+        if not stage.is_last:
+            self._validate("forward outputs", "outputs", outputs)
+        return _one(outputs)
+
+    def begin_backward(
+        self, index: int, loss: Tensor | None
+    ) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
+        """Return the microbatch whose backward is played next, and the gradients of its outputs; None without one."""
+        del self.torch_stage.fwd_cache[index]
+        if index not in self.runs:  # the microbatch has no backward
+            return None, None
+        microbatch, _, outputs = self.runs[index]
+        if self.torch_stage.is_last:
+            assert loss is not None
+            loss.backward()
+            grads = tuple(output.grad for output in outputs)
+        else:
+            grads = self.torch_stage._retrieve_recv_grads(index)
+            self._validate("backward input (output_grads)", "output_grads", grads)
+        self.runs[index] = self.runs[index]._replace(outputs=())
+        return microbatch, tuple(
+            (torch.zeros_like(output) if grad is None else grad) if output.requires_grad else None
+            for output, grad in zip(outputs, grads, strict=True)
+        )
+
+    def end_backward(self, index: int, *, ends: bool) -> None:
+        """Keep the inputs' gradients where torch sends them from; ``ends`` says that no weight gradients are left."""
+        grads: tuple[Tensor | None, ...] = (None,) * len(self.torch_stage.args_recv_info[index])
+        if index in self.runs:
+            microbatch, inputs, _ = self.runs[index]
+            grads = tuple(map(_laid_out, microbatch.input_grads, inputs))
+            microbatch.input_grads = ()
+            if ends:
+                del self.runs[index]
+        self.torch_stage.bwd_cache[index] = grads
+        if not self.torch_stage.is_first:
+            self._validate("backward output (input_grads)", "input_grads", grads)
+
+    def finish_weights(self, index: int) -> None:
+        """Compute the weight gradients that the backward has left, and add them to ``.grad``."""
+        if index in self.runs:
+            self.runs.pop(index).microbatch.accumulate_weights()
+
+    def _loss_scale(self) -> float:
+        """Return the scale of the stage's auxiliary losses, as the user has set it."""
+        scales = {carrier.loss_scale for carrier in self.carriers} or {1.0}
+        if len(scales) > 1:
+            number = self.torch_stage.stage_index
+            raise ValueError(f"stage {number} has auxiliary losses of scales {sorted(scales)}; allowed: one scale")
+        return scales.pop()
+
+    def _validate(self, what: str, attribute: str, tensors: Sequence[Tensor | None]) -> None:
+        """Run torch's own check of tensors, which torch runs if TORCH_DISTRIBUTED_DEBUG is DETAIL."""
+        stage = self.torch_stage
+        if getattr(stage, "_runtime_validate", False):
+            expected = getattr(stage._stage_meta, attribute)
+            stage._validate_stage_tensors(f"Stage {stage.stage_index} {what}", expected, tuple(tensors))
+
+
+class _Whole(nn.Module):
+    """A stage's module as one block, called with the keyword arguments of the microbatch that runs forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs, **self.kwargs)
+
+
+def _one(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return values[0] if len(values) == 1 else values
+
+
+def _laid_out(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return a gradient in the layout of its leaf, as autograd leaves it: a view or expanded tensor cannot be sent."""
+    if grad is None or grad.stride() == like.stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)
