@@ -277,7 +277,7 @@ def _evaluated(rank: int, size: int, name: str) -> bool:
         for s in stages
         for n, g in models.gradients(s.submod).items()
     )
-    assert not any(place.runs for place in registered._places.values())
+    assert not any(stage.runs for stage in registered._stages.values())
     return same and (torch.equal(output, expected) if last else output is None)
 
 
@@ -380,7 +380,7 @@ def test_a_stage_that_raises_leaves_nothing_behind(alone: None) -> None:
     with pytest.raises(RuntimeError, match="third"):
         Step(schedule, schedule._stages, data)
     handle.remove()
-    assert not any(place.runs for place in registered._places.values())
+    assert not any(stage.runs for stage in registered._stages.values())
     schedule._internal_losses.clear()  # torch's, which a step that fails leaves
     assert not Step(schedule, schedule._stages, data).differs(expected)
 
