@@ -20,12 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"tie_word_embeddings": True}),
@@ -95,7 +93,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
         finally:
             safetensors.safe_open = Reader.own  # type: ignore[misc]
         tokens, labels = tiny.batch(4)
-        engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=30)
+        engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
         losses = list(engine.evaluate(tokens, target=labels).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
         results.append((losses, sum(reader.read.values()), sum(held.values())))
@@ -187,22 +185,23 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _trained(rank: int, size: int, name: str, options: dict[str, Any], folder: Path) -> dict[str, tuple[Tensor, int]]:
-    """Trains over stages and expert ranks and saves; every tensor of this rank, and which part of the whole it is."""
-    pp = 2 if size > 1 else 1
-    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
-    program = build_schedule("combined_1f1b", ranks=pp, microbatches=2)
+def _trained(
+    rank: int, size: int, name: str, options: dict[str, Any], folder: Path, learns: bool
+) -> dict[str, tuple[Tensor, int]]:
+    """Train over stages and expert ranks, and save; return this rank's tensors, each with its rank along "ep"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     stages = split_model(tiny.build(name, **options), program, mesh)
-    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=30)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
-    loss, steps = 1.0, 0
-    while loss >= 0.04 and steps < 60:
-        tokens, labels = tiny.batch(4)  # one batch, again and again
+    tokens, labels = tiny.batch(4)  # one batch, again and again
+    for _ in range(60 if learns else 2):
         loss = engine.mean_loss(engine.step(tokens, target=labels))
-        steps += 1
         optimizer.step()
         optimizer.zero_grad()
-    assert loss < 0.05
+        if loss < 0.04:
+            break
+    assert loss < 0.05 or not learns
     stages.save_pretrained(folder)
     part = mesh["ep"].get_local_rank()
     return {label: (value.clone(), part) for label, value in stages.state_dict().items()}
@@ -210,7 +209,8 @@ def _trained(rank: int, size: int, name: str, options: dict[str, Any], folder: P
 
 @pytest.mark.parametrize(("name", "options"), SAVED, ids=[name for name, _ in SAVED])
 def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    held = ranks4.run(_trained, name, options, tmp_path)
+    learns = name == "mixtral"  # the others' gradients are compared in test_split
+    held = ranks4.run(_trained, name, options, tmp_path, learns)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     state = loaded.state_dict()
     assert {label for part in held for label in part} == state.keys()
@@ -219,7 +219,7 @@ def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[
             whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
             assert torch.equal(value, whole), label
     tokens, labels = tiny.batch(4)
-    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05
+    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
 
 
 def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
