@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 
-def graph_nodes(outputs: Iterable[Tensor]) -> set[Any]:
-    """Return all autograd nodes that a backward of these tensors would visit; a leaf's node has its ``variable``."""
-    seen: set[Any] = set()
+def graph_nodes(outputs: Iterable[Tensor]) -> list[Any]:
+    """Return all autograd nodes behind these tensors, depth first; a leaf's node has its ``variable``."""
+    seen: dict[Any, None] = {}
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in seen:
-            seen.add(node)
+            seen[node] = None
             waiting += [following for following, _ in node.next_functions if following is not None]
-    return seen
+    return list(seen)

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining's schedules, their compute played by the engine."""
+"""Schedules of torch.distributed.pipelining, whose compute the engine plays."""
 
 from overlap1f1b.integrations.torch_pipelining.registration import Registration, register
 

@@ -377,19 +377,16 @@ class AdoptedStage:
         """Return the scale of the stage's auxiliary losses, as the user has set it."""
         scales = {carrier.loss_scale for carrier in self.carriers} or {1.0}
         if len(scales) > 1:
-            raise ValueError(
-                f"stage {self.torch_stage.stage_index} has auxiliary losses of scales {sorted(scales)}; "
-                "allowed: one scale"
-            )
+            number = self.torch_stage.stage_index
+            raise ValueError(f"stage {number} has auxiliary losses of scales {sorted(scales)}; allowed: one scale")
         return scales.pop()
 
     def _validate(self, what: str, attribute: str, tensors: Sequence[Tensor | None]) -> None:
         """Run torch's own check of tensors, which torch runs if TORCH_DISTRIBUTED_DEBUG is DETAIL."""
-        if getattr(self.torch_stage, "_runtime_validate", False):
-            expected = getattr(self.torch_stage._stage_meta, attribute)
-            self.torch_stage._validate_stage_tensors(
-                f"Stage {self.torch_stage.stage_index} {what}", expected, tuple(tensors)
-            )
+        stage = self.torch_stage
+        if getattr(stage, "_runtime_validate", False):
+            expected = getattr(stage._stage_meta, attribute)
+            stage._validate_stage_tensors(f"Stage {stage.stage_index} {what}", expected, tuple(tensors))
 
 
 class _Whole(nn.Module):

@@ -18,12 +18,9 @@ from transformers import AutoModelForCausalLM
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.integrations.transformers.experts import adapter_in
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
-
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 
 
 class LowRank(nn.Module):
@@ -173,7 +170,7 @@ def _trained(rank: int, size: int) -> list[float]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     program = build_schedule("combined_1f1b", microbatches=2)
     stages = split_model(linear(tiny.build("mixtral")), program, mesh)
-    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=30)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
     tokens, labels = tiny.batch(4)
     engine.step(tokens, target=labels)
     return [float(p.grad.norm()) for name, p in stages.named_parameters() if "lora_" in name and p.grad is not None]

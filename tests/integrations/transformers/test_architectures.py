@@ -15,11 +15,9 @@ from packaging.version import Version
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 INSTALLED = architectures.names()
 
 PASSES_MORE = "cannot go on with what stands in for its layers"
@@ -74,7 +72,7 @@ def test_split_or_refused(name: str) -> None:
     assert name not in REFUSED
     tokens, labels = tiny.batch(4)
     losses, expected = tiny.own_gradients(whole, {"input_ids": tokens}, labels, 2)
-    result = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step(tokens, target=labels)
+    result = Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
     limit = 1e-5 if dtype is torch.float32 or name in ROUNDED else 1e-12
     for found, own in zip(result.losses, losses, strict=True):
         torch.testing.assert_close(found, own, rtol=limit, atol=0)

@@ -13,12 +13,10 @@ pytest.importorskip("transformers")
 
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 STEPS = 2
 ROWS = 8
 
@@ -35,7 +33,7 @@ class Run:
             self.shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
         program = build_schedule(schedule, ranks=ranks, microbatches=4 if schedule == "dualpipev" else 2)
         self.stages = split_model(tiny.build("mixtral", seed=seed, tie_word_embeddings=True), program, mesh)
-        options: dict[str, Any] = {"loss_fn": self.stages.loss_fn, "costs": COSTS, "timeout": 30}
+        options: dict[str, Any] = {"loss_fn": self.stages.loss_fn, "costs": tiny.COSTS, "timeout": 30}
         self.engine = Engine(self.stages, program, mesh=mesh, **options)
         self.fresh()
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
-from overlap1f1b.plan import NodeCosts, Overlap, Recompute
+from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
@@ -22,7 +22,6 @@ from tests.engine.run.test_recompute import Counted
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 PROGRAMS = ["sequential", "combined_1f1b", "dualpipev"]
 OVERLAPS: list[Overlap] = ["pairs", 3]
 MICROBATCHES = 4
@@ -62,7 +61,7 @@ def test_one_rank_is_bit_equal(name: str, schedule: str) -> None:
     program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
     for overlap in OVERLAPS:
         stages = split_model(tiny.build(name, **options), program)
-        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS)
+        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS)
         result = engine.step(tokens, target=labels)
         assert list(result.losses) == losses
         limit = 0.0 if len(stages) == 1 else 1e-6  # copies of stages: sums over router logits have another order
@@ -77,7 +76,7 @@ def test_recomputed_layers_are_bit_equal(name: str) -> None:
     modes: list[Recompute] = ["none", "block", "experts", "attention"]
     for mode in modes:
         stages = split_model(tiny.build(name), program, grouped=True)
-        Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS, recompute=mode).step(tokens, target=labels)
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS, recompute=mode).step(tokens, target=labels)
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         expected = expected or found
         assert models.equal(found, expected) == [], mode
@@ -94,7 +93,7 @@ def _recomputed(rank: int, size: int) -> list[tuple[list[str], int]]:
     for mode in modes:
         exchange = Counted(build_exchange(mesh.get_group("ep")), seed=rank)
         stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program, mesh)
-        options: dict[str, Any] = {"recompute": mode, "exchange": exchange, "costs": COSTS, "timeout": 30}
+        options: dict[str, Any] = {"recompute": mode, "exchange": exchange, "costs": tiny.COSTS, "timeout": 30}
         Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, **options).step(tokens, target=labels)
         grads = {name: p.grad for name, p in stages.named_parameters() if p.grad is not None}
         expected = expected or grads
@@ -122,7 +121,7 @@ def _compare(rank: int, size: int, name: str, pp: int, ep: int, double: bool, op
         for overlap in OVERLAPS:
             stages = split_model(tiny.build(name, double=double, **options), program, mesh)
             engine = Engine(
-                stages, program, mesh=mesh, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS, timeout=30
+                stages, program, mesh=mesh, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS, timeout=30
             )
             result = engine.step(tokens, target=labels)
             found = problems_of(stages, expected, limit)
@@ -182,7 +181,9 @@ def test_masks_and_positions(name: str, case: str) -> None:
     assert unseen or losses[1:] != without[1:]
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=3, chunks=2)
     stages = split_model(tiny.build(name, **options), program, inputs=["input_ids", *more], grouped=True)
-    result = Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step((tokens, *more.values()), target=labels)
+    result = Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(
+        (tokens, *more.values()), target=labels
+    )
     torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert problems_of(stages, expected, 1e-5) == []
 
@@ -193,7 +194,7 @@ def test_the_routers_loss_asked_for_after_the_split() -> None:
     stages = split_model(tiny.build("qwen3_moe"), program)
     stages.model.config.output_router_logits = True
     with pytest.raises(RuntimeError, match=r"^config\.output_router_logits was set after split_model; allowed: before"):
-        Engine(stages, program, loss_fn=stages.loss_fn, costs=COSTS).step(tokens, target=labels)
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
 
 
 def test_mean_over_tokens() -> None:
@@ -204,7 +205,7 @@ def test_mean_over_tokens() -> None:
     loss.backward()
     program = build_schedule("combined_1f1b", microbatches=3)
     stages = split_model(tiny.build("mixtral"), program)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, count_tokens=stages.count_tokens, costs=COSTS)
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, count_tokens=stages.count_tokens, costs=tiny.COSTS)
     result = engine.step(tokens, target=labels)
     torch.testing.assert_close(result.loss, loss.detach())
     assert problems_of(stages, tiny.gradients(model), 1e-5) == []
@@ -219,7 +220,7 @@ def test_a_loss_of_ones_own_sees_the_logits() -> None:
         assert logits.shape == (*target.shape, tiny.V)
         return own + logits.square().mean()
 
-    result = Engine(stages, program, loss_fn=loss_fn, costs=COSTS).step(tokens, target=labels, return_outputs=True)
+    result = Engine(stages, program, loss_fn=loss_fn, costs=tiny.COSTS).step(tokens, target=labels, return_outputs=True)
     model = tiny.build("qwen3_moe")
     for loss, (own, logits), x, y in zip(result.losses, result.outputs, tokens.chunk(2), labels.chunk(2), strict=True):
         output = model(x, labels=y, use_cache=False)
@@ -235,7 +236,7 @@ def test_dropout_and_jitter_have_a_stream_of_their_own() -> None:
     for overlap in ("serial", "pairs", 3):
         program = build_schedule("combined_1f1b", microbatches=3)
         stages = split_model(tiny.build("mixtral", **options).train(), program, grouped=True)
-        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=COSTS)
+        engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS)
         torch.manual_seed(7)
         result = engine.step(tokens, target=labels)
         found.append((result.losses, {n: p.grad for n, p in stages.named_parameters()}))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.moe import GroupedExperts
 from tests import models
-from tests.integrations import megatron_on_cpu as client
+from tests.integrations.megatron import on_cpu as client
 from tests.ranks import run
 
 pytestmark = [

@@ -82,10 +82,10 @@ def _equal(
     ep: int,
     name: str,
     microbatches: int,
-    overlap: Overlap,
+    overlaps: tuple[Overlap, ...],
     options: dict[str, Any],
 ) -> list[str]:
-    """What differs between two steps of a schedule and the same with the engine, and with it removed again."""
+    """Return the differences of two steps with the engine, and of one with it removed, from a step without it."""
     pp, group = mesh(size, ep)
     parts = cut(models.build(group, layers=5, **options))
     stages = stages_of(pp, parts, LOOP if "Interleaved" in name or "Looped" in name else V)
@@ -93,32 +93,39 @@ def _equal(
     data = models.batch(microbatches, seed=rank % ep)
     expected = Step(schedule, stages, data)
     exchange = Delayed(build_exchange(group, *(lane_groups(group, 3) if group else ())), seed=rank)
-    registered = register(schedule, overlap=overlap, exchange=exchange, timeout=20)
-    problems = [f"step {i}: {what}" for i in range(2) for what in Step(schedule, stages, data).differs(expected)]
-    registered.remove()
-    assert not schedule._comp_type_to_function_map
+    problems: list[str] = []
+    for overlap in overlaps:
+        registered = register(schedule, overlap=overlap, exchange=exchange, timeout=20)
+        for step in range(2):
+            differs = Step(schedule, stages, data).differs(expected)
+            problems += [f"overlap {overlap}, step {step}: {what}" for what in differs]
+        registered.remove()
+        assert not schedule._comp_type_to_function_map
     return problems + [f"removed: {what}" for what in Step(schedule, stages, data).differs(expected)]
 
 
-@pytest.mark.parametrize(("microbatches", "overlap"), [(5, "serial"), (5, "pairs"), (5, 1), (5, 2), (8, "pairs")])
-def test_dualpipev_on_two_ranks(ranks2: Ranks, microbatches: int, overlap: Overlap) -> None:
-    assert ranks2.run(_equal, 1, "ScheduleDualPipeV", microbatches, overlap, {}) == [[], []]
+EVERY: tuple[Overlap, ...] = ("serial", "pairs", 1, 2)
 
 
-@pytest.mark.parametrize(("microbatches", "overlap"), [(7, "serial"), (7, "pairs"), (7, 1), (7, 2), (4, "pairs")])
-def test_dualpipev_with_shared_experts(ranks4: Ranks, microbatches: int, overlap: Overlap) -> None:
-    assert ranks4.run(_equal, 2, "ScheduleDualPipeV", microbatches, overlap, {}) == [[]] * 4
+@pytest.mark.parametrize(("microbatches", "overlaps"), [(5, EVERY), (8, ("pairs",))])
+def test_dualpipev_on_two_ranks(ranks2: Ranks, microbatches: int, overlaps: tuple[Overlap, ...]) -> None:
+    assert ranks2.run(_equal, 1, "ScheduleDualPipeV", microbatches, overlaps, {}) == [[], []]
+
+
+@pytest.mark.parametrize(("microbatches", "overlaps"), [(7, EVERY), (4, ("pairs",))])
+def test_dualpipev_with_shared_experts(ranks4: Ranks, microbatches: int, overlaps: tuple[Overlap, ...]) -> None:
+    assert ranks4.run(_equal, 2, "ScheduleDualPipeV", microbatches, overlaps, {}) == [[]] * 4
 
 
 def test_dropout_draws_what_torch_draws(ranks4: Ranks) -> None:
-    assert ranks4.run(_equal, 2, "ScheduleDualPipeV", 6, "pairs", {"dropout": 0.3}) == [[]] * 4
+    assert ranks4.run(_equal, 2, "ScheduleDualPipeV", 6, ("pairs",), {"dropout": 0.3}) == [[]] * 4
 
 
 @pytest.mark.parametrize(
     "name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
 )
 def test_schedules_without_pairs(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_equal, 2, name, 6, 1, {}) == [[]] * 4
+    assert ranks4.run(_equal, 2, name, 6, (1,), {}) == [[]] * 4
 
 
 def _table(rank: int, size: int, text: str | None, path: str) -> list[str]:
@@ -277,7 +284,7 @@ def _evaluated(rank: int, size: int, name: str) -> bool:
         for s in stages
         for n, g in models.gradients(s.submod).items()
     )
-    assert not any(place.runs for place in registered._places.values())
+    assert not any(stage.runs for stage in registered._stages.values())
     return same and (torch.equal(output, expected) if last else output is None)
 
 
@@ -380,7 +387,7 @@ def test_a_stage_that_raises_leaves_nothing_behind(alone: None) -> None:
     with pytest.raises(RuntimeError, match="third"):
         Step(schedule, schedule._stages, data)
     handle.remove()
-    assert not any(place.runs for place in registered._places.values())
+    assert not any(stage.runs for stage in registered._stages.values())
     schedule._internal_losses.clear()  # torch's, which a step that fails leaves
     assert not Step(schedule, schedule._stages, data).differs(expected)
 

@@ -1,4 +1,4 @@
-"""A rank reads its part of pretrained weights, and the model is then the one that transformers loads."""
+"""Each rank reads its part of a folder of weights; what is saved is what was trained, as transformers sees it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+
 from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"tie_word_embeddings": True}),
@@ -94,7 +93,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
         finally:
             safetensors.safe_open = Reader.own  # type: ignore[misc]
         tokens, labels = tiny.batch(4)
-        engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=COSTS, timeout=30)
+        engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
         losses = list(engine.evaluate(tokens, target=labels).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
         results.append((losses, sum(reader.read.values()), sum(held.values())))
@@ -177,3 +176,64 @@ def test_folders_without(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     looked = "looked for part.safetensors, which model.safetensors.index.json names; found none"
     assert refusal() == f"{tmp_path}: {looked}"
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {}),
+    ("deepseek_v3", {}),
+]
+
+
+def _trained(
+    rank: int, size: int, name: str, options: dict[str, Any], folder: Path, learns: bool
+) -> dict[str, tuple[Tensor, int]]:
+    """Train over stages and expert ranks, and save; return this rank's tensors, each with its rank along "ep"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
+    stages = split_model(tiny.build(name, **options), program, mesh)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
+    tokens, labels = tiny.batch(4)  # one batch, again and again
+    for _ in range(60 if learns else 2):
+        loss = engine.mean_loss(engine.step(tokens, target=labels))
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.04:
+            break
+    assert loss < 0.05 or not learns
+    stages.save_pretrained(folder)
+    part = mesh["ep"].get_local_rank()
+    return {label: (value.clone(), part) for label, value in stages.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "options"), SAVED, ids=[name for name, _ in SAVED])
+def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    learns = name == "mixtral"  # the others' gradients are compared in test_split
+    held = ranks4.run(_trained, name, options, tmp_path, learns)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    state = loaded.state_dict()
+    assert {label for part in held for label in part} == state.keys()
+    for part in held:
+        for label, (value, rank) in part.items():
+            whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
+            assert torch.equal(value, whole), label
+    tokens, labels = tiny.batch(4)
+    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
+
+
+def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
+    """Tied inside the one stage; the configurations are those that transformers writes."""
+    options = {"tie_word_embeddings": True}
+    model = tiny.build("mixtral", **options).to(torch.bfloat16)
+    model.generation_config.update(do_sample=True, temperature=0.5)
+    model.save_pretrained(tmp_path / "own")
+    ours = tmp_path / "ours"
+    for shard in ("1GB", "20KB"):  # one file, and more than are written
+        tiny.build("mixtral", seed=4, **options).save_pretrained(ours, max_shard_size=shard)
+        split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(ours)
+        loaded = AutoModelForCausalLM.from_pretrained(ours)
+        assert all(torch.equal(value, model.state_dict()[label]) for label, value in loaded.state_dict().items())
+        assert [path.name for path in ours.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
+    for file in ("config.json", "generation_config.json"):
+        assert (ours / file).read_text() == (tmp_path / "own" / file).read_text()

@@ -1,0 +1,117 @@
+"""Batches, feeds, and the microbatches that are made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.engine import Engine, Feed, Stage
+from overlap1f1b.engine.batch import Loss, Microbatches, feed_batch, split_batch
+from overlap1f1b.engine.run.microbatch import is_absent
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.mesh import Mesh
+from tests import models
+
+X = torch.arange(12.0).view(6, 2)
+
+
+def test_a_batch_is_split_along_its_first_dimension() -> None:
+    one, two = split_batch(X, 3, "inputs"), split_batch((X, X + 1), 2, "inputs")
+    assert [one(index)[0].tolist() for index in range(3)] == [part.tolist() for part in X.chunk(3)]
+    assert [[t.tolist() for t in two(index)] for index in range(2)] == [
+        [a.tolist(), (a + 1).tolist()] for a in X.chunk(2)
+    ]
+    assert one(0)[0].data_ptr() == X.data_ptr()  # nothing is copied
+
+
+def test_a_list_has_an_entry_a_microbatch_of_any_size() -> None:
+    part = split_batch([X[:1], (X[1:4], X[:2])], 2, "inputs")
+    assert [[len(t) for t in part(index)] for index in range(2)] == [[1], [3, 2]]
+
+
+def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
+    part = split_batch({"mask": None, "ids": X}, 2, "inputs", ("ids", "mask"))
+    ids, mask = part(1)
+    assert ids.tolist() == X[3:].tolist()
+    assert is_absent(mask)
+
+
+@pytest.mark.parametrize(
+    ("batch", "names", "message"),
+    [
+        (None, (), "no inputs on a rank that needs them"),
+        (X, (), "inputs: a batch of 6 cannot be cut into 4 microbatches; allowed: a multiple"),
+        (torch.tensor(1.0), (), "a batch of 0 cannot be cut"),
+        ([X], (), "inputs: 1 microbatches for a program of 4"),
+        ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),
+        ((X, None), (), "inputs of type tuple of Tensor, NoneType"),
+        ({"ids": X}, ("ids", "mask"), "inputs named ids; allowed: exactly ids, mask"),
+        ({"ids": None, "mask": None}, ("ids", "mask"), "inputs: no tensor; allowed: at least one"),
+        ({"ids": 3, "mask": None}, ("ids", "mask"), "inputs: ids of type int; allowed: a tensor"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_named(batch: Any, names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 4, "inputs", names)
+
+
+def test_shares_are_of_microbatches_or_of_tokens() -> None:
+    stages, program = {0: Stage([nn.Linear(2, 2)])}, build_schedule("sequential", microbatches=3)
+
+    def feed(count: Any) -> Feed:
+        return feed_batch(stages, program, Mesh(None), Loss(models.loss_fn, count, 2.0), X, X[:, :1], keep=False)
+
+    even = feed(None)
+    assert even.shares == dict.fromkeys(range(3), 1 / 3)
+    assert even.auxiliary == pytest.approx(2 / 3)
+    uneven = feed(lambda target: int(target.sum() > 2) * 4)  # the first microbatch counts for nothing
+    assert uneven.shares == {0: 0, 1: 0.5, 2: 0.5}
+    assert uneven.given(0, 1)["loss_scale"] == 1.0
+    assert uneven.given(0, 0)["loss_fn"] is not models.loss_fn  # undefined, a mean over nothing
+    assert uneven.given(0, 0)["loss_fn"](torch.ones(2, requires_grad=True)).item() == 0
+
+
+def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbours() -> None:
+    program = build_schedule("interleaved_1f1b", ranks=1, chunks=2, microbatches=2)
+    stages = {number: Stage([nn.Linear(2, 2)], number=number) for number in range(2)}
+    asked: list[tuple[int, int]] = []
+
+    def given(stage: int, microbatch: int) -> dict[str, Any]:
+        asked.append((stage, microbatch))
+        return {}
+
+    made = Microbatches(stages, program.placement, Feed(given, {}, None), grad=True)
+    assert not made
+    first, second = made[0, 1], made[1, 1]
+    assert (first.after, second.before, first.before) == (second, first, None)
+    assert asked == [(0, 1), (1, 1)]
+    assert made.of_stage(1) == [second]
+
+
+def test_a_feed_plays_losses_of_its_own() -> None:
+    """An engine without a loss: each microbatch brings its own, unscaled."""
+    model, (inputs, target) = models.build(), models.batch(3)
+    losses, expected = [], {}
+    for index, (x, y) in enumerate(zip(inputs.chunk(3), target.chunk(3), strict=True)):
+        loss = models.loss_fn(model(x), y) * (index + 1)
+        loss.backward()
+        losses.append(loss.item())
+    expected = models.gradients(model)
+    model.zero_grad()
+
+    def given(stage: int, microbatch: int) -> dict[str, Any]:
+        def loss_fn(logits: Tensor) -> Tensor:
+            return models.loss_fn(logits, target.chunk(3)[microbatch]) * (microbatch + 1)
+
+        return {"inputs": inputs.chunk(3)[microbatch], "loss_fn": loss_fn, "keep_outputs": True}
+
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=3))
+    played = engine.play(lambda: Feed(given, dict.fromkeys(range(3), 1.0), None))
+    assert [loss.item() for loss in played.result.losses] == losses
+    assert not models.equal(models.gradients(model), expected)
+    assert [m.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3
+    with pytest.raises(ValueError, match="an Engine without loss_fn"):
+        engine.step(inputs, target=target)

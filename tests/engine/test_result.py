@@ -1,0 +1,38 @@
+"""The result of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap1f1b.engine.result import StepResult, mean_loss
+from overlap1f1b.plan import Node, Op, Span
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.mesh import Mesh
+
+
+def result(*losses: float, weights: tuple[float, ...]) -> StepResult:
+    return StepResult(tuple(map(torch.tensor, losses)), weights, (), tuple, 0, 0)
+
+
+def test_the_loss_is_the_mean_by_weights() -> None:
+    assert result(1.0, 3.0, weights=(0.5, 0.5)).loss.item() == 2
+    uneven = result(1.0, 3.0, weights=(0.25, 0.75))
+    assert uneven.loss.item() == 2.5
+    assert mean_loss(uneven, Mesh(None)) == 2.5
+    with pytest.raises(ValueError, match="no microbatch ends on this rank"):
+        _ = result(weights=()).loss
+
+
+def test_the_overlap_is_evaluated_once_and_when_it_is_looked_at() -> None:
+    asked = []
+
+    def measured() -> tuple[Span, ...]:
+        asked.append(True)
+        return (Span(Node(Op.COMBINE, Kind.F, 0, 0), 0.0, 2.0), Span(Node(Op.EXPERTS, Kind.F, 1, 0), 1.0, 2.0))
+
+    found = StepResult((), (), (), measured, 0, 0)
+    assert not asked
+    assert found.overlap.hidden_fraction == 0.5
+    assert found.overlap.exposed == 1
+    assert len(asked) == 1

@@ -1,0 +1,324 @@
+"""Chunks that are cut at their layers against a plain loop, and chunks that cannot be cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from overlap1f1b.integrations.megatron import (
+    get_forward_backward_func,
+)
+from overlap1f1b.integrations.megatron.chunk import default_layers
+from overlap1f1b.moe import GroupedExperts
+from tests import models
+from tests.integrations.megatron.chunks import (
+    COSTS,
+    LAYERS,
+    Listed,
+    Part,
+    Wrapped,
+    build,
+    call,
+    forward_step,
+    grads_of,
+    items,
+    plain,
+    with_config,
+)
+
+
+def test_autocast() -> None:
+    def dense() -> Listed:
+        torch.manual_seed(0)
+        return Listed(nn.Embedding(models.V, models.H), nn.Linear(models.H, models.H), nn.Linear(models.H, models.V))
+
+    function, model, reference = get_forward_backward_func(costs=COSTS), dense(), dense()
+    model.config = SimpleNamespace(enable_autocast=True, autocast_dtype=torch.bfloat16)  # type: ignore[assignment]
+    data = items(3)
+    losses = []
+    for tokens, target in data:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = models.loss_fn(reference(tokens), target)
+        losses.append(loss.detach())
+        (loss / len(data)).backward()
+    reports = call(function, [model], data)  # type: ignore[list-item]
+    assert [report["loss"] for report in reports] == losses
+    assert models.equal(models.gradients(model), models.gradients(reference)) == []
+    collected = call(function, [model], data, forward_only=True, collect_non_loss_data=True)  # type: ignore[list-item]
+    assert collected[0]["logits"].dtype is torch.bfloat16
+
+
+def test_the_first_microbatch_is_marked() -> None:
+    function, part, _ = with_config()
+    marked: list[int] = []
+    part.set_is_first_microbatch = lambda: marked.append(1)  # type: ignore[assignment]
+    call(function, [part], items(3))
+    assert len(marked) == 1
+    for first in (None, True, False):
+        call(function, [part], items(3), forward_only=True, first_val_step=first)
+    assert len(marked) == 3
+
+
+def test_layers_become_blocks() -> None:
+    function = get_forward_backward_func(costs=COSTS)
+    call(function, build(1), items(1))
+    (prepared,) = function._engines.values()
+    # Its layers, with embedding and a parameter of its own before them, with head and loss behind.
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
+    whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
+    call(whole, build(1), items(1))
+    (prepared,) = whole._engines.values()
+    assert len(prepared.engine.stages[0].blocks) == 1
+
+
+def test_children_of_a_sequential_become_blocks() -> None:
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    model, reference = Listed(*models.build()), models.build()
+    data = items(5)
+    for tokens, target in data:
+        (models.loss_fn(reference(tokens), target) / len(data)).backward()
+    call(function, [model], data)  # type: ignore[list-item]
+    (prepared,) = function._engines.values()
+    assert len(prepared.engine.stages[0].blocks) == len(reference) + 1  # and the loss
+    assert models.equal(models.gradients(model), models.gradients(reference)) == []
+
+
+def test_a_wrapped_chunk_is_looked_into() -> None:
+    function = get_forward_backward_func(costs=COSTS)
+    (part,), (reference,) = build(1, config=SimpleNamespace(grad_scale_func=lambda loss: loss * 2)), build(1)
+    data = items(3)
+    plain([reference], data, scale=2.0)
+    call(function, [Wrapped(part)], data)  # type: ignore[list-item]
+    (prepared,) = function._engines.values()
+    assert len(prepared.engine.stages[0].blocks) == 1 + (LAYERS + 1) + 1
+    assert models.equal(grads_of(part), grads_of(reference)) == []
+
+
+class Skips(Part):
+    """The last layer's input goes round it, too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.head is not None
+        x = early = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + early)
+
+
+class Passes(Part):
+    """The last layer gets an earlier tensor that is not among its arguments."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.head is not None
+        x = early = self.embedding(tokens)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        hook = self.layers[-1].register_forward_pre_hook(lambda layer, args: (args[0] + early,))
+        try:
+            return self.head(self.layers[-1](x))
+        finally:
+            hook.remove()
+
+
+class Borrows(Part):
+    """A layer that uses another one's parameter."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.layers[0].norm.weight.sum()  # type: ignore[operator, union-attr]
+
+
+class Backwards(Part):
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        x = self.embedding(tokens)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+class Leaves(Part):
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.head is not None
+        return self.head(self.layers[0](self.embedding(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Skips,
+            "a tensor of an earlier layer gets a gradient from what follows layer 6 by another way than the layer's "
+            "result; allowed: no such tensor, or layers=lambda chunk",
+        ),
+        (Passes, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
+        (Borrows, "parameter .*norm.weight gets a gradient from what follows layer 6 by another way"),
+        (Backwards, "comes to layer 6 after what precedes layer 0; allowed: each layer once, in order"),
+        (Leaves, "ends after layer 0, without layer 1; allowed: to call each layer once"),
+    ],
+)
+def test_gradients_that_go_round_a_layer_are_found(kind: type[Part], message: str) -> None:
+    def part() -> Part:
+        return kind(list(models.build(layers=LAYERS)), None, first=True, last=True)
+
+    function = get_forward_backward_func(costs=COSTS)
+    with pytest.raises(ValueError, match=message):
+        call(function, [part()], items(2))
+    assert torch.is_grad_enabled()
+    if kind in (Skips, Passes, Borrows):  # right where the chunk is left whole
+        whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
+        cut, reference = part(), part()
+        call(whole, [cut], items(2))
+        plain([reference], items(2))
+        assert models.equal(grads_of(cut), grads_of(reference)) == []
+
+
+class Fused(torch.autograd.Function):
+    """A linear layer whose backward adds to the main gradient of its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (x,) = grads, ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return grad @ ctx.weight, None
+
+
+class InPlace(torch.autograd.Function):
+    """A cross entropy whose backward changes what its forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        probabilities = logits.softmax(-1)
+        ctx.save_for_backward(probabilities, target)
+        return -probabilities.gather(-1, target[..., None]).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), (probabilities, target) = grads, ctx.saved_tensors
+        probabilities.scatter_add_(-1, target[..., None], -torch.ones_like(target[..., None], dtype=torch.float32))
+        return probabilities.mul_(grad / target.numel()), None
+
+
+class FusedHead(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(models.H, models.V, bias=False)
+        self.weight.main_grad = torch.zeros_like(self.weight)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fused.apply(x, self.weight)
+
+
+def in_place_loss(target: Tensor, output: Tensor) -> Any:
+    loss = InPlace.apply(output, target)
+    return loss, {"loss": loss.detach().clone()}
+
+
+def fused_part(layers: int) -> Part:
+    modules = list(models.build(layers=layers))
+    torch.manual_seed(2)
+    modules[-1] = FusedHead()
+    if layers == 1:
+        del modules[2]  # the dense block
+    return Part(modules, None, first=True, last=True)
+
+
+def main_grad(part: Part) -> Tensor:
+    assert isinstance(part.head, FusedHead)
+    return part.head.weight.main_grad  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_head_and_loss_are_walked_once(layers: int) -> None:
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    part, reference = fused_part(layers), fused_part(layers)
+    data = items(4)
+    for tokens, target in data:
+        (in_place_loss(target, reference(tokens))[0] / len(data)).backward()
+    call(function, [part], data, forward_step_func=partial(forward_step, function=in_place_loss))
+    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert float(main_grad(reference).norm()) > 0
+    assert torch.equal(main_grad(part), main_grad(reference))
+
+
+def test_a_main_gradient_that_would_be_added_twice_is_refused() -> None:
+    whole = get_forward_backward_func(costs=COSTS, layers=lambda chunk: [])
+    with pytest.raises(
+        ValueError, match="adds to main_grad in the backward of the layers behind its experts, which is walk"
+    ):
+        call(whole, [fused_part(2)], items(2))
+
+
+class Checkpointed(nn.Module):
+    """Norm and projection inside a checkpoint that runs a backward of its own, and experts if asked for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(models.H), nn.Parameter(torch.randn(models.H, models.H) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(x) @ self.weight)
+
+
+class Routed(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(models.E, models.H))
+        self.experts = GroupedExperts(models.E, models.H, 12)
+        self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = super().forward(x).reshape(-1, models.H)
+        indices, weights = models.top_k(tokens, tokens @ self.gate.t())
+        return x + self.experts(tokens, indices, weights).view_as(x)
+
+
+@pytest.mark.parametrize("inner", [Product, Routed])
+def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> None:
+    def part() -> Part:
+        torch.manual_seed(8)
+        layers = [Checkpointed(inner()), Routed(), Checkpointed(Product())]
+        ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
+        return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
+
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    cut, reference = part(), part()
+    fired: dict[str, int] = {}
+    for name, parameter in cut.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update({name: fired.get(name, 0) + 1}))
+    data = items(4)
+    plain([reference], data)
+    call(function, [cut], data)
+    assert models.equal(grads_of(cut), grads_of(reference)) == []
+    assert fired == dict.fromkeys(dict(cut.named_parameters()), len(data))
+
+
+def test_a_chunk_that_recomputes_its_layers_is_not_cut() -> None:
+    part = build(1, config=SimpleNamespace(recompute_granularity="full"))[0]
+    assert default_layers(part) == []
+    part.config.recompute_granularity = "selective"  # type: ignore[attr-defined]
+    assert len(default_layers(Wrapped(part))) == LAYERS + 1
+    part.config.mtp_num_layers = 1  # type: ignore[attr-defined]
+    assert default_layers(part) == []

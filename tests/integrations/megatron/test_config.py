@@ -1,0 +1,88 @@
+"""Options of a config, and process groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overlap1f1b.integrations.megatron import (
+    ProcessGroups,
+    get_forward_backward_func,
+)
+from tests.integrations.megatron.chunks import (
+    COSTS,
+    build,
+    call,
+    fake,
+    items,
+)
+
+
+def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialised = [False]
+    fake(
+        monkeypatch,
+        "megatron.core.parallel_state",
+        model_parallel_is_initialized=lambda: initialised[0],
+        get_virtual_pipeline_model_parallel_world_size=lambda: 3,
+    )
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4))
+    collection = SimpleNamespace(use_mpu_process_groups=lambda: groups)
+    fake(monkeypatch, "megatron.core.process_groups_config", ProcessGroupCollection=collection)
+    assert get_forward_backward_func().__name__ == "forward_backward_no_pipelining"
+    initialised[0] = True
+    function = get_forward_backward_func()
+    assert (function.__name__, function.vp_size) == ("forward_backward_pipelining_with_interleaving", 3)
+    assert function.groups is groups
+    assert get_forward_backward_func(4).__name__ == "forward_backward_pipelining_without_interleaving"
+    alone = get_forward_backward_func(pg_collection=ProcessGroups())
+    assert (alone.__name__, alone.vp_size) == ("forward_backward_no_pipelining", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *[
+            ({name: value}, f"^{name}={value!r}; allowed: {allowed}$")
+            for name, value, allowed in (
+                ("num_microbatches_with_partial_activation_checkpoints", 1, None),
+                ("defer_embedding_wgrad_compute", True, False),
+                ("delay_wgrad_compute", True, False),
+                ("fine_grained_activation_offloading", True, False),
+                ("cpu_offloading", True, False),
+                ("hybrid_context_parallel", True, False),
+                ("cuda_graph_impl", "local", "none"),
+                ("cuda_graph_impl", "transformer_engine", "none"),
+                ("enable_cuda_graph", True, False),
+                ("external_cuda_graph", True, False),
+            )
+        ],
+        (
+            {"fp8": "hybrid"},
+            "^fp8='hybrid' in a chunk that is cut or holds Experts; allowed: None, or layers=lambda ch",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2},
+            "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a ",
+        ),
+        ({"expert_model_parallel_size": 4}, "^expert_model_parallel_size=4 with a group ep of 1 ranks; allowed: a pg"),
+        ({"context_parallel_size": 2}, "^context_parallel_size=2 with a group cp of 1 ranks; allowed: a pg_collection"),
+        ({"tensor_model_parallel_size": 2}, "^tensor_model_parallel_size=2 with a group tp of 1 ranks; allowed: a pg"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(get_forward_backward_func(), build(1, config=SimpleNamespace(**fields)), items(1))
+    without = dict.fromkeys(fields) | {
+        "cuda_graph_impl": "none",
+        "pipeline_model_parallel_size": 1,
+        "cpu_offloading": False,
+    }
+    assert len(call(get_forward_backward_func(), build(1, config=SimpleNamespace(**without)), items(1))) == 1
+
+
+def test_costs_that_are_given_need_no_group_of_tensor_ranks() -> None:
+    part = build(1, config=SimpleNamespace(tensor_model_parallel_size=2))
+    assert len(call(get_forward_backward_func(costs=COSTS), part, items(2))) == 2

@@ -1,0 +1,399 @@
+"""Megatron-Core's forward-backward functions against a plain loop over the microbatches in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import overlap1f1b as o1
+from overlap1f1b.integrations.megatron import (
+    SCHEDULES,
+    ForwardBackward,
+    ProcessGroups,
+    get_forward_backward_func,
+)
+from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.plan import NodeCosts
+from tests import models
+from tests.integrations.megatron.chunks import (
+    COSTS,
+    Item,
+    Part,
+    build,
+    call,
+    forward_step,
+    grads_of,
+    items,
+    loss_func,
+    plain,
+    with_config,
+)
+from tests.ranks import Ranks
+
+
+def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int, wholes: list[bool]) -> list[str]:
+    """Return what differs from a plain loop: with chunks that are cut, and with chunks that are left whole."""
+    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
+    problems: list[str] = []
+    reference = build(pp * chunks)
+    expected = []
+    for step, (microbatches, sequence) in enumerate([(5, 7), (5, 9), (1, 7)]):  # other sizes with another length
+        shards = [items(microbatches, sequence=sequence, seed=100 * shard + step) for shard in range(ep)]
+        losses, own = [], []
+        for data in shards:
+            for part in reference:
+                part.zero_grad()
+            losses.append(plain(reference, data))
+            own.append(
+                {f"{i}.{name}": grad for i, part in enumerate(reference) for name, grad in grads_of(part).items()}
+            )
+        expected.append((sequence, shards[mesh.get_local_rank("ep")], losses[mesh.get_local_rank("ep")], own))
+    for whole in wholes:
+        more: dict[str, Any] = {"layers": lambda chunk: []} if whole else {}
+        function = get_forward_backward_func(
+            pp, chunks if "interleav" in schedule and "without" not in schedule else None,
+            pg_collection=ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep")),
+            schedule=schedule, costs=COSTS, timeout=30, **more,
+        )  # fmt: skip
+        assert function.__name__ == schedule
+        mine = build(pp * chunks, mesh.get_group("ep"))[mesh.get_local_rank("pp") :: pp]
+        for sequence, data, losses, own in expected:
+            where = f"{schedule} whole={whole} M={len(data)}"
+            problems += [f"{where}: {p}" for p in _compare_step(mesh, function, mine, sequence, data, losses, own)]
+    return problems
+
+
+def _compare_step(
+    mesh: DeviceMesh,
+    function: ForwardBackward,
+    mine: list[Part],
+    sequence: int,
+    data: list[Item],
+    losses: list[Tensor],
+    own: list[dict[str, Tensor]],
+) -> list[str]:
+    """Return what differs in one step: training, evaluation, non-loss data."""
+    (pp, ep), rank, shard = mesh.shape, mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    problems = []
+    for part in mine:
+        part.zero_grad()
+    reports = call(function, mine, data, seq_length=sequence)
+    expected = losses if rank == pp - 1 else []
+    if len(reports) != len(expected):
+        problems.append(f"{len(reports)} reports, expected {len(expected)}")
+    for report, loss in zip(reports, expected, strict=False):
+        torch.testing.assert_close(report["loss"], loss, rtol=1e-5, atol=0)
+    for number, part in enumerate(mine):
+        for path, module in part.named_modules():
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                label = f"{rank + number * pp}.{name}"
+                full = own[shard][label]
+                if isinstance(module, GroupedExperts):
+                    full = sum(grads[label] for grads in own).chunk(ep)[shard]  # type: ignore[union-attr]
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if float((grad - full).norm()) > 1e-5 * float(full.norm()):
+                    problems.append(f"{label} differs by {float((grad - full).norm()):.1e}")
+    before = [grads_of(part) for part in mine]
+    again = call(function, mine, data, seq_length=sequence, forward_only=True)
+    if [r["loss"] for r in again] != [r["loss"] for r in reports]:
+        problems.append("forward_only reports other losses")
+    collected = call(function, mine, data, seq_length=sequence, forward_only=True, collect_non_loss_data=True)
+    for made, loss, (_, target) in zip(collected, expected, data, strict=False):
+        torch.testing.assert_close(models.loss_fn(made["logits"], target), loss, rtol=1e-5, atol=0)
+    if len(collected) != len(expected):
+        problems.append(f"{len(collected)} collected")
+    if any(models.equal(a, grads_of(part)) for a, part in zip(before, mine, strict=True)):
+        problems.append("forward_only changed gradients")
+    return problems
+
+
+CASES_2 = [
+    ("forward_backward_no_pipelining", 1, 2, 1),
+    ("combined_1f1b_schedule_for_no_pipelining", 1, 2, 1),
+    ("forward_backward_pipelining_without_interleaving", 2, 1, 1),
+    ("forward_backward_pipelining_with_interleaving", 2, 1, 2),
+    ("combined_1f1b_schedule_for_interleaved_pipelining", 2, 1, 2),
+]
+CASES_4 = [
+    ("forward_backward_pipelining_without_interleaving", 2, 2, 1),
+    ("forward_backward_pipelining_without_interleaving", 4, 1, 1),
+    ("combined_1f1b_schedule_for_interleaved_pipelining", 2, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "ep", "chunks"), CASES_2)
+def test_two_ranks(ranks2: Ranks, schedule: str, pp: int, ep: int, chunks: int) -> None:
+    assert ranks2.run(_compare, schedule, pp, ep, chunks, [False, True], timeout=120) == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "pp", "ep", "chunks"), CASES_4)
+def test_four_ranks(ranks4: Ranks, schedule: str, pp: int, ep: int, chunks: int) -> None:
+    assert ranks4.run(_compare, schedule, pp, ep, chunks, [False], timeout=120) == [[]] * 4
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if "interleaving" not in name])
+def test_one_rank(schedule: str, microbatches: int) -> None:
+    chunks = 2 if "interleaved" in schedule else 1
+    function = get_forward_backward_func(schedule=schedule, costs=COSTS)
+    parts, reference = build(chunks), build(chunks)
+    for step in range(3):
+        data = items(microbatches, seed=step)
+        losses = plain(reference, data)
+        reports = call(function, parts, data)
+        assert [report["loss"] for report in reports] == losses
+        for part, other in zip(parts, reference, strict=True):
+            assert models.equal(grads_of(part), grads_of(other)) == []
+
+
+def test_nodes_are_measured_where_no_costs_are_given() -> None:
+    function = get_forward_backward_func(schedule="combined_1f1b_schedule_for_no_pipelining")
+    parts, reference = build(1), build(1)
+    for step in range(4):
+        data = items(3, seed=step)
+        plain(reference, data)
+        call(function, parts, data)
+        assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
+
+
+def test_the_choice_is_megatrons() -> None:
+    assert get_forward_backward_func().__name__ == "forward_backward_no_pipelining"
+    assert get_forward_backward_func(1, 2).__name__ == "forward_backward_no_pipelining"
+    groups = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4))
+    choose = partial(get_forward_backward_func, pg_collection=groups)
+    assert choose(4).__name__ == "forward_backward_pipelining_without_interleaving"
+    assert choose(4, 2).__name__ == choose(vp_size=2).__name__ == "forward_backward_pipelining_with_interleaving"
+    assert o1.integrations.megatron.get_forward_backward_func is get_forward_backward_func
+
+
+def test_overlap_flag_plays_the_combined_program() -> None:
+    function = get_forward_backward_func(costs=COSTS)
+    call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=True))[0]], items(3))
+    call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=False))[0]], items(3))
+    programs = [prepared.engine.program.name for prepared in function._engines.values()]
+    assert programs == ["combined_1f1b+1", "sequential"]
+
+
+def test_timers_are_started_and_stopped() -> None:
+    seen: list[Any] = []
+
+    def timers(name: str, **level: int) -> Any:
+        return SimpleNamespace(start=lambda barrier: seen.append((name, barrier)), stop=lambda: seen.append(name))
+
+    function, part, _ = with_config(timers=timers, barrier_with_L1_time=False)
+    call(function, [part], items(2))
+    assert seen == [("forward-backward", False), "forward-backward"]
+
+
+def _varied(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    config = SimpleNamespace(variable_seq_lengths=True)
+    function = get_forward_backward_func(pg_collection=ProcessGroups(pp=mesh.get_group("pp")), costs=COSTS, timeout=30)
+    parts, reference = build(2, config=config), build(2)
+    problems = []
+    for step in range(3):
+        data = items(5, sequence=7 + step, varied=True, seed=step)
+        losses = plain(reference, data)
+        reports = call(function, [parts[rank]], data)
+        for report, loss in zip(reports, losses if rank else [], strict=True):
+            torch.testing.assert_close(report["loss"], loss)
+        for name, grad in grads_of(parts[rank]).items():
+            expected = grads_of(reference[rank])[name]
+            if not torch.allclose(grad, expected, rtol=1e-4, atol=1e-6):
+                problems.append(name)
+    return problems
+
+
+def test_variable_sequence_lengths(ranks2: Ranks) -> None:
+    assert ranks2.run(_varied) == [[]] * 2
+
+
+class Translator(nn.Module):
+    """Part of an encoder-decoder model: two encoder stages, two decoder stages."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage, self.inputs = stage, []
+        self.embedding = nn.Embedding(models.V, models.H) if stage in (0, 2) else None
+        self.mix, self.cross = nn.Linear(models.H, models.H), nn.Linear(models.H, models.H)
+        self.head = nn.Linear(models.H, models.V) if stage == 3 else None
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.inputs = tensors
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        if self.stage < 2:
+            x = self.embedding(source) if self.embedding is not None else self.inputs[0]
+            return torch.tanh(self.mix(x))
+        x = self.embedding(target) if self.embedding is not None else self.inputs[0]
+        x = torch.tanh(self.mix(x)) + self.cross(self.inputs[-1]).mean(1, keepdim=True)
+        return x if self.head is None else self.head(x)
+
+
+def translate(data_iterator: Iterator[Item], model: nn.Module, by_list: bool) -> Any:
+    source, target = next(data_iterator)
+    output = model(source, target)
+    stage = model.stage
+    if by_list and stage == 2:
+        output = [output, model.inputs[-1]]
+    return output, partial(loss_func, target)
+
+
+def _translate(rank: int, size: int, by_list: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    stages = [Translator(stage) for stage in range(4)]
+    torch.manual_seed(0)
+    reference = [Translator(stage) for stage in range(4)]
+    function = get_forward_backward_func(
+        pg_collection=ProcessGroups(pp=mesh.get_group("pp")), costs=COSTS, timeout=30,
+        split_rank=None if by_list else 2,
+    )  # fmt: skip
+    pairs = [(s, t[:, :5]) for s, t in items(5)]
+    expected = []
+    for source, target in pairs:
+        encoded = source
+        for stage in reference[:2]:
+            stage.set_input_tensor([encoded])
+            encoded = stage(source, target)
+        x = encoded
+        for stage in reference[2:]:
+            stage.set_input_tensor([x, encoded])
+            x = stage(source, target)
+        loss = models.loss_fn(x, target)
+        (loss / len(pairs)).backward()
+        expected.append(loss.detach())
+    problems = []
+    for _ in range(2):
+        stages[rank].zero_grad()
+        reports = call(
+            function, [stages[rank]], pairs, forward_step_func=partial(translate, by_list=by_list), decoder_seq_length=5
+        )
+        for report, loss in zip(reports, expected if rank == 3 else [], strict=True):
+            torch.testing.assert_close(report["loss"], loss)
+        for name, grad in grads_of(reference[rank]).items():
+            if not torch.allclose(grads_of(stages[rank])[name], grad, rtol=1e-4, atol=1e-7):
+                problems.append(name)
+    return problems
+
+
+@pytest.mark.parametrize("by_list", [False, True])
+def test_encoder_and_decoder(ranks4: Ranks, by_list: bool) -> None:
+    assert ranks4.run(_translate, by_list) == [[]] * 4
+
+
+class Shared(models.Block):
+    """Two ranks have one half of the tokens' features each, and put them together by collectives of their own."""
+
+    tp: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.tp is None else _Whole.apply(x, self.tp))
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], ctx.group), None
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    half = torch.zeros_like(x)
+    half[..., group.rank() :: 2] = x[..., group.rank() :: 2]
+    dist.all_reduce(half, group=group)
+    return half
+
+
+def _shared(rank: int, size: int, given: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
+    tp, ep = mesh.get_group("tp"), mesh.get_group("ep")
+    groups = ProcessGroups(tp=tp, ep=ep)
+    attention = 1 + 9 * tp.rank()  # each tensor rank would make another plan of its own
+    costs = NodeCosts.uniform(attention=attention, experts=4, dispatch=5 - 4 * tp.rank(), counts=0.4, dense=1)
+    schedule = "combined_1f1b_schedule_for_no_pipelining"
+    function = get_forward_backward_func(
+        pg_collection=groups, costs=costs if given else None, timeout=30, schedule=schedule
+    )
+    (part,), (reference,) = build(1, ep, block=Shared), build(1)
+    for block in part.modules():
+        if isinstance(block, Shared):
+            block.tp = tp
+    problems = []
+    for step in range(4):
+        part.zero_grad()
+        reference.zero_grad()
+        shards = [items(6, seed=10 * shard + step) for shard in range(2)]
+        call(function, [part], shards[ep.rank()])
+        plain([reference], shards[ep.rank()])
+        own = grads_of(reference)
+        for name, grad in grads_of(part).items():
+            if "experts" not in name and not torch.allclose(grad, own[name], rtol=1e-4, atol=1e-6):
+                problems.append(f"step {step}: {name}")
+    (prepared,) = function._engines.values()
+    plans: list[Any] = [None] * 4
+    dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
+    return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> None:
+    assert ranks4.run(_shared, given) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0; allowed: 1 or more"),
+        ({"seq_length": 0}, "seq_length=0; allowed: 1 or more"),
+        ({"micro_batch_size": -1}, "micro_batch_size=-1; allowed: 1 or more"),
+        ({"decoder_seq_length": 0}, "decoder_seq_length=0; allowed: 1 or more"),
+        ({"model": []}, "0 model chunks for forward_backward_no_pipelining; allowed: 1"),
+        ({"model": [3]}, "a model chunk of type int; allowed: nn.Module"),
+        ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: with one"),
+        ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
+        ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
+        ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn with forward_backward_no_pipelining; allowed"),
+        ({"pg_collection": SimpleNamespace(ep=SimpleNamespace(size=lambda: 2))}, "pg_collection with another group ep"),
+        (
+            {"forward_step_func": lambda iterator, model: (model(next(iterator)[0]), lambda output: 1.0)},
+            r"loss_func returns float; allowed: \(loss, report\) or",
+        ),
+    ],
+)
+def test_bad_calls_are_named(more: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "forward_step_func": forward_step, "data_iterator": iter(items(3)), "model": build(1)[0],
+        "num_microbatches": 3, "seq_length": 7, "micro_batch_size": 2,
+    }  # fmt: skip
+    function = get_forward_backward_func(costs=COSTS)
+    with pytest.raises(ValueError, match=message):
+        function(**{**given, **more})
+    assert len(function(**{**given, "data_iterator": iter(items(3))})) == 3  # and it goes on
+
+
+def test_bad_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="pp_size=2 with a group pp of 1 ranks; allowed: 1"):
+        get_forward_backward_func(2)
+    with pytest.raises(ValueError, match="vp_size=0; allowed: None or 1 or more"):
+        get_forward_backward_func(1, 0)
+    with pytest.raises(ValueError, match="schedule='gpipe'; allowed: forward_backward_no_pipelining, "):
+        get_forward_backward_func(schedule="gpipe")
+    with pytest.raises(ValueError, match="split_rank=1 with forward_backward_no_pipelining over 1 ranks"):
+        get_forward_backward_func(split_rank=1)
+    with pytest.raises(ValueError, match="a layer of type Linear is not at all in the chunk"):
+        call(get_forward_backward_func(layers=lambda chunk: [nn.Linear(1, 1)] * 2), build(1), items(1))

@@ -1,0 +1,153 @@
+"""Losses, scales of attached losses, and when gradients are reduced, against a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlap1f1b.integrations.megatron import (
+    ProcessGroups,
+    get_forward_backward_func,
+)
+from tests import models
+from tests.integrations.megatron.chunks import (
+    COSTS,
+    LAYERS,
+    Part,
+    build,
+    call,
+    fake,
+    forward_step,
+    grads_of,
+    items,
+    plain,
+    sum_func,
+    with_config,
+)
+from tests.ranks import Ranks
+
+
+def test_grad_scale_func_scales_gradients_and_no_report() -> None:
+    function, part, _ = with_config(grad_scale_func=lambda loss: loss * 8)
+    (reference,) = build(1)
+    data = items(5)
+    losses = plain([reference], data, scale=8.0)
+    assert [report["loss"] for report in call(function, [part], data)] == losses
+    assert models.equal(grads_of(part), grads_of(reference)) == []
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_loss_by_tokens(per_token: bool) -> None:
+    told: list[Any] = []
+
+    def finalize(chunks: list[nn.Module], tokens: Tensor | None, **more: Any) -> None:
+        told.append((chunks, tokens, sorted(more)))
+
+    function, part, _ = with_config(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize)
+    (reference,) = build(1)
+    data = items(5)
+    counts = []
+    for tokens, target in data:
+        loss, count, _ = sum_func(target, reference(tokens))
+        (loss if per_token else loss / count / len(data)).backward()
+        counts.append(int(count))
+    reports = call(function, [part], data, forward_step_func=partial(forward_step, function=sum_func))
+    assert len(reports) == 5
+    assert models.equal(grads_of(part), grads_of(reference)) == []
+    ((chunks, tokens, more),) = told
+    assert chunks == [part]
+    assert tokens is None if not per_token else int(tokens) == sum(counts)
+    assert len(set(counts)) > 1
+    assert more == ["force_all_reduce", "pg_collection"]
+    call(function, [part], data, forward_step_func=partial(forward_step, function=sum_func), forward_only=True)
+    assert len(told) == 1
+
+
+def _context_parallel(rank: int, size: int) -> list[str]:
+    function = get_forward_backward_func(pg_collection=ProcessGroups(cp=dist.group.WORLD), costs=COSTS)
+    (part,), (reference,) = build(1), build(1)
+    call(function, [part], items(3))
+    plain([reference], items(3), scale=float(size))
+    return models.equal(grads_of(part), grads_of(reference))
+
+
+def test_context_parallel_ranks_multiply_the_loss(ranks2: Ranks) -> None:
+    assert ranks2.run(_context_parallel) == [[], []]
+
+
+@pytest.mark.parametrize("grad_sync", [False, True])
+def test_only_last_contributions_are_outside_of_no_sync(grad_sync: bool) -> None:
+    inside, synced = [0], []
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def sync(parameters: Iterator[nn.Parameter]) -> None:
+        synced.append((len(list(parameters)), inside[0], {name: len(made) for name, made in fired.items()}))
+
+    function, part, config = with_config(no_sync_func=no_sync)
+    if grad_sync:
+        config.grad_sync_func = sync
+    fired: dict[str, list[bool]] = {}
+    for name, parameter in part.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: fired.setdefault(name, []).append(inside[0] > 0)
+        )
+    call(function, [part], items(5))
+    assert inside == [0]
+    assert fired == dict.fromkeys(dict(part.named_parameters()), [True] * 4 + [grad_sync])
+    assert synced == ([(len(fired), 0, dict.fromkeys(fired, 5))] if grad_sync else [])
+
+
+class Attaches(Part):
+    """Its output carries losses of Megatron-Core's kind; it notes their scales in the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        x.register_hook(lambda grad: self.seen.append([float(scaler.main_loss_backward_scale) for scaler in self.of]))
+        return x
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_attached_losses_have_megatrons_scale_for_a_step(
+    monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool
+) -> None:
+    before = torch.tensor(7.0)
+    scalers = [SimpleNamespace(main_loss_backward_scale=before) for _ in range(3)]
+    fake(monkeypatch, "megatron.core.transformer.moe.moe_utils", MoEAuxLossAutoScaler=scalers[0])
+    fake(monkeypatch, "megatron.core.transformer.multi_token_prediction", MTPLossAutoScaler=scalers[1])
+    fake(
+        monkeypatch,
+        "megatron.core.transformer.experimental_attention_variant.dsa",
+        DSAIndexerLossAutoScaler=scalers[2],
+    )
+    config = SimpleNamespace(
+        calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * 6, num_moe_experts=8,
+        mtp_num_layers=1, mtp_grad_scale_func=lambda: torch.tensor(12.0),
+    )  # fmt: skip
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
+    monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.agreed", lambda costs, *_: costs)
+    part = Attaches(list(models.build(layers=LAYERS)), config, first=True, last=True)
+    part.of, part.seen = scalers, []  # type: ignore[assignment]
+    if fails:
+        with pytest.raises(ValueError, match="loss_func returns float"):
+            call(function, [part], items(3), forward_step_func=partial(forward_step, function=lambda target, out: 1.0))
+    else:
+        call(function, [part], items(3))
+        # The third is not in use; ranks along "cp" have a part of the first each.
+        assert part.seen == [[6.0, 12.0, 7.0] if per_token else [6.0 * 2 / 3, 12.0 / 3, 7.0]] * 3
+    assert all(scaler.main_loss_backward_scale is before for scaler in scalers)
+    assert float(before) == 7
