@@ -1,4 +1,8 @@
-"""What passes between stages of different ranks: activations one way, their gradients the other."""
+"""Transfers between stages on different pipeline ranks: activations one way, their gradients the other.
+
+In the first step a header precedes each payload and says dtype and shape of its tensors. Later steps know them, so that
+receives are posted before the peer sends.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ _HEADER = 1 + MOST_TENSORS * _FIELDS
 
 
 class Spec(NamedTuple):
-    """What a tensor that crosses looks like."""
+    """Description of a tensor between stages."""
 
     dtype: torch.dtype
     differentiable: bool
@@ -38,15 +42,15 @@ class Spec(NamedTuple):
 
 
 Specs = tuple[Spec, ...]
-_ABSENT = Spec(torch.bool, False, (0,))  # an input that is not given
+_ABSENT = Spec(torch.bool, False, (0,))  # stands for None
 _Key = tuple[Op, Kind, int, int]
 
 
 def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs:
-    """What tensors look like.
+    """Describe tensors for a header.
 
     Raises:
-        ValueError: More tensors, more dimensions or another dtype than can cross.
+        ValueError: Too many tensors or dimensions, or a dtype without a number.
     """
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors between stages; allowed: up to {MOST_TENSORS}")
@@ -60,7 +64,7 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
 
 
 def encode(specs: Specs) -> Tensor:
-    """A header ``[_HEADER]`` int64 that says what follows it."""
+    """Return the header of ``specs``, int64 of a fixed size."""
     fields = [len(specs)]
     for spec in specs:
         sizes = (*spec.shape, *[0] * (MOST_DIMS - len(spec.shape)))
@@ -69,14 +73,14 @@ def encode(specs: Specs) -> Tensor:
 
 
 def decode(header: Tensor) -> Specs:
-    """The reverse of :func:`encode`."""
+    """Return the specs of a header."""
     count, *fields = header.tolist()
     parts = [fields[at : at + _FIELDS] for at in range(0, count * _FIELDS, _FIELDS)]
     return tuple(Spec(_DTYPES[dtype], bool(differs), tuple(sizes[:dims])) for dtype, differs, dims, *sizes in parts)
 
 
 class _Link(NamedTuple):
-    """One direction between two ranks: payloads in order on a group for this direction, headers beside them."""
+    """One direction between two ranks: a group for payloads, a group for headers, and the lane of both."""
 
     payload: dist.ProcessGroup
     header: dist.ProcessGroup
@@ -85,20 +89,20 @@ class _Link(NamedTuple):
 
 
 class Boundary:
-    """The links of one pipeline rank to the ranks of neighbouring stages, one for each direction.
-
-    What crosses in each place is learned from headers in the first step; from then on receives are posted before the
-    peer sends. With ``dynamic`` a header precedes everything, so that sizes may change.
+    """Links of one pipeline rank to the ranks of neighbouring stages, one for each direction.
 
     Args:
-        mesh: Its dimension "pp".
+        mesh: Mesh of all ranks; links run along its dimension "pp".
         placement: Which rank holds which stage.
-        device: Of the tensors.
+        device: Device of the tensors.
         timeout: Limit of every wait.
-        failures: Where other ranks say that they failed.
-        background: Whether threads start and await.
-        dynamic: Whether sizes may change from step to step.
-        stamp: Of the lanes.
+        failures: Where ranks tell each other that they failed.
+        background: Whether threads start and await transfers, see :class:`Lane`.
+        dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
+        stamp: Clock of the device, see :class:`Lane`.
+
+    Attributes:
+        announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Boundary:
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
-        # Groups of the whole pipeline: where torch makes them, ranks need the same number of groups to find each other.
+        # Groups of the whole pipeline: groups made by torch find each other only if all ranks make equally many.
         purposes = ("payload up", "header up", "payload down", "header down")
         groups = [mesh.new_group(purpose, pp=range(placement.ranks), over=()) for purpose in purposes]
         for source, to in sorted(_directions(placement)):
@@ -132,17 +136,19 @@ class Boundary:
         self._known: dict[_Key, Specs] = {}
         self._remember = False
         self.announced = dynamic
-        """Whether a header precedes everything, known or not; it also shows how long the rest takes."""
         self._receives: dict[int, list[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
     @property
     def lanes(self) -> list[Lane]:
-        """Of all links."""
+        """Lanes of all links."""
         return [link.lane for links in (self._out, self._in) for link in links.values()]
 
     def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
-        """Before a step of these nodes; ``remember`` if it passes what the other steps do that are remembered."""
+        """Prepare a step of these nodes and post the first receives.
+
+        With ``remember`` the step sends the same shapes as other such steps, and needs no headers after the first.
+        """
         self._remember = remember and not self.dynamic
         self._receives, self._posted = {}, {}
         for node in nodes:
@@ -154,7 +160,7 @@ class Boundary:
             self._post_next(peer)
 
     def receive(self, node: Node) -> Flight[Tensors]:
-        """What a RECEIVE node brings. The peer's next one is posted, too, so that its sender need not wait."""
+        """Return the flight of a RECEIVE node, and post the peer's next receive, so that its sender need not wait."""
         peer = self._peer(node)
         self._post_next(peer)
         return self._posted.pop(node)
@@ -181,7 +187,11 @@ class Boundary:
         return Transfer(received, works)
 
     def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
-        """Sends what a SEND node passes on."""
+        """Send the tensors of a SEND node.
+
+        Raises:
+            ValueError: They have other shapes than in the first step, or cannot be described in a header.
+        """
         specs = specs_of(tensors, differentiable)
         known = self._known.get(_key(node)) if self._remember else None
         if known is not None and specs != known:
@@ -206,7 +216,7 @@ class Boundary:
         return Transfer(None, sends=works, source=sources)
 
     def forget(self) -> None:
-        """After a step that failed nobody knows what the others know."""
+        """Forget all shapes: after a failed step ranks may know different ones."""
         self._known.clear()
 
     def _peer(self, node: Node) -> int:
@@ -215,9 +225,9 @@ class Boundary:
 
 
 def _directions(placement: Placement) -> set[tuple[int, int]]:
-    """(from, to) of every pair of ranks between which something passes."""
-    steps = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
-    return steps | {(b, a) for a, b in steps}
+    """Return (from, to) of every pair of ranks between which tensors travel."""
+    pairs = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
+    return pairs | {(b, a) for a, b in pairs}
 
 
 def _key(node: Node) -> _Key:

@@ -1,4 +1,14 @@
-"""The expert all-to-all: who sends how many rows to whom, and the transfers themselves, outside autograd."""
+"""The expert all-to-all, outside autograd.
+
+An :class:`Exchange` starts transfers between the ranks that share experts: first the counts, how many rows each rank
+sends to each expert, then the rows. A :class:`Transfer` is one under way. :func:`build_exchange` chooses the kind:
+
+- :class:`LocalExchange`: one rank, nothing travels.
+- :class:`PeerExchange`: gloo, a send and a receive for every peer.
+- :class:`CollectiveExchange`: NCCL, ``all_to_all_single`` on streams of its own.
+
+:class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +30,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class Transfer(Generic[T_co]):
-    """Something that is under way between ranks.
+    """Tensors under way between ranks.
 
     Args:
         result: What is received; valid after :meth:`receive`.
         receives: Works that fill ``result``.
-        sends: Works that read ``source``, which lives as long as the transfer.
-        source: What is sent.
-        ahead: A transfer in front of this one on the same links, so that this one's time alone can be told.
-        mark: Its end on a stream, where it has no works.
-        host: Of counts: those that were sent and those that are received, on their way to the host.
+        sends: Works that read ``source``.
+        source: What is sent; kept until the transfer is dropped.
+        ahead: Transfer that goes first on the same links and is waited for first, so that this one can be timed alone.
+        mark: End of the transfer on a stream, if it has no works.
+        host: Copies of the sent and the received counts on their way to the host, if this transfers counts.
     """
 
     result: T_co
@@ -41,26 +51,29 @@ class Transfer(Generic[T_co]):
     host: HostCopy | None = None
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
-        """Waits for the result (on CUDA the current stream does) and returns it. Once only: gloo hangs on a second."""
+        """Wait for the result and return it; on CUDA the current stream waits.
+
+        To be called once: gloo hangs on a second wait.
+        """
         _wait(self.receives, timeout)
         if self.mark is not None:
             self.mark.wait(timeout)
         return self.result
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """Waits until what was sent may be overwritten."""
+        """Wait until ``source`` may be overwritten."""
         if self.ahead is not None:
             self.ahead.release(timeout)
         _wait(self.sends, timeout)
 
     @property
     def done(self) -> bool:
-        """Whether everything has been received and sent."""
+        """Whether everything is received and sent."""
         ended = self.mark is None or self.mark.is_completed()
         return ended and all(work.is_completed() for work in (*self.receives, *self.sends))
 
     def finish(self, timeout: timedelta | None = None) -> T_co:
-        """Waits for both."""
+        """Wait until everything is received and sent, and return the result."""
         self.receive(timeout)
         self.release(timeout)
         return self.result
@@ -72,13 +85,17 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
 
 
 class EqualSplits(list[int]):
-    """Rows to or from each rank, which are the same number between any two ranks: a collective of its own on NCCL."""
+    """Rows to or from each rank, equally many between any two ranks: NCCL has a faster collective for these."""
 
 
 class Expected(NamedTuple):
-    """A receive that was announced before its exchange is launched.
+    """A receive that is posted before its exchange is launched.
 
-    A peer that is ahead can send at once, and how far the ranks drift apart costs no time on the wire.
+    A peer that is ahead can then send at once, and drift between ranks costs no time on the wire.
+
+    Args:
+        result: Room for what is received.
+        receives: Works that fill it.
     """
 
     result: Tensor
@@ -86,17 +103,21 @@ class Expected(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Uneven all-to-all over the ranks of a group; its backward is itself with the sizes swapped.
+    """Uneven all-to-all over the ranks of a group. Its backward is an exchange with the sizes swapped.
 
-    ``tag`` tells exchanges apart that are in flight together; those of one tag meet in order.
+    A ``tag`` distinguishes exchanges that are in flight together; exchanges of one tag match in order.
+
+    Attributes:
+        ranks: Number of ranks.
+        rank: This rank's number among them.
+        background: Whether a thread of its own should start and await a transfer.
+        sms: Multiprocessors of a GPU that a transfer occupies while it is in flight.
     """
 
     ranks: int
     rank: int
     background: bool = False
-    """Whether a transfer is best started and awaited by a thread of its own."""
     sms: int = 0
-    """Multiprocessors of a GPU that a transfer occupies while it is in flight."""
 
     def rows(
         self,
@@ -107,34 +128,34 @@ class Exchange(Protocol):
         expected: Expected | None = None,
         /,
     ) -> Transfer[Tensor]:
-        """Launches the exchange of ``source [sum(send), H]``, whose parts go to the ranks in order.
+        """Launch the exchange of ``source [sum(send), H]``: its first ``send[0]`` rows go to rank 0, and so on.
 
-        The transfer's result is ``[sum(receive), H]``, the parts of the ranks in order.
+        The transfer's result is ``[sum(receive), H]``: the first ``receive[0]`` rows are from rank 0, and so on.
         """
         ...
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, /) -> Transfer[Tensor]:
-        """Launches the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
+        """Launch the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
         ...
 
     def abort(self, *, ending: bool = False) -> None:
-        """Ends every transfer that is under way; nothing can be sent any more.
+        """End every transfer under way; the exchange cannot be used any more.
 
-        Groups of the user's are left alone, unless the process is ``ending``.
+        Groups that the user made are left alone unless the process is ``ending``.
         """
         return None
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
-        """Announces the receive of the ``rows`` of this tag, of the width and dtype of ``like``; None where no use."""
+        """Post the receive of the ``rows`` of this tag, with the width and dtype of ``like``; None if of no use."""
         return None
 
     def expect_counts(self, like: Tensor, tag: int, /) -> Expected | None:
-        """Announces the receive of the ``counts`` of this tag, which are as many as ``like``; None where no use."""
+        """Post the receive of the ``counts`` of this tag, as many as ``like``; None if of no use."""
         return None
 
 
 class LocalExchange(Exchange):
-    """One rank: everything stays where it is."""
+    """Exchange of one rank: everything stays where it is."""
 
     ranks = 1
     rank = 0
@@ -149,12 +170,12 @@ class LocalExchange(Exchange):
 class PeerExchange(Exchange):
     """A posted receive and a send for every peer: full duplex on gloo, whose ``all_to_all_single`` is nearly half.
 
-    gloo sends a payload once the receiver has announced its receive, and the announcement queues behind whatever the
-    receiver sends on the same connection. So each direction has a connection of its own, and counts a third, or the
-    lighter direction of an exchange would wait for the heavier one, and counts for everything.
+    gloo sends a payload when the receiver has announced its receive, and the announcement queues behind whatever the
+    receiver sends on the same connection. So rows to higher ranks, rows to lower ranks and counts have a connection
+    each: else the lighter direction would wait for the heavier one, and counts for both.
 
     Args:
-        groups: Three groups of the same ranks: rows to higher ranks, rows to lower ranks, counts. Equal ones work too.
+        groups: Three groups of the same ranks: rows to higher ranks, rows to lower ranks, counts. They may be equal.
     """
 
     background = True
@@ -163,12 +184,12 @@ class PeerExchange(Exchange):
         self.up, self.down, control = groups
         self.control = (control, control)
         self.ranks, self.rank = self.up.size(), self.up.rank()
-        # Each rank starts with its next neighbour, so that not all of them send to the same one first.
+        # Each rank starts with its next neighbour: else all would send to the same rank first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def abort(self, *, ending: bool = False) -> None:
         for group in (self.up, self.down, *self.control[:1]):
-            if ending or isinstance(group, dist.ProcessGroupGloo):  # a registered one is the user's
+            if ending or isinstance(group, dist.ProcessGroupGloo):  # another is registered with torch, and the user's
                 abort(group)
 
     def rows(
@@ -217,16 +238,16 @@ class PeerExchange(Exchange):
 
 
 class CollectiveExchange(Exchange):
-    """torch's ``all_to_all_single``, on NCCL on streams of high priority: one for rows, one for counts.
+    """torch's ``all_to_all_single``; on NCCL on two streams of high priority, one for rows and one for counts.
 
-    Collectives that are not asynchronous to torch run on the stream that is current, so they run on these, between
-    events that tell how long they took. The counts are copied to the host on their stream.
+    A collective with ``async_op=False`` runs on the current stream. So it is called with one of these streams current,
+    between two events that give its times. Counts are then copied to the host on their stream.
 
     Args:
         rows_group: Ranks between which rows are exchanged.
-        counts_group: The same ranks, with a queue of its own.
-        streams: For rows and counts; by default those of the device, and without any on a CPU.
-        sms: Blocks that the groups may use, see :func:`lane_groups`.
+        counts_group: Group of the same ranks with a queue of its own.
+        streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
+        sms: Multiprocessors that a transfer may occupy, the ``ctas`` of :func:`lane_groups`.
     """
 
     def __init__(
@@ -249,7 +270,7 @@ class CollectiveExchange(Exchange):
             work = _all_to_all(self.rows_group, splits, True, result, source)
             return Transfer(result, [_launched(work)], source=source)
         mark = streams[0].run(partial(_all_to_all, self.rows_group, splits, False), result, source)
-        # Both outlive the exchange by construction: whoever holds the transfer, which holds them, waits for it first.
+        # Source and result outlive the exchange: whoever holds the transfer, which holds both, waits for its end first.
         return Transfer(result, source=source, mark=mark)
 
     def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
@@ -260,7 +281,7 @@ class CollectiveExchange(Exchange):
             work = _all_to_all(self.counts_group, None, True, result, source)
             return Transfer(result, [_launched(work)], source=source)
         mark = streams[1].run(partial(_all_to_all, self.counts_group, None, False), result, source)
-        # The route keeps both until it has read the copies.
+        # The route keeps source and result until it has read the copies.
         return Transfer(result, source=source, mark=mark, host=HostCopy.on(streams[1], source, result))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
@@ -281,11 +302,12 @@ def _all_to_all(
 
 
 def _launched(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "a rank only exchanges with members of its group"
+    assert work is not None, "a rank exchanges with members of its group alone"
     return work
 
 
 DEFAULT_CTAS = 16
+"""Blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
 def lane_groups(
@@ -296,12 +318,12 @@ def lane_groups(
     timeout: timedelta | None = None,
     device: str = "cpu",
 ) -> list[dist.ProcessGroup]:
-    """New groups of the same ranks, all of which must call this: their transfers share no queue with others.
+    """Return ``count`` new groups of the ranks of ``group``, all of which must call this; each has a queue of its own.
 
     Args:
-        group: Whose ranks.
-        count: How many groups.
-        ctas: Blocks that a transfer on NCCL may have at most, each on a multiprocessor that compute leaves to it.
+        group: Group whose ranks are taken.
+        count: Number of groups.
+        ctas: Most blocks of a transfer on NCCL, each on a multiprocessor that compute leaves free.
         timeout: Limit of every wait; None for that of the default group.
         device: Type of the device whose tensors travel.
     """
@@ -313,14 +335,15 @@ def lane_groups(
 def build_exchange(
     group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup, ctas: int = DEFAULT_CTAS, device: str | None = None
 ) -> Exchange:
-    """The exchange that suits a group: local without one, peer to peer on gloo, a collective on NCCL.
+    """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
 
     Args:
         group: Ranks that share the experts; None for one rank.
         lanes: Three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
             transfers share ``group``.
         ctas: See :func:`lane_groups`.
-        device: Type of the device whose tensors travel; by default a GPU, where the group has a backend for one.
+        device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
+            for it.
     """
     if group is None or group.size() == 1:
         return LocalExchange()

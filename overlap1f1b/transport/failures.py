@@ -1,4 +1,9 @@
-"""How ranks that play together learn that one of them failed, which one, and why."""
+"""How ranks learn that one of them failed, which one, and why.
+
+A failing rank writes its error to the process group's store (:meth:`Failures.tell`). The others meet a timeout or a
+closed connection, look there for the cause (:meth:`Failures.read`), and add it to the error that they raise
+(:meth:`Failures.explain`).
+"""
 
 from __future__ import annotations
 
@@ -25,45 +30,47 @@ class LostRankError(RuntimeError):
 
 
 class Store:
-    """The process group's store, whose calls may fail but not hang: the rank that holds it may be stopped or gone.
+    """The process group's store. Its calls may fail but not hang, although the rank that holds it may be stopped.
 
     Args:
-        place: Prefix of all keys.
+        prefix: Prefix of all keys.
+
+    Attributes:
+        gone: Whether a call failed or had no answer; from then on no other call is made.
     """
 
-    def __init__(self, place: str) -> None:
-        self.place, self._store = place, dist.distributed_c10d._get_default_store()
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self._store = prefix, dist.distributed_c10d._get_default_store()
         self._lock = threading.Lock()
         self.gone = False
-        """Whether a call failed or had no answer; no other is made then."""
 
     def set(self, key: str, value: str) -> None:
-        """Sets a value."""
-        self._ask(lambda: self._store.set(self.place + key, value), None)
+        """Set a value."""
+        self._ask(lambda: self._store.set(self.prefix + key, value), None)
 
     def get(self, key: str) -> str | None:
-        """The value of a key; None where there is none."""
-        key = self.place + key
+        """Return the value of ``key``, or None."""
+        key = self.prefix + key
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def claim(self, key: str, value: str) -> None:
-        """Sets a value, unless another rank has set one."""
-        self._ask(lambda: self._store.compare_set(self.place + key, "", value), None)
+        """Set a value unless another rank has set one."""
+        self._ask(lambda: self._store.compare_set(self.prefix + key, "", value), None)
 
     def count(self, key: str) -> int:
-        """Adds one to a number and returns it."""
-        return self._ask(lambda: int(self._store.add(self.place + key, 1)), 0)
+        """Add one to a number and return the sum."""
+        return self._ask(lambda: int(self._store.add(self.prefix + key, 1)), 0)
 
-    def wait(self, key: str, limit: timedelta) -> bool:
-        """Whether a key is there within the limit."""
+    def wait(self, key: str, timeout: timedelta) -> bool:
+        """Wait for ``key``; return whether it was set within the limit."""
         try:
-            self._store.wait([self.place + key], limit)
+            self._store.wait([self.prefix + key], timeout)
         except RuntimeError:
             return False
         return True
 
     def _ask(self, call: Callable[[], T], otherwise: T) -> T:
-        """What a call gives; ``otherwise`` once the store is gone. A call without an answer is left to its thread."""
+        # The call runs in a thread, which is left behind if no answer comes.
         with self._lock:
             if self.gone:
                 return otherwise
@@ -81,20 +88,22 @@ class Store:
 
 
 class Failures:
-    """What ranks tell each other on the process group's store: the first cause of a failure, and a word of each rank.
+    """Notes of failures on the process group's store: the first cause, and a last word of each rank.
 
-    A rank leaves a word when it fails, and when an error ends its process. One that is killed or stopped leaves none:
-    so the others know which one it was.
+    A rank leaves its word when it fails, and when an error ends its process. A rank that is killed or stopped leaves
+    none, by which the others know it.
 
     Args:
-        name: The same on all ranks that wait for each other, and on no others; None where they have none.
-        labels: What messages call each rank, by its number in the default group.
+        name: Name that all ranks that wait for each other share, and no other rank has; None for one rank.
+        labels: Name of each rank in messages, by its number in the default group.
+
+    Attributes:
+        failed: Whether this rank failed, so that transfers under way will not end.
     """
 
     def __init__(self, name: str | None = None, labels: Mapping[int, str] | None = None) -> None:
         self.labels = dict(labels or {})
         self.failed = False
-        """Whether this rank failed, so that nothing that is under way will end."""
         self._store: Store | None = None
         self._leave_word: Callable[[], object] = lambda: None
         if name is not None and dist.is_initialized():
@@ -102,11 +111,11 @@ class Failures:
             self._store = Store(f"overlap1f1b/{name}/")
             self._leave_word = weakref.finalize(self, _ended, self._store, f"word/{self._rank}", os.getpid())
 
-    def meet(self, limit: timedelta) -> None:
-        """Waits until every rank is here.
+    def meet(self, timeout: timedelta) -> None:
+        """Wait until every rank has called this.
 
         Raises:
-            LostRankError: Some did not come within the limit.
+            LostRankError: A rank did not within the limit.
         """
         store = self._store
         if store is None:
@@ -114,21 +123,21 @@ class Failures:
         store.set(f"here/{self._rank}", "1")
         if store.count("here") == len(self.labels):
             store.set("everyone", "1")
-        if store.gone or not store.wait("everyone", limit):
+        if store.gone or not store.wait("everyone", timeout):
             missing = [label for rank, label in self.labels.items() if store.get(f"here/{rank}") is None]
             who = self._without_a_store() if store.gone else ", ".join(missing)
             raise LostRankError(
-                f"{who} did not come to the construction of an engine within {limit.total_seconds():g} s; all ranks "
+                f"{who} did not come to the construction of an engine within {timeout.total_seconds():g} s; all ranks "
                 "make their engines in one order"
             )
 
     def end(self) -> None:
-        """At the end of the process: leaves word of the error that ended it, unless there is another word."""
+        """Leave word of the error that ends this process, unless this rank has left another word."""
         self.failed |= getattr(sys, "last_value", None) is not None
         self._leave_word()
 
     def tell(self, error: BaseException, message: str) -> None:
-        """Notes on an error where it happened, and leaves word of it; a cause, unless another rank was lost."""
+        """Add ``message`` to an error and leave word of it; if it does not come of another rank, it is the cause."""
         self.failed = True
         error.add_note(message)
         if self._store is not None:
@@ -138,7 +147,7 @@ class Failures:
             self._store.set(f"word/{self._rank}", word)
 
     def explain(self, error: BaseException) -> None:
-        """Notes on an error that came of another rank which one failed first, or which are silent or have ended."""
+        """Add to an error that comes of another rank: the first cause, or else which ranks are silent or have ended."""
         if self._store is None or not _is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
@@ -165,7 +174,7 @@ class Failures:
         return "the process group's store" + ("" if holder is None else f", which {holder} may hold,")
 
     def _words(self, known: dict[int, str]) -> dict[int, str]:
-        """What each rank left, of those that did."""
+        # Completes the words that are known by those left since.
         assert self._store is not None
         for rank in self.labels.keys() - known.keys():
             if (word := self._store.get(f"word/{rank}")) is not None:
@@ -173,7 +182,7 @@ class Failures:
         return known
 
     def read(self, *, wait: bool = False) -> str | None:
-        """The first cause of a failure; ``wait`` gives another rank a moment to tell it."""
+        """Return the first cause of a failure, or None; with ``wait`` give another rank a moment to tell it."""
         deadline = time.monotonic() + (GRACE_S if wait else 0.0)
         while self._store is not None and not self._store.gone:
             if (cause := self._store.get("cause")) is not None:
@@ -185,21 +194,21 @@ class Failures:
 
 
 def _ended(store: Store, key: str, process: int) -> None:
-    """Leaves word of the error that ends the process, unless there is another word."""
+    # A process that was forked has inherited the finalizer, and is not this rank.
     error = getattr(sys, "last_value", None)
     if error is not None and os.getpid() == process and store.get(key) is None:
         store.set(key, f"ended by {headline(error)}")
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether an error may come of another rank: a wait of ours, or one that torch raises of a connection."""
+    """Return whether an error may come of another rank: of a wait here, or of a connection that torch lost."""
     return isinstance(error, LostRankError | dist.DistError) or (
         type(error) is RuntimeError and ("gloo" in str(error) or "pair closure" in str(error))
     )
 
 
 def headline(error: BaseException) -> str:
-    """The type of an error and the first line of what it says, without the place in gloo's source and its advice."""
+    """Return the type and first line of an error, without gloo's source location and advice."""
     lines = str(error).splitlines()
     text = re.sub(r"^\[[^]]*\] ", "", lines[0]).partition(" This is typically")[0] if lines else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Process groups of one's own, which end when nobody holds them any more."""
+"""Process groups that end when nobody refers to them any more."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ _ABORT_TAG = 2**31 - 1 - 64  # beyond the tags of a plan's nodes
 
 
 class Groups:
-    """Makes groups of ranks whose transfers share no queue with others.
+    """Factory of process groups, each with a queue of its own.
 
     >>> groups = Groups(dist.get_process_group_ranks(mesh.get_group("ep")))
     >>> up, down, counts = (groups.new([0, 1], purpose) for purpose in ("up", "down", "counts"))
 
-    On gloo they are not registered with ``torch.distributed``: its groups stay until all are destroyed, need the same
-    number of earlier groups on every rank to find each other, and run three threads each, which wake up a hundred times
-    a second. These are found by their name, share one thread for their connections and go with their last user. They
-    have the methods of a ``ProcessGroup`` (``send``, ``recv``, ``allreduce``, …), not the functions of
-    ``torch.distributed``. On other backends they are made by ``dist.new_group``.
+    On gloo the groups are not registered with ``torch.distributed``. Registered groups stay until all are destroyed,
+    find each other only if every rank made the same number of groups before, and run three threads each, which wake up
+    a hundred times a second. Groups made here find each other by name, share one thread for their connections, and end
+    with their last user. They have the methods of a ``ProcessGroup`` (``send``, ``recv``, ``allreduce``, …), and the
+    functions of ``torch.distributed`` do not know them. On other backends ``dist.new_group`` makes the groups.
 
     Args:
-        ranks: All ranks of the default group that make groups together; each of them makes as many ``Groups`` of the
-            same ranks, in the same order, since that is how they agree on a name without waiting for one another.
+        ranks: All ranks of the default group that make groups together. Each of them makes equally many ``Groups`` of
+            these ranks, in one order: so they agree on a name without waiting for one another.
         timeout: Limit of every wait; None for that of the default group.
         device: Type of the device whose tensors the groups carry.
+
+    Attributes:
+        name: Name that these ranks share, and no other ``Groups`` has.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
@@ -45,14 +48,17 @@ class Groups:
         place = every if len(ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
         number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
         self.name = f"{place}/{number}"
-        """The same on all these ranks, and another than that of any other Groups."""
         self._devices: list[Any] = []
         self._made: list[Group] = []
 
     def new(self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None, gloo: bool = False) -> Group:
-        """A group of these ranks of the default group, all of which must call this; numbered in ascending order.
+        """Return a new group of ``ranks`` of the default group, all of which must call this; they are sorted.
 
-        ``ctas`` is the most blocks that one of its transfers may have on a GPU; ``gloo`` asks for gloo in any case.
+        Args:
+            ranks: Numbers in the default group.
+            purpose: Name that no other group of these ranks from this factory has.
+            ctas: Most blocks of a transfer on a GPU.
+            gloo: Whether to use gloo on any device.
         """
         ranks = sorted(ranks)
         if not gloo and self.backend != "gloo":
@@ -71,18 +77,18 @@ class Groups:
         return group
 
     def abort(self) -> None:
-        """Ends every transfer of the groups on gloo: see :func:`abort`."""
+        """End every transfer of the groups on gloo, see :func:`abort`."""
         for group in self._made:
             abort(group)
 
 
 def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
-    """Name of the backend that carries tensors of a device: ``"gloo"``, ``"nccl"``, …; None is the default group.
+    """Return the backend of a group (None: the default group) for tensors of a device: ``"gloo"``, ``"nccl"``, …
 
-    ``dist.get_backend`` says "undefined" of groups that ``init_device_mesh`` made without ``init_process_group``.
+    ``dist.get_backend`` returns "undefined" for groups that ``init_device_mesh`` made without ``init_process_group``.
 
     Raises:
-        ValueError: The group has none for this device.
+        ValueError: The group has no backend for this device.
     """
     if isinstance(group, dist.ProcessGroupGloo):  # one of ours, which torch does not know
         return "gloo"
@@ -97,9 +103,9 @@ def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
 
 
 def abort(group: Group) -> None:
-    """Ends every transfer of a group on gloo, here and, since its connections close, on its other ranks.
+    """End every transfer of a group on gloo, here and, since its connections close, on its other ranks.
 
-    gloo has no call for it, but closes all connections of a group where one wait runs out of time. Groups of other
+    gloo has no call for this, but closes all connections of a group when one wait runs out of time. Groups of other
     backends are left alone.
     """
     gloo: Any = group
@@ -108,16 +114,16 @@ def abort(group: Group) -> None:
             return
         gloo = group._get_backend(torch.device("cpu"))
     other = (gloo.rank() + 1) % gloo.size()
-    for context in range(len(_interfaces()) or 1):  # gloo has one for each interface, chosen by the tag
+    for context in range(len(_interfaces()) or 1):  # gloo has one for each interface, and the tag chooses
         with suppress(RuntimeError):
             gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(milliseconds=1))
 
 
 def nccl_options(ctas: int | None) -> Any:
-    """NCCL's options for a group beside compute: a stream of high priority, few blocks, and a policy to spare them.
+    """Return NCCL's options for transfers beside compute: a stream of high priority and few blocks.
 
-    A transfer of few blocks leaves multiprocessors to compute, and transfers of several groups fit beside each other,
-    or they could wait for one another. The policy is set where torch and NCCL know it (NCCL 2.27).
+    Few blocks leave multiprocessors to compute, and let transfers of several groups run beside each other; else they
+    could wait for one another. The policy to spare blocks is set if torch and NCCL know it (NCCL 2.27).
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options(is_high_priority_stream=True)
@@ -134,22 +140,22 @@ def _interfaces() -> list[str]:
 
 
 def _devices(backend: Any) -> list[Any]:
-    """The interfaces that torch's own groups would use."""
+    """Return gloo's devices for the interfaces that torch's own groups would use."""
     return [backend.create_device(interface=name) for name in _interfaces()] or [backend.create_default_device()]
 
 
 def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
-    """The values of ranks of the default group, in the order given; all of them must call this.
+    """Return the values of ``ranks`` of the default group, in the order given; all of these ranks must call this.
 
     Raises:
-        RuntimeError: One did not within the limit.
+        RuntimeError: A rank did not within the limit.
     """
     values = gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), value)
     return [values[sorted(ranks).index(rank)] for rank in ranks]
 
 
 def gather_objects(group: Group, value: T) -> list[T]:
-    """The values of all ranks, which must be picklable, by their numbers in a group on gloo."""
+    """Return the picklable values of all ranks of a group on gloo, by rank."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [int(size) for size in _gather(group, torch.tensor([len(mine)]))]
     padded = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])

@@ -1,4 +1,15 @@
-"""Lanes on which exchanges travel while the thread computes."""
+"""Lanes: transfers in the order of their launch, while the engine's thread computes.
+
+A :class:`Flight` is one transfer. Its phases, and who carries them out:
+
+1. *launch*: the engine's thread hands a function that starts the transfer to the :class:`Lane`.
+2. *depart*: the function is called, and the transfer is under way.
+3. *land*: the transfer has ended, and its result is here.
+4. *wait*: the engine's thread needs the result and takes it.
+
+On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and where
+nothing travels, the engine's thread does both itself: 2 in ``launch``, 3 in ``wait``.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +31,32 @@ from overlap1f1b.transport.limits import ABORT_S, LATE_FACTOR, LOOK_S
 T = TypeVar("T")
 
 Post = Callable[[], Transfer[T]]
-"""Starts a transfer."""
+"""Function that starts a transfer."""
 
 
 class Observer(Protocol):
-    """Is told what a lane waits for, and by its threads what is in flight."""
+    """Observer of a lane: learns what the engine's thread waits for, and from the lane's threads what is in flight."""
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
-        """Return the context of a wait for this node."""
+        """Return a context that lasts as long as the wait for the transfer of ``node``."""
 
     def departed(self, flight: Flight[Any]) -> None:
-        """Note that a thread has started a transfer."""
+        """Note that a transfer has started."""
 
     def landed(self, flight: Flight[Any]) -> None:
         """Note that a transfer has arrived."""
 
 
 class Flight(Generic[T]):
-    """An exchange from its launch to its arrival; times in seconds of ``time.perf_counter``.
+    """A transfer from its launch to its arrival.
 
-    ``departed`` is when the transfer was started, or when the one ahead of it had arrived; ``landed`` when its last row
-    was here. On a device that the thread does not wait for, ``begun`` and ``ended`` are stamps of its own clock.
+    Attributes:
+        node: The plan's node that the transfer carries out.
+        lane: Lane on which it travels.
+        departed: When the transfer started, or when the one ahead of it had ended; seconds of ``time.perf_counter``.
+        landed: When the last row was here; seconds of ``time.perf_counter``.
+        begun: On a device that the thread does not wait for, the start by the device's clock.
+        ended: Likewise the end.
     """
 
     def __init__(self, node: Node, lane: Lane) -> None:
@@ -54,10 +70,10 @@ class Flight(Generic[T]):
         self._arrived: threading.Event | None = None
 
     def wait(self) -> T:
-        """What was received, which this lets go of: once only.
+        """Wait for the result and return it. To be called once, since the flight does not keep the result.
 
         Raises:
-            LostRankError: It failed here or on another rank, or did not arrive within the limit.
+            LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
         """
         recorder = self.lane.recorder
         if recorder is None or self.arrived:
@@ -77,7 +93,7 @@ class Flight(Generic[T]):
             self._wait_long(self._arrived)
 
     def _wait_long(self, arrived: threading.Event) -> None:
-        # The transfers before it on the lane have as long, and this one from its own start.
+        # The transfers before it on the lane may take as long as the limit, and then this one as long again.
         deadline = time.monotonic() + LATE_FACTOR * self.lane.timeout.total_seconds()
         while not arrived.wait(LOOK_S):
             if self.lane.failures.read() is not None:
@@ -98,48 +114,48 @@ class Flight(Generic[T]):
         """Whether :meth:`wait` would return at once."""
         if self._arrived is not None:
             return self._arrived.is_set()
-        return not self.lane.puts_off(self) and (self._transfer is None or self._transfer.done)
+        return not self.lane.is_late(self) and (self._transfer is None or self._transfer.done)
 
-    def drained(self, seconds: float) -> None:
-        """Gives the exchange that long to end; its result can still be had."""
+    def settle(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the transfer to end. Its result can still be taken."""
         if self._arrived is not None:
             self._arrived.wait(seconds)
 
     def drain(self, seconds: float) -> None:
-        """The same, and gives up on it."""
-        self.drained(seconds)
-        self.lane.forgo(self)
+        """Wait at most ``seconds`` for the transfer to end, and drop it."""
+        self.settle(seconds)
+        self.lane.cancel_late(self)
         transfer, self._transfer = self._transfer, None
-        if transfer is not None and transfer.mark is not None:  # what a stream still uses outlives it
+        if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
             with suppress(Exception):
                 transfer.mark.wait(timedelta(seconds=seconds))
 
     def depart(self, post: Post[T]) -> None:
-        """Starts the transfer."""
+        """Start the transfer. An error is kept for the thread that waits for the result."""
         try:
             if self.lane.stamp is not None:
                 self.begun = self.lane.stamp()
             self._transfer = post()
             self.departed = time.perf_counter()
-        except Exception as error:  # it belongs to the thread that waits for the rows
+        except Exception as error:
             self._fail(error)
 
     def land(self) -> None:
-        """Waits for the transfer, notes when it ended, and lets go of what was sent."""
+        """Wait until the transfer has ended, note when, and drop what was sent."""
         transfer = self._transfer
-        if transfer is None:  # failed, or given up
+        if transfer is None:  # failed or drained
             return
-        # A limit given to a work of NCCL would stop the thread until it ends; NCCL keeps the group's own.
+        # With a limit, a wait for NCCL would block the thread until the transfer ends. NCCL has the group's own limit.
         timeout = None if self.lane.stamp is not None else self.lane.timeout
         try:
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)
                 self.departed = time.perf_counter()
             self._result.append(transfer.receive(timeout))
-            if self.node.op is Op.SEND:  # nothing comes back: it has ended when it is sent
+            if self.node.op is Op.SEND:  # it receives nothing, and so ends when everything is sent
                 transfer.release(timeout)
             self.landed = time.perf_counter()
-            self._note(transfer)
+            self._read_clock(transfer)
             if self._arrived is not None:
                 if self.lane.recorder is not None:
                     self.lane.recorder.landed(self)
@@ -150,8 +166,8 @@ class Flight(Generic[T]):
         except Exception as error:
             self._fail(error)
 
-    def _note(self, transfer: Transfer[T]) -> None:
-        """The stream on which it ran knows better when it did."""
+    def _read_clock(self, transfer: Transfer[T]) -> None:
+        # A transfer on a stream has the stream's times, which are exact; the thread notices the end later.
         mark = transfer.mark
         if mark is None:
             self.ended = None if self.lane.stamp is None else self.lane.stamp()
@@ -161,7 +177,7 @@ class Flight(Generic[T]):
             self.departed, self.landed = mark.begun, mark.ended
 
     def watch(self) -> None:
-        """Another thread will land it."""
+        """Expect another thread to call :meth:`depart` and :meth:`land`."""
         self._arrived = threading.Event()
 
     def _fail(self, error: BaseException) -> None:
@@ -171,21 +187,22 @@ class Flight(Generic[T]):
 
 
 class Lane:
-    """Exchanges in the order of their launch.
+    """Transfers in the order of their launch.
 
-    In the background, one thread starts them, since a send on gloo takes its thread a millisecond, and a dispatch must
-    wait for its counts; another notes when each arrives, since gloo's works cannot be polled. Otherwise both happen in
-    the calling thread: on CUDA, where a start and a wait are marks on a stream, and where nothing travels.
+    With ``background`` a thread starts the transfers, since a send on gloo takes its thread a millisecond and a
+    dispatch must wait for its counts; a second thread notes when each arrives, since gloo's works cannot be polled.
+    Without it both happen in the calling thread, as fits CUDA, where a start and a wait only put marks on a stream.
 
     Args:
-        name: For messages.
+        name: Name for messages.
         timeout: Limit of every wait.
-        background: Whether threads of its own start and await.
-        failures: Where other ranks say that they failed.
-        stamp: Notes now on the device's clock, where that is not the thread's.
-        abort: Ends what is under way on the lane's groups, where the process ends.
+        failures: Where ranks tell each other that they failed.
+        background: Whether threads of the lane start and await transfers.
+        stamp: Function that notes the time on a device's clock, if that is not the thread's.
+        abort: Function that ends all transfers of the lane's groups, called when the process ends.
 
-    A ``recorder`` is told what is waited for, and by the threads what is in flight.
+    Attributes:
+        recorder: Observer of the lane's transfers, or None.
     """
 
     def __init__(
@@ -204,22 +221,22 @@ class Lane:
         self._crew = _Crew(timeout, failures, abort)
         self._late: dict[Flight[Any], Post[Any]] = {}  # not yet started, in order
         self.close = weakref.finalize(self, self._crew.dismiss)
-        """Has the threads end with what was launched."""
+        """Let the threads end after the transfers launched so far."""
 
     def launch(self, node: Node, post: Post[T], *, late: bool = False) -> Flight[T]:
-        """Has the transfer started, after those launched before.
+        """Start a transfer after all that were launched before, and return its flight.
 
         Args:
-            node: What it carries out.
-            post: Starts it.
-            late: Whether starting it waits for another rank. Without threads that is put off until it is awaited.
+            node: The plan's node that it carries out.
+            post: Function that starts it.
+            late: Whether ``post`` waits for another rank. Without threads the start is then put off to the wait.
         """
         flight: Flight[T] = Flight(node, self)
         if not self.background:
             if late:
                 self._late[flight] = post
             else:
-                assert not self._late, "what is put off would be overtaken"
+                assert not self._late, "a transfer would overtake one whose start was put off"
                 flight.depart(post)
             return flight
         flight.watch()
@@ -227,26 +244,32 @@ class Lane:
         self._crew.starting.put((flight, post))
         return flight
 
-    def puts_off(self, flight: Flight[Any]) -> bool:
-        """Whether it has not been started yet."""
+    def is_late(self, flight: Flight[Any]) -> bool:
+        """Return whether the start of ``flight`` was put off and is still to come."""
         return flight in self._late
 
     def depart_late(self, flight: Flight[Any]) -> None:
-        """Starts those that were put off, up to this one."""
+        """Start the transfers whose start was put off, up to ``flight``."""
         while flight in self._late:
             earlier = next(iter(self._late))
             earlier.depart(self._late.pop(earlier))
 
-    def forgo(self, flight: Flight[Any]) -> None:
-        """Does not start it any more."""
+    def cancel_late(self, flight: Flight[Any]) -> None:
+        """Do not start ``flight`` if its start was put off."""
         self._late.pop(flight, None)
 
 
 class _Crew:
-    """The threads of a lane. They outlive it until all that was launched has ended, and never the interpreter.
+    """Two threads of a lane. They outlive the lane until everything launched has ended, but never the interpreter.
 
-    A thread that comes back from gloo while the interpreter ends would abort the process. So at exit they have as long
-    as a wait may last, for the other ranks may still need what was sent; after a failure nobody does.
+    A thread that returns from gloo while the interpreter shuts down would abort the process. So the exit of the process
+
+    1. lets the threads end after the transfers launched so far,
+    2. waits for them as long as any wait may last, since other ranks may still need what was sent; after a failure
+       nobody needs it, and it does not wait,
+    3. aborts the lane's groups if threads are left, and waits for these a moment.
+
+    The crew must not refer to its lane: the lane's finalizer calls :meth:`dismiss`.
     """
 
     def __init__(self, timeout: timedelta, failures: Failures, abort: Callable[[], None]) -> None:
@@ -258,7 +281,7 @@ class _Crew:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str) -> None:
-        """Starts the threads, unless they run."""
+        """Start the threads unless they run."""
         if self._threads:
             return
         for role, target in (("start", self._start), ("watch", self._watch)):
@@ -268,11 +291,11 @@ class _Crew:
         atexit.register(self._leave)
 
     def dismiss(self) -> None:
-        """Has the threads end with what was launched."""
+        """Let the threads end after the transfers launched so far."""
         self.starting.put(None)
 
     def _leave(self) -> None:
-        """At exit: sees to it that no thread is left."""
+        # At exit of the process; `_watch` clears both when the threads have ended before.
         failures, abort = self.failures, self.abort
         self.dismiss()
         if failures is not None:
@@ -287,7 +310,7 @@ class _Crew:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _start(self) -> None:
+    def _start(self) -> None:  # the thread that carries out `depart`
         while (entry := self.starting.get()) is not None:
             flight, post = entry
             flight.depart(post)
@@ -297,10 +320,10 @@ class _Crew:
             del entry, flight, post
         self._landing.put(None)
 
-    def _watch(self) -> None:
+    def _watch(self) -> None:  # the thread that carries out `land`
         while (flight := self._landing.get()) is not None:
             flight.land()
             del flight
-        # What these hold may end with them, groups of gloo among it: here, as long as the exit waits for this thread.
+        # This may drop the last reference to groups of gloo. They must end here, while the exit waits for this thread.
         self.failures = self.abort = None
         atexit.unregister(self._leave)

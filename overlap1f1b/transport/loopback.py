@@ -1,4 +1,4 @@
-"""An exchange with oneself through host memory: what one GPU has in place of a network."""
+"""An exchange of one GPU with itself through host memory, in place of a network."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ CHUNK_BYTES, CHUNKS = 8 << 20, 6
 
 
 class LoopbackExchange(Exchange):
-    """Rows leave the device for pinned host memory by one copy engine and come back by the other, chunk by chunk.
+    """Rows go to pinned host memory by one copy engine and come back by the other, chunk by chunk.
 
     >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(torch.device("cuda"), gbps=25.0))
 
-    The copies take no multiprocessor and about as long as a network card of 400 Gbit/s would, and they are bytes that
-    the step depends on: a wait that is missing shows in its gradients. On a CPU two threads copy.
+    The copies occupy no multiprocessor and take about as long as a network card of 400 Gbit/s would. The step depends
+    on the bytes that come back, so a missing wait shows in its gradients. On a CPU two threads copy.
 
     Args:
-        device: Of the rows.
-        gbps: Gigabytes (1e9) per second to slow the copies down to; by default they go as fast as they can. A GPU
-            copies every chunk out so many times over, since an engine that copies leaves nothing else busy; a thread
-            sleeps.
-        check: Whether to compare what comes back with what left, on the device; :meth:`mismatches` has the outcome.
-        streams: Out, back and for counts; by default those of the device.
+        device: Device of the rows.
+        gbps: Gigabytes (1e9) per second to slow the copies down to; by default they run at full rate. To slow down, a
+            GPU copies every chunk out several times, which occupies nothing but the copy engine; a thread sleeps.
+        check: Whether to compare what comes back with what left, on the device; see :meth:`mismatches`.
+        streams: Streams out, back and for counts; by default new ones of the device.
+
+    Attributes:
+        bytes_sent: Bytes of rows sent since construction.
 
     Raises:
-        ValueError: A rate that is none.
+        ValueError: ``gbps`` is no rate above 0.
     """
 
     ranks, rank = 1, 0
@@ -56,22 +58,23 @@ class LoopbackExchange(Exchange):
         )
         pinned = device.type == "cuda"
         self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(CHUNKS)]
-        self._free: list[Mark | None] = [None] * CHUNKS  # from when on a slot may be written again
+        self._free: list[Mark | None] = [None] * CHUNKS  # when a slot may be written again
         self._next = 0
-        self._again = 0.0  # copies beyond the first
+        self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self.bytes_sent = 0
-        """Of rows, since it was made."""
         if gbps is not None and pinned:
             self._again = max(0.0, self.full_rate() / gbps - 1)
 
     def full_rate(self, chunks: int = 32) -> float:
-        """Gigabytes per second of the way there and back without slowing down."""
+        """Measure and return the gigabytes per second there and back at full rate."""
         again, self._again = self._again, 0.0
         gbps, self.gbps = self.gbps, None
-        # Random bytes: what is all the same may travel faster.
+        # Random bytes, since equal ones may be copied faster.
         source = torch.empty(chunks * CHUNK_BYTES, 1, dtype=torch.uint8, device=self.device)
-        source.random_(generator=torch.Generator(self.device))  # whose numbers nobody else draws
+        source.random_(
+            generator=torch.Generator(self.device)
+        )  # a generator of its own leaves the model's random numbers alone
         seconds = math.inf
         for _ in range(3):
             if source.is_cuda:
@@ -91,7 +94,7 @@ class LoopbackExchange(Exchange):
         if not source.numel():
             return Transfer(result)
         self.bytes_sent += source.numel() * source.element_size()
-        self.out.run(_nothing)  # the rows have been computed, and what held the result's memory before is over
+        self.out.run(_nothing)  # after the rows are computed, and after the last use of the result's memory
         size = source.numel() * source.element_size()
         marks: list[Mark] = []
         for start in range(0, size, CHUNK_BYTES):
@@ -103,15 +106,15 @@ class LoopbackExchange(Exchange):
             marks += left, back
         if self.check:
             marks.append(self.back.run(self._compare, result, source, after=()))
-        # Source and result outlive the copies by construction: whoever holds the transfer waits for its end first.
-        return Transfer(result, source=source, mark=Journey(marks[0], marks[-1]))
+        # Source and result outlive the copies: whoever holds the transfer, which holds both, waits for its end first.
+        return Transfer(result, source=source, mark=_Span(marks[0], marks[-1]))
 
     def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
         source = counts.view(1, -1)
         result = torch.empty_like(source)
         there = HostCopy.on(self.control, source)
         back = self.control.run(partial(_arrive, there.tensors[0].view(-1).view(torch.uint8), slice(None)), result)
-        # The route keeps both until it has read the copies.
+        # The route keeps source and result until it has read the copies.
         return Transfer(result, source=source, mark=back, host=HostCopy.on(self.control, source, result))
 
     def _leave(self, slot: Tensor, part: slice, source: Tensor) -> None:
@@ -128,15 +131,15 @@ class LoopbackExchange(Exchange):
         self._wrong.append((_bytes(result) != _bytes(source)).any())
 
     def mismatches(self) -> int:
-        """How many transfers have come back with other bytes since the last call; waits for the device."""
+        """Wait for the device; return how many transfers came back with other bytes since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         wrong, self._wrong = self._wrong, []
         return sum(bool(flag) for flag in wrong)
 
 
-class Journey:
-    """From the begin of one job to the end of another."""
+class _Span:
+    """Mark of a transfer: from the start of its first copy to the end of its last."""
 
     def __init__(self, first: Mark, last: Mark) -> None:
         self.first, self.last = first, last
@@ -156,7 +159,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """Only its place in the order matters."""
+    """Do nothing: only the position of this job in the stream matters."""
 
 
 def _arrive(slot: Tensor, part: slice, result: Tensor) -> None:

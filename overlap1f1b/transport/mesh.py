@@ -1,12 +1,17 @@
-"""The ranks that an engine spans: pipeline, data and expert parallel."""
+"""The ranks that an engine spans, and what they agree on.
+
+:class:`Mesh` knows who holds which coordinate, makes the groups, and compares values between ranks. :class:`Together`
+carries out work on all ranks at once and raises an error of one rank on all of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,22 +25,29 @@ from overlap1f1b.transport.groups import Group, Groups, backend_of, gather_objec
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep"]
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "dp", "ep")
-_MOST = 80  # characters of a value in a message
+_SHOWN = 80  # characters of a value in a message
 
 
 class Mesh:
-    """This rank's place in a DeviceMesh, whose absent dimensions count as one rank.
+    """This rank's coordinates in a DeviceMesh; a dimension that it lacks counts as one rank.
 
     >>> mesh = Mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "ep")))
     >>> mesh.size("ep"), mesh.size("dp")
     (4, 1)
 
     Args:
-        mesh: With any of the dimensions "pp", "dp" and "ep"; None for one rank.
-        timeout: Limit of every wait for another rank.
+        mesh: Mesh with any of the dimensions "pp", "dp" and "ep"; None for one rank.
+        timeout: Limit of every wait for another rank; None for that of the default group.
+
+    Attributes:
+        devices: The DeviceMesh, or None.
+        device_type: "cpu" or "cuda".
+        same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
+        labels: Name of each rank in messages, by its number in the default group.
+        failures: Where these ranks tell each other that they failed.
 
     Raises:
-        ValueError: Other dimensions.
+        ValueError: ``mesh`` has other dimensions.
         LostRankError: A rank does not make its Mesh within the limit.
     """
 
@@ -49,14 +61,13 @@ class Mesh:
         self.devices = mesh
         self.device_type = "cpu" if mesh is None else mesh.device_type
         self.same: dict[str, object] = {}
-        """What has to be equal on all ranks; compared whenever they exchange values."""
         self._groups: dict[str, Group] = {}
-        self._control: dict[str, Group] = {}  # for agreements: on the CPU, whatever the device, with the limit
+        self._control: dict[str, Group] = {}  # on gloo, whatever the device, to compare values
         self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
         if mesh is not None:
             self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
-            # Not the groups' own numbers: torch sorts a group's ranks, a mesh may have them in another order.
+            # The mesh's coordinates, not numbers within groups: torch sorts the ranks of a group.
             self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
             order = [names.index(name) for name in DIMENSIONS if name in names]
             self._ranks = mesh.mesh.permute(order)
@@ -65,14 +76,12 @@ class Mesh:
                     self._ranks = self._ranks.unsqueeze(position)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.labels = self._labels()
-        """What messages call each rank, by its number in the default group."""
         self._own: Groups | None = None
         if mesh is None or not self._groups:
             self.failures = Failures()
             return
         self._own = Groups(list(self.labels), timeout, device=self.device_type)
         self.failures = Failures(self._own.name, self.labels)
-        """What these ranks tell each other when one fails."""
         self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
         for name in self._groups:
             with _naming(name):
@@ -90,21 +99,25 @@ class Mesh:
 
     @property
     def label(self) -> str:
-        """What messages call this rank."""
+        """Name of this rank in messages."""
         return self.labels.get(self._rank, "rank 0")
 
     @property
     def several(self) -> bool:
-        """Whether there are other ranks."""
+        """Whether there are several ranks."""
         return len(self.labels) > 1
 
     def abort(self) -> None:
-        """Ends every transfer of this mesh's own groups on gloo, on its other ranks too."""
+        """End every transfer on gloo groups of this mesh, on its other ranks too."""
         if self._own is not None:
             self._own.abort()
 
     def check(self, program: Program) -> None:
-        """Raises ValueError unless the program has as many pipeline ranks."""
+        """Compare the program's number of pipeline ranks with the mesh's.
+
+        Raises:
+            ValueError: They differ.
+        """
         if self.size("pp") != program.placement.ranks:
             raise ValueError(
                 f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with "
@@ -112,47 +125,47 @@ class Mesh:
             )
 
     def group(self, dimension: Dimension) -> Group | None:
-        """The ranks along a dimension; None for one rank."""
+        """Return the group of this rank along a dimension; None for one rank."""
         return self._groups.get(dimension)
 
     def size(self, dimension: Dimension) -> int:
-        """Ranks along a dimension."""
+        """Return the number of ranks along a dimension."""
         group = self.group(dimension)
         return 1 if group is None else group.size()
 
     def rank(self, dimension: Dimension) -> int:
-        """This rank's number along a dimension."""
+        """Return this rank's coordinate along a dimension."""
         return self._at.get(dimension, 0)
 
     @property
     def on_gloo(self) -> bool:
-        """Whether any of the groups is."""
+        """Whether any dimension's group is on gloo."""
         return any(backend_of(group, self.device_type) == "gloo" for group in self._groups.values())
 
     def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
-        """Numbers in the default group of some pipeline ranks, over further dimensions, ascending."""
+        """Return the default group's numbers of the pipeline ranks ``pp`` over further dimensions, ascending."""
         if self._ranks is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
         at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
         return sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
 
     def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension]) -> Group | None:
-        """A new group of :meth:`ranks`, all of which must call this; None for one rank."""
+        """Return a new group of :meth:`ranks`, all of which must call this; None for one rank."""
         ranks = self.ranks(pp=pp, over=over)
         return self._own.new(ranks, purpose) if self._own is not None and len(ranks) > 1 else None
 
     def number(self, pp: int) -> int:
-        """The number that a pipeline rank has in a group of this rank's pipeline."""
+        """Return the number of a pipeline rank within a group of this rank's pipeline."""
         assert self._ranks is not None
         mine = self._ranks[:, self.rank("dp"), self.rank("ep")].tolist()
         return sorted(mine).index(mine[pp])
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
-        """The values of all ranks along a dimension, in the mesh's order.
+        """Return the values of all ranks along a dimension, in the mesh's order.
 
         Raises:
-            ValueError: They differ in what has to be the :attr:`same`.
-            LostRankError: One of them failed, or did not answer within the limit.
+            ValueError: Ranks differ in a value of :attr:`same`.
+            LostRankError: A rank failed, or did not answer within the limit.
         """
         group = self._control.get(dimension)
         if group is None:
@@ -165,10 +178,10 @@ class Mesh:
         return [value for _, value in found]
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Compares facts by their names, over all ranks that have a fact of that name.
+        """Compare values by name, over all ranks that have a value of that name.
 
         Raises:
-            ValueError: One differs; the message has both values and whose they are.
+            ValueError: Two ranks differ; the message has both values and both ranks.
             LostRankError: As :meth:`gathered`.
         """
         for dimension in reversed(DIMENSIONS):
@@ -176,10 +189,10 @@ class Mesh:
                 self._compare(self._along(dimension), self.gathered(dimension, dict(facts)))
 
     def compared(self, number: float) -> Callable[[], bool]:
-        """Starts to compare a number over all ranks; what it returns waits, and says on all ranks whether all are one.
+        """Start to compare a number over all ranks; return a function that waits and returns whether all are equal.
 
-        Raises:
-            LostRankError: When called: a rank failed, or did not answer within the limit.
+        The function returns the same on all ranks. It raises a LostRankError if a rank failed, or did not answer within
+        the limit.
         """
         ends = torch.tensor([number, -number], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
@@ -192,7 +205,10 @@ class Mesh:
             if first is not None and work is not None:
                 with _naming(first[0]):
                     work.wait()
-            for dimension, group in groups:  # each of what the one before gave, or some ranks would not hear of it
+            for (
+                dimension,
+                group,
+            ) in groups:  # of the result so far: else a rank would not learn of a difference elsewhere
                 with _naming(dimension):
                     group.allreduce([ends], options).wait()
             return bool(ends[0] == -ends[1])
@@ -218,16 +234,16 @@ class Mesh:
         return ranks
 
     def meet(self, dimension: Dimension) -> None:
-        """Waits for all ranks along a dimension.
+        """Wait for all ranks along a dimension.
 
         Raises:
-            LostRankError: One of them failed, or did not answer within the limit.
+            LostRankError: A rank failed, or did not answer within the limit.
         """
         with _naming(dimension):
             self._control[dimension].barrier().wait()
 
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
-        """A value made of those of all ranks: along "ep", then "dp", then "pp"; the same everywhere."""
+        """Combine the values of all ranks along "ep", then "dp", then "pp"; the result is the same on all ranks."""
         for dimension in reversed(DIMENSIONS):
             value = combine(dimension, self.gathered(dimension, value))
         return value
@@ -242,11 +258,101 @@ def _naming(dimension: str) -> Iterator[None]:
 
 
 def _differing(one: str, other: str) -> tuple[str, str]:
-    """Both texts from a little before where they begin to differ, if they are long."""
-    if max(len(one), len(other)) <= _MOST:
+    """Return both texts, long ones from a little before their first difference."""
+    if max(len(one), len(other)) <= _SHOWN:
         return one, other
     same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - 20)
-    parts = (text[start : start + _MOST] for text in (one, other))
-    first, second = (f"{'…' if start else ''}{part}{'…' if len(part) == _MOST else ''}" for part in parts)
+    parts = (text[start : start + _SHOWN] for text in (one, other))
+    first, second = (f"{'…' if start else ''}{part}{'…' if len(part) == _SHOWN else ''}" for part in parts)
     return first, second
+
+
+class _Outcome(NamedTuple):
+    """Result of one rank's work, or the error that it ended with."""
+
+    value: Any = None
+    error: type[Exception] | None = None
+    text: str = ""
+    interrupted: bool = False
+
+
+class Together:
+    """Work on all ranks. An exception on one is raised on every rank, and no wait is longer than the mesh's limit.
+
+    >>> together = Together(engine.mesh, "the folder cannot be written")
+    >>> sizes = together.each(write)  # of all ranks
+
+    Args:
+        mesh: Mesh of all ranks.
+        failed: First words of every message.
+
+    Raises:
+        ValueError: The mesh has not all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, failed: str) -> None:
+        self.mesh, self.failed = mesh, failed
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.size = math.prod(mesh.size(dimension) for dimension in DIMENSIONS)
+        if self.size != world:
+            raise ValueError(
+                f"{failed}: the engine's mesh has {self.size} of {world} ranks; allowed: a mesh of all ranks"
+            )
+
+    def each(self, work: Callable[[], T], error: type[Exception] = RuntimeError) -> list[T]:
+        """Call ``work`` on every rank and return the results of all, in the order of ranks.
+
+        Raises:
+            ValueError: ``work`` raised one on some rank; on all ranks, naming the first such rank.
+            OSError: Likewise.
+            Exception: ``error`` if ``work`` raised anything else; on all ranks, with type, text and rank.
+            LostRankError: A rank did not answer within the limit, or was interrupted.
+        """
+        return self._shared(work, error, every=True)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Call ``work`` on the first rank alone; return its result, or raise its error, on every rank."""
+        return self._shared(work if self.rank == 0 else _nothing, RuntimeError, every=False)[0]
+
+    def _shared(self, work: Callable[[], Any], error: type[Exception], *, every: bool) -> list[Any]:
+        cause: BaseException | None = None
+        try:
+            outcome = _Outcome(work())
+        except BaseException as caught:  # an interrupt too: the others must not wait for this rank
+            cause = caught
+            outcome = self._failure(caught, error, every=every)
+        try:
+            outcomes = self._exchanged(outcome)
+        finally:
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause  # an interrupt, whether or not the others have heard of it
+        for other in outcomes:
+            if other.interrupted:
+                raise LostRankError(other.text)
+        for other in outcomes:
+            if other.error is not None:
+                raise other.error(other.text) from cause
+        return [other.value for other in outcomes]
+
+    def _failure(self, error: BaseException, otherwise: type[Exception], *, every: bool) -> _Outcome:
+        rank = f"{self.mesh.label}: " if self.size > 1 else ""
+        if not isinstance(error, Exception):
+            return _Outcome(text=f"{self.failed}: {self.mesh.label} was interrupted", interrupted=True)
+        if isinstance(error, ValueError):  # its text needs no type, and if it is the first rank's alone, no rank
+            return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
+        kind = OSError if isinstance(error, OSError) else otherwise
+        return _Outcome(error=kind, text=f"{self.failed}: {rank}{headline(error)}")
+
+    def _exchanged(self, mine: _Outcome) -> list[_Outcome]:
+        try:
+            every = self.mesh.combined(
+                {self.rank: mine}, lambda _, parts: {rank: one for part in parts for rank, one in part.items()}
+            )
+        except LostRankError as error:
+            raise LostRankError(f"{self.failed}: {error}") from error
+        return [every[rank] for rank in sorted(every)]
+
+
+def _nothing() -> None:
+    return None

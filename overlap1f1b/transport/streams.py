@@ -1,8 +1,8 @@
-"""Queues of work beside the one that computes, and points on them: CUDA's streams and events, or threads.
+"""Side streams and marks on them: CUDA's streams and events, or a thread in their place.
 
-A thread that computes on a CUDA device only queues kernels; a transfer on a second stream is ordered with them by
-events. On a CPU the thread itself computes, and a :class:`ThreadStream` stands in: everything but speed is the same, so
-that order, waits and lifetimes are tested without a GPU.
+On CUDA the thread only queues kernels, and events order a transfer on a side stream with them. On a CPU the thread
+itself computes, and a :class:`ThreadStream` stands in for the side stream. Everything but speed is then the same, so
+order, waits and lifetimes are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ Job = Callable[..., object]
 
 
 class Mark(Protocol):
-    """Where a job of a stream ends.
+    """End of a job on a stream.
 
-    ``begun`` and ``ended`` are stamps of its start and its end: seconds of ``time.perf_counter``, or CUDA events.
+    Attributes:
+        begun: When the job started: seconds of ``time.perf_counter``, or a CUDA event.
+        ended: When it ended, likewise.
     """
 
     @property
@@ -37,36 +39,37 @@ class Mark(Protocol):
     def ended(self) -> Any: ...
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """What is computed from now on comes after it. On CUDA the thread does not stop."""
+        """Let what is computed from now on come after the mark. On CUDA the thread does not block."""
         ...
 
     def synchronize(self, timeout: timedelta | None = None) -> None:
-        """The thread waits for it.
+        """Block the thread until the mark is reached.
 
         Raises:
-            TimeoutError: It was not reached within the limit.
+            TimeoutError: The mark was not reached within the limit.
         """
         ...
 
     def is_completed(self) -> bool:
-        """Whether it has been reached."""
+        """Return whether the mark is reached."""
         ...
 
 
 class SideStream(Protocol):
-    """Jobs in the order of their calls, beside what the thread computes."""
+    """Stream beside the computation; its jobs run in the order of their calls."""
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> Mark:
-        """Has ``job(*tensors)`` done, after the marks; without any, after what the thread has computed so far.
+        """Queue ``job(*tensors)`` and return the mark of its end.
 
-        The caller keeps the tensors until its computation waits for the mark, and so need not record them: whatever
-        frees them is then behind the mark. A stand-in sees to it that they are kept.
+        It runs after the marks ``after``, or, without any, after everything that the thread has computed so far. The
+        caller keeps the tensors until its computation has waited for the mark. So they need no ``record_stream``: they
+        are freed after the mark. :class:`ThreadStream` checks this.
         """
         ...
 
 
 class CudaMark:
-    """Two events around a job."""
+    """Mark of a job between two CUDA events."""
 
     def __init__(self, device: torch.device, begun: Any, ended: Any) -> None:
         self.device, self.begun, self.ended = device, begun, ended
@@ -75,8 +78,7 @@ class CudaMark:
         torch.cuda.current_stream(self.device).wait_event(self.ended)
 
     def synchronize(self, timeout: timedelta | None = None) -> None:
-        # Not the event's own synchronize, which would wait for ever. What is waited for so is a few bytes that arrive
-        # while other kernels run: microseconds.
+        # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self.ended.query():
             if deadline is not None and time.monotonic() > deadline:
@@ -92,8 +94,8 @@ class CudaStream:
     """A CUDA stream.
 
     Args:
-        device: Of the tensors.
-        priority: −1 for high: the blocks of its kernels go first; 0 for that of any other.
+        device: Device of the tensors.
+        priority: −1 for high, so that the blocks of its kernels go first; 0 for that of other streams.
     """
 
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
@@ -116,7 +118,7 @@ class CudaStream:
 
 
 class ThreadMark:
-    """Where a thread's job ends."""
+    """Mark of a job of a :class:`ThreadStream`."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0.0
@@ -124,7 +126,7 @@ class ThreadMark:
         self._reached = threading.Event()
 
     def reach(self, error: BaseException | None = None) -> None:
-        """The job has ended."""
+        """Note that the job has ended, with an error if there is one."""
         self.ended, self.error = time.perf_counter(), error
         self._reached.set()
 
@@ -142,17 +144,17 @@ class ThreadMark:
 
 
 class _Borrowed:
-    """A tensor without a hold on its memory."""
+    """A weak reference to a tensor's memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._memory = StorageWeakRef(tensor.untyped_storage())
         self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tensor(self) -> Tensor:
-        """The tensor; its memory must not have been let go of."""
+        """Return the tensor, whose memory must not have been freed."""
         memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         if memory is None:
-            raise AssertionError("a tensor was let go of before the stream had done with it")
+            raise AssertionError("a tensor was freed before the stream had used it")
         return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
 
 
@@ -162,23 +164,23 @@ _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 class ThreadStream:
     """A thread in place of a CUDA stream.
 
-    Like a stream it does not keep what it works on: a job whose tensors are gone when it is its turn raises in whoever
-    waits for it, where a GPU would read memory that holds something else by then.
+    Like a stream it does not keep its jobs' tensors. If they are freed before the job runs, waiting for the job raises;
+    a GPU would read memory that holds something else by then.
 
     Args:
-        name: Of the thread.
-        delay: Seconds to let pass before each job, for tests.
+        name: Name of the thread.
+        delay: Function that returns seconds to sleep before each job, for tests.
     """
 
     def __init__(self, name: str = "stream", delay: Callable[[], float] | None = None) -> None:
         self._jobs: SimpleQueue[_Entry | None] = SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._jobs, delay), name=f"overlap1f1b-{name}", daemon=True)
         self.close = weakref.finalize(self, self._jobs.put, None)
-        """Ends the thread."""
+        """End the thread."""
         thread.start()
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
-        # The thread has computed everything that it has asked for so far: without marks there is nothing to wait for.
+        # A CPU thread has computed everything that it asked for so far: without marks there is nothing to wait for.
         mark = ThreadMark()
         self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
         return mark
@@ -198,17 +200,17 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
                 job(*tensors)
             del tensors
             mark.reach()
-        except BaseException as error:  # it belongs to the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             mark.reach(error)
         del entry, mark, job, held, after
 
 
 class HostCopy:
-    """Small tensors on their way to the host, where they are read late.
+    """Small tensors on their way to the host, to be read later.
 
     Args:
-        tensors: In host memory, or still elsewhere where nothing copies on the side.
-        mark: From which on they are there.
+        tensors: Tensors in host memory.
+        mark: End of the copy; None if it has ended.
     """
 
     def __init__(self, tensors: Sequence[Tensor], mark: Mark | None = None) -> None:
@@ -216,7 +218,7 @@ class HostCopy:
 
     @classmethod
     def on(cls, stream: SideStream, *tensors: Tensor) -> HostCopy:
-        """Copied behind what the stream has been given; the caller keeps ``tensors`` until they have been read."""
+        """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`."""
         pinned = tensors[0].is_cuda
         host = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned) for t in tensors]
 
@@ -227,12 +229,12 @@ class HostCopy:
         return cls(host, stream.run(copy, *tensors))
 
     def read(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        """Waits for them."""
+        """Wait for the copy and return the tensors."""
         if self.mark is not None:
             self.mark.synchronize(timeout)
         return self.tensors
 
 
 def side_stream(device: torch.device, name: str, *, priority: int = -1) -> SideStream:
-    """A stream of the device: CUDA's, or a thread."""
+    """Return a new side stream of a device: CUDA's, or a thread."""
     return CudaStream(device, priority=priority) if device.type == "cuda" else ThreadStream(name)

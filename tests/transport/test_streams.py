@@ -41,7 +41,7 @@ def test_a_tensor_must_live_until_its_job_is_done() -> None:
     hold.set()
     fine.wait()
     assert kept.tolist() == [2, 2, 2]
-    with pytest.raises(AssertionError, match="let go of"):
+    with pytest.raises(AssertionError, match="freed before"):
         wrong.wait()
 
 

@@ -67,7 +67,7 @@ from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.quoting import cut, quoted
 from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.together import Together
+from overlap1f1b.transport.mesh import Together
 
 _INDEX = ".metadata"
 

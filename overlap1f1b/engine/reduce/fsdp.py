@@ -317,7 +317,7 @@ class ShardedReducer:
     def settle(self) -> None:
         """Wait until nothing is in flight."""
         for flight in self._flights:
-            flight.drained(self.lane.timeout.total_seconds())
+            flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Wait for all reductions, start those over one rank, which have no node, and give the modules back."""

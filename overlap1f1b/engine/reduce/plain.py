@@ -104,7 +104,7 @@ class Reducer:
     def settle(self) -> None:
         """Wait until nothing is in flight."""
         for _, flight in self._flights:
-            flight.drained(self.lane.timeout.total_seconds())
+            flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Wait for all reductions, and add the gradients of earlier steps."""
