@@ -13,7 +13,7 @@ import tyro
 from overlap1f1b.cli.output import check_folder, check_json
 from overlap1f1b.cli.wire import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
-from overlap1f1b.schedule import DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 
 LONGEST = 1_000_000
@@ -46,7 +46,7 @@ class ModelOptions:
     """Probability of dropping an element of what a block adds to the residual."""
 
 
-_CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1; 2 for zb_v and dualpipev)")
+_CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {DEFAULT_CHUNKS})")
 
 
 @dataclass(frozen=True)

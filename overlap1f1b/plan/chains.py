@@ -9,7 +9,7 @@ from typing import cast
 from overlap1f1b.plan.node import BlockShape, Node, Op, StageShape, backward_chain, forward_chain, weight_node
 from overlap1f1b.plan.recompute import parse_recompute
 from overlap1f1b.schedule import Action, Kind, Placement
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size
 
 Shapes = StageShape | Sequence[StageShape]
 """The blocks of every stage alike, or those of each."""

@@ -7,7 +7,7 @@ from itertools import pairwise, zip_longest
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.node import Node, Op
-from overlap1f1b.schedule import Action, Kind, Pair, Step
+from overlap1f1b.schedule import Action, Kind, Pair, Slot
 
 
 def serial(actions: Iterable[Action], chains: Chains) -> Iterator[Node]:
@@ -16,7 +16,7 @@ def serial(actions: Iterable[Action], chains: Chains) -> Iterator[Node]:
         yield from _with_weights(chains.of(action), action, chains)
 
 
-def pairs(steps: Iterable[Step], chains: Chains) -> Iterator[Node]:
+def pairs(slots: Iterable[Slot], chains: Chains) -> Iterator[Node]:
     """Serial, but the members of a pair interleaved layer by layer in Megatron-Core's fixed order.
 
     ::
@@ -27,13 +27,13 @@ def pairs(steps: Iterable[Step], chains: Chains) -> Iterator[Node]:
     A forward's first layer meets a backward's last one; where one member has more layers, the rest runs alone. What is
     sent between stages belongs to its own member, not to the end of the pair.
     """
-    for step in steps:
-        if isinstance(step, Pair):
-            layers = zip_longest(_layers(step.forward, chains), _layers(step.backward, chains), fillvalue=())
+    for slot in slots:
+        if isinstance(slot, Pair):
+            layers = zip_longest(_layers(slot.forward, chains), _layers(slot.backward, chains), fillvalue=())
             for forward, backward in layers:
-                yield from _merge(forward, backward, step.backward, chains)
+                yield from _merge(forward, backward, slot.backward, chains)
         else:
-            yield from serial((step,), chains)
+            yield from serial((slot,), chains)
 
 
 def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:

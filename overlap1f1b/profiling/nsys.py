@@ -12,7 +12,7 @@ from overlap1f1b.plan.ranges import PREFIX
 from overlap1f1b.profiling.capture import Capture
 from overlap1f1b.profiling.chrome import MOST_NAME
 from overlap1f1b.profiling.stream import MOST_EVENTS
-from overlap1f1b.schedule.quoting import cut
+from overlap1f1b.schedule.values import shortened
 
 Row = TypeVar("Row", bound=tuple[object, ...])
 
@@ -36,9 +36,11 @@ def read_nsys(path: Path) -> list[Capture]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _captures(path, database)
     except sqlite3.Error as error:
-        raise ValueError(f"{path}: {cut(str(error))}; allowed: a whole file of nsys export --type sqlite") from None
+        why = shortened(str(error))
+        raise ValueError(f"{path}: {why}; allowed: a whole file of nsys export --type sqlite") from None
     except (TypeError, OverflowError) as error:  # SQLite keeps text in a column of numbers
-        raise ValueError(f"{path}: a row is malformed ({cut(str(error))}); allowed: a file of nsys export") from None
+        why = shortened(str(error))
+        raise ValueError(f"{path}: a row is malformed ({why}); allowed: a file of nsys export") from None
 
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:

@@ -19,7 +19,7 @@ from overlap1f1b.profiling.recording import Recording
 from overlap1f1b.profiling.records import RecordedSteps
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.profiling.stream import read_events
-from overlap1f1b.schedule.quoting import cut, quoted
+from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
@@ -101,7 +101,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
             text = io.TextIOWrapper(plain, encoding="utf-8")
             return [_read_json(path, text, lambda: progress(path, raw.tell(), size))]
     except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: it is truncated or damaged ({cut(str(error))}); {_ALLOWED}") from None
+        raise ValueError(f"{path}: it is truncated or damaged ({shortened(str(error))}); {_ALLOWED}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text; {_ALLOWED}") from None
     except OSError as error:
@@ -117,7 +117,7 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = cut(str(error))
+        why = shortened(str(error))
         if type(error) is not ValueError:
             why = f"an event is malformed ({type(error).__name__}: {why})"
         raise ValueError(f"{path}: {why}; {_ALLOWED}") from None

@@ -14,7 +14,7 @@ from overlap1f1b.plan import Node, Resource
 from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
 from overlap1f1b.profiling.chrome import MOST_NAME
 from overlap1f1b.profiling.recording import Recording, Spans, Step, What
-from overlap1f1b.schedule.quoting import cut, quoted
+from overlap1f1b.schedule.values import quoted, shortened
 
 _KINDS = {"node": 0, "flight": 1, "wait": 2}
 _SECOND = 1e9
@@ -69,7 +69,7 @@ class RecordedSteps:
             if content["steps"] is not True:  # an array was, and is here
                 raise TypeError("steps are no list")
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-            why = f"{type(error).__name__}: {cut(str(error))}"
+            why = f"{type(error).__name__}: {shortened(str(error))}"
             raise ValueError(f"{path}: not a record of overlap1f1b profile ({why})") from None
         if not self._steps:
             raise ValueError(f"{path} has no steps; allowed: a record of one or more")

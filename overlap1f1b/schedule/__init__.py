@@ -1,8 +1,9 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Step, actions_of, parse_step
+from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot, peaks_of
 from overlap1f1b.schedule.checks import check
 from overlap1f1b.schedule.generators import (
+    DEFAULT_CHUNKS,
     DEFAULT_EXTRA_WARMUP,
     DEFAULT_PROGRAM,
     SCHEDULES,
@@ -16,16 +17,17 @@ from overlap1f1b.schedule.generators import (
     groups_of,
     interleaved_1f1b,
     one_f_one_b,
+    schedule_of,
     sequential,
     zb_h1,
     zb_h2,
     zb_v,
 )
-from overlap1f1b.schedule.peaks import peaks_of
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 
 __all__ = [
+    "DEFAULT_CHUNKS",
     "DEFAULT_EXTRA_WARMUP",
     "DEFAULT_PROGRAM",
     "SCHEDULES",
@@ -34,7 +36,7 @@ __all__ = [
     "Pair",
     "Placement",
     "Program",
-    "Step",
+    "Slot",
     "actions_of",
     "afab",
     "build_schedule",
@@ -47,8 +49,9 @@ __all__ = [
     "groups_of",
     "interleaved_1f1b",
     "one_f_one_b",
-    "parse_step",
+    "parse_slot",
     "peaks_of",
+    "schedule_of",
     "sequential",
     "zb_h1",
     "zb_h2",

@@ -1,27 +1,28 @@
-"""What a rank does to one microbatch on one stage."""
+"""Actions: what a rank does to one microbatch on one stage."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from overlap1f1b.schedule.quoting import quoted
+from overlap1f1b.schedule.values import quoted
 
-# More digits than any number of a schedule has would be a long text in every message that names it.
+# Longer numbers than any schedule has would make every message that names them long.
 _ACTION = re.compile(r"(\d{1,40})('{0,40})([FBIW])(\d{1,40})", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 class Kind(StrEnum):
-    """Forward, backward, input gradient, weight gradient; ``B`` is ``I`` and ``W`` together."""
+    """Kind of an action: forward, backward, input gradient, weight gradient; ``B`` is ``I`` and ``W`` together."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741  the field's letter for the input gradient
     W = "W"
 
-    __hash__ = str.__hash__  # an Enum's own is written in Python, and actions are hashed often
+    __hash__ = str.__hash__  # Enum's own hash is written in Python, and actions are hashed often
 
 
 class Action(NamedTuple):
@@ -43,13 +44,13 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action of a text, the reverse of ``str``.
+        """Parse an action, the reverse of ``str``.
 
         >>> Action.parse("2'B3") == Action(Kind.B, stage=2, microbatch=3, pipe=1)
         True
 
         Raises:
-            ValueError: Anything else.
+            ValueError: The text is no action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
@@ -61,7 +62,7 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward of one rank that do not depend on each other and are issued interleaved.
+    """A forward and a backward of one rank, independent of each other and issued interleaved.
 
     >>> str(Pair(Action(Kind.F, 0, 7), Action(Kind.B, 0, 6)))
     '(0F7;0B6)OVERLAP_F_B'
@@ -75,13 +76,13 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """The pair of a text, the reverse of ``str``.
+        """Parse a pair, the reverse of ``str``.
 
         >>> Pair.parse("(0F7;7B3)OVERLAP_F_B").backward == Action(Kind.B, 7, 3)
         True
 
         Raises:
-            ValueError: Anything else.
+            ValueError: The text is no pair.
         """
         match = _PAIR.fullmatch(text.strip())
         if match is None:
@@ -89,18 +90,45 @@ class Pair(NamedTuple):
         return cls(Action.parse(match[1]), Action.parse(match[2]))
 
 
-Step = Action | Pair
+Slot = Action | Pair
+"""What a rank carries out at once."""
 
 
-def parse_step(text: str) -> Step:
-    """The action or pair of a text.
+def parse_slot(text: str) -> Slot:
+    """Parse an action or a pair.
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The text is neither.
     """
     return Pair.parse(text) if text.lstrip().startswith("(") else Action.parse(text)
 
 
-def actions_of(step: Step) -> tuple[Action, ...]:
-    """The actions of a step in the order in which they open: of a pair the backward first, since it is older."""
-    return (step.backward, step.forward) if isinstance(step, Pair) else (step,)
+def actions_of(slot: Slot) -> tuple[Action, ...]:
+    """Return the actions of a slot in the order in which they open: of a pair the backward first, which is older."""
+    return (slot.backward, slot.forward) if isinstance(slot, Pair) else (slot,)
+
+
+def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
+    """Return the peaks of live activations and of waiting weight gradients, in (stage, microbatch).
+
+    An activation lives from its forward to the end of its B or W; a weight gradient waits between its I and its W. Of a
+    pair the forward counts before the backward is done.
+
+    >>> from overlap1f1b.schedule import Action
+    >>> peaks_of([Action.parse(text) for text in "0F0 0F1 0I0 0I1 0W0 0W1".split()])
+    (2, 2)
+    """
+    alive = most_alive = pending = most_pending = 0
+    for slot in slots:
+        for kind in (slot.forward.kind, slot.backward.kind) if isinstance(slot, Pair) else (slot.kind,):
+            if kind is Kind.F:
+                alive += 1
+                most_alive = max(most_alive, alive)
+            elif kind is Kind.B:
+                alive -= 1
+            elif kind is Kind.I:
+                pending += 1
+                most_pending = max(most_pending, pending)
+            else:
+                alive, pending = alive - 1, pending - 1
+    return most_alive, most_pending

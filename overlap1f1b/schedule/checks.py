@@ -1,30 +1,35 @@
-"""The rules that a Program keeps, checked before anything runs."""
+"""The rules of a program, checked before anything runs."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from overlap1f1b.schedule.action import Action, Kind, Pair
-from overlap1f1b.schedule.flow import flow
-from overlap1f1b.schedule.program import Program
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.rows import Rows, flow
+from overlap1f1b.schedule.values import check_size
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _TRAINED = (3, 13)  # forward and B; forward, I and W
-_FAR = 1000  # microbatches without any step, beyond which the first that is missing is not looked for
+_FAR = 1000  # microbatches without a slot; of so many, the first that is missing is not looked for
 
 
-def check(program: Program) -> None:
-    """Raises ``ValueError`` for the first broken rule, naming rank, position and action.
+def check(program: Rows) -> None:
+    """Raise ``ValueError`` for the first broken rule, naming rank, position and action.
 
-    Rules: every (pipe, stage, microbatch) has, on the rank of its stage, its forward exactly once and, unless the
-    program is forward only, either one B or one I and one W; each after what it needs, of which neighbouring stages may
-    mix B with I and W; members of a pair are independent; no ranks wait for each other; no more activations are alive,
-    and no more weight gradients wait, than is declared, of a pair both. Time is linear in the number of actions.
+    Rules:
 
-    >>> from overlap1f1b.schedule import sequential
-    >>> steps = sequential(2).ranks[0]
-    >>> check(Program("mine", microbatches=2, ranks=(steps[1:],), peak_activations=(1,)))
+    - Every (pipe, stage, microbatch) has, on the rank of its stage, one forward and, unless the program is forward
+      only, either one B or one I and one W. Each comes after what it needs; neighbouring stages may mix B with I and W.
+    - The members of a pair are independent.
+    - No ranks wait for each other.
+    - No more activations are alive, and no more weight gradients wait, than the program declares; both members of a
+      pair count.
+
+    Time is linear in the number of actions.
+
+    >>> from overlap1f1b.schedule import Program, sequential
+    >>> slots = sequential(2).ranks[0]
+    >>> check(Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)))
     Traceback (most recent call last):
     ValueError: program 'mine', rank 0, position 0: 0B0 stands before 0F0, which it needs
     """
@@ -35,7 +40,7 @@ def check(program: Program) -> None:
     deque(flow(program), maxlen=0)
 
 
-def _check_sizes(program: Program) -> None:
+def _check_sizes(program: Rows) -> None:
     check_size(f"program {program.name!r}: microbatches", program.microbatches)
     count = len(program.ranks)
     if program.placement.ranks != count:
@@ -52,30 +57,30 @@ def _check_sizes(program: Program) -> None:
             )
         for value in values:
             check_size(f"program {program.name!r}: {what}", value, 0)
-    for rank, steps in enumerate(program.ranks):
-        for position, step in enumerate(steps):
-            if not _is_step(step):
+    for rank, slots in enumerate(program.ranks):
+        for position, slot in enumerate(slots):
+            if not _is_slot(slot):
                 raise ValueError(
-                    f"program {program.name!r}, rank {rank}, position {position}: {step!r} is no step; "
+                    f"program {program.name!r}, rank {rank}, position {position}: {slot!r} is no action; "
                     "allowed: an Action of a Kind, or a Pair of two"
                 )
         wanted = program.microbatches_of(0)  # perhaps of a length that is no length in Python
-        if wanted.stop - wanted.start - 2 * len(steps) > _FAR:
+        if wanted.stop - wanted.start - 2 * len(slots) > _FAR:
             raise ValueError(
-                f"program {program.name!r}, rank {rank} has {len(steps)} steps for "
+                f"program {program.name!r}, rank {rank} has {len(slots)} actions for "
                 f"{program.microbatches} microbatches; allowed: at least one for each"
             )
 
 
-def _is_step(step: object) -> bool:
-    members = step if isinstance(step, Pair) else (step,)
+def _is_slot(slot: object) -> bool:
+    members = slot if isinstance(slot, Pair) else (slot,)
     return all(isinstance(member, Action) and isinstance(member.kind, Kind) for member in members)
 
 
 class _RankCheck:
     """The rules of one rank's row."""
 
-    def __init__(self, program: Program, rank: int, trains: bool) -> None:
+    def __init__(self, program: Rows, rank: int, trains: bool) -> None:
         self.program, self.rank, self.trains = program, rank, trains
         self.stages = program.placement.stages
         self.seen = {  # what each microbatch has passed of each place, in bits
@@ -85,18 +90,18 @@ class _RankCheck:
         self.alive = self.pending = 0
 
     def run(self) -> None:
-        steps = self.program.ranks[self.rank]
-        if not steps:
+        slots = self.program.ranks[self.rank]
+        if not slots:
             raise ValueError(f"{self._where()} has no action; allowed: every microbatch's forward")
-        for position, step in enumerate(steps):
-            if isinstance(step, Pair):
-                self._pair(step, position)
-                self._action(step.backward, position)
-                self._action(step.forward, position)
-                kinds: tuple[Kind, ...] = (step.forward.kind, step.backward.kind)
+        for position, slot in enumerate(slots):
+            if isinstance(slot, Pair):
+                self._pair(slot, position)
+                self._action(slot.backward, position)
+                self._action(slot.forward, position)
+                kinds: tuple[Kind, ...] = (slot.forward.kind, slot.backward.kind)
             else:
-                self._action(step, position)
-                kinds = (step.kind,)
+                self._action(slot, position)
+                kinds = (slot.kind,)
             if self.trains:
                 self._count(kinds, position)
         self._complete()
@@ -140,7 +145,7 @@ class _RankCheck:
         seen[microbatch] = bits | _BIT[kind]
 
     def _check_neighbour(self, action: Action, position: int) -> None:
-        """The same microbatch's neighbouring stage, where this rank holds it too."""
+        """Check the microbatch's neighbouring stage if this rank holds it too."""
         forward = action.kind is Kind.F
         neighbour = self.seen.get((action.pipe, action.stage + (-1 if forward else 1)))
         if neighbour is not None and not neighbour[action.microbatch] & (1 if forward else 6):
@@ -168,14 +173,14 @@ class _RankCheck:
             self.pending -= kind is Kind.W
 
     def _check_declared(self, position: int) -> None:
-        step, limit = self.program.ranks[self.rank][position], self.program.peak_activations[self.rank]
+        slot, limit = self.program.ranks[self.rank][position], self.program.peak_activations[self.rank]
         if self.alive > limit:
             raise ValueError(
-                f"{self._where(position)}: {step} makes {self.alive} microbatches alive, declared are {limit}"
+                f"{self._where(position)}: {slot} makes {self.alive} microbatches alive, declared are {limit}"
             )
         if self.program.peak_weights and self.pending > self.program.peak_weights[self.rank]:
             raise ValueError(
-                f"{self._where(position)}: {step} lets {self.pending} weight gradients wait, "
+                f"{self._where(position)}: {slot} lets {self.pending} weight gradients wait, "
                 f"declared are {self.program.peak_weights[self.rank]}"
             )
 

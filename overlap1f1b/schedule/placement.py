@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from overlap1f1b.schedule.quoting import quoted
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size, quoted
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``pipes[p][s]`` is the rank of stage ``s`` of pipe ``p``.
+    """The rank of every stage: ``pipes[p][s]`` is the rank of stage ``s`` of pipe ``p``.
 
-    A *place* is a (pipe, stage). A pipe is one order in which microbatches pass the stages of the model; every pipe has
-    all stages, so places of one stage hold the same parameters: they are one *parameter group*, and where they lie on
+    A *place* is a (pipe, stage). A pipe is one order in which microbatches pass the stages of the model. Every pipe has
+    all stages, so the places of one stage hold the same parameters. They are one *parameter group*; if they lie on
     several ranks, their gradients are summed.
 
     >>> Placement.loop(ranks=2, chunks=2)
@@ -45,49 +44,52 @@ class Placement:
 
     @classmethod
     def single(cls) -> Placement:
-        """The whole model on one rank."""
+        """Return the placement of the whole model on one rank."""
         return cls(((0,),))
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
-        """Stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages, ``ranks`` apart."""
+        """Return a loop: stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages, ``ranks`` apart."""
         check_size("ranks", ranks)
         check_size("chunks", chunks)
         return cls((tuple(range(ranks)) * chunks,))
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
-        """Down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``; the last rank passes to itself."""
+        """Return a V, down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``.
+
+        The last rank passes to itself.
+        """
         check_size("ranks", ranks)
         return cls(((*range(ranks), *reversed(range(ranks))),))
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
-        """Two pipes with reversed maps: rank ``r`` holds stage ``r`` of pipe 0 and ``ranks − 1 − r`` of pipe 1."""
+        """Return two reversed pipes: rank ``r`` holds stage ``r`` of pipe 0 and ``ranks − 1 − r`` of pipe 1."""
         check_size("ranks", ranks)
         return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))
 
     @cached_property
     def ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return max(rank for pipe in self.pipes for rank in pipe) + 1
 
     @property
     def stages(self) -> int:
-        """Stages of a pipe."""
+        """Number of stages of a pipe."""
         return len(self.pipes[0])
 
     @property
     def share(self) -> float:
-        """What one stage is of a rank's share of the model: 1 / chunks. Each pipe's stages make up the whole model."""
+        """One stage as a part of a rank's share of the model: 1 / chunks. Each pipe holds the whole model."""
         return self.ranks / self.stages
 
     def rank(self, pipe: int, stage: int) -> int:
-        """The rank that holds a place."""
+        """Return the rank that holds a place."""
         return self.pipes[pipe][stage]
 
     def places(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The (pipe, stage) that a rank holds, pipe 0 first, stages ascending."""
+        """Return every (pipe, stage) that a rank holds, pipe 0 first, stages ascending."""
         return self._places.get(rank, ())
 
     @cached_property
@@ -99,7 +101,7 @@ class Placement:
         return {rank: tuple(held) for rank, held in places.items()}
 
     def group(self, pipe: int, stage: int) -> int:
-        """The parameter group of a place; places that hold the same parameters share it."""
+        """Return the parameter group of a place; places with the same parameters share it."""
         if not 0 <= pipe < len(self.pipes) or not 0 <= stage < self.stages:
             raise ValueError(
                 f"no stage {stage} of pipe {pipe}; allowed: stages 0 to {self.stages - 1} "
@@ -108,14 +110,14 @@ class Placement:
         return stage
 
     def replicas(self, group: int) -> tuple[int, ...]:
-        """The ranks that hold a parameter group, ascending; several where its gradients must be summed over them."""
+        """Return the ranks that hold a parameter group, ascending; its gradients are summed over them."""
         return tuple(sorted({pipe[group] for pipe in self.pipes}))
 
     def microbatches(self, pipe: int, microbatches: int) -> range:
-        """The microbatches of a step that pass a pipe.
+        """Return the microbatches of a step that pass a pipe.
 
-        Microbatches are numbered through the step, each is one part of the batch: of two pipes the first takes the
-        lower half, 0 to M/2 − 1, and the second the rest.
+        Microbatches are numbered through the step. Of two pipes the first takes the lower half, 0 to M/2 − 1, and the
+        second the rest.
 
         >>> Placement.bidirectional(2).microbatches(1, 8)
         range(4, 8)

@@ -1,4 +1,4 @@
-"""Programs as CSV: one row a rank, one cell a step, as torch's pipeline schedules are written."""
+"""Programs as CSV files: one row a rank, one cell a slot, as torch writes its pipeline schedules."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import re
 from itertools import count
 from pathlib import Path
 
-from overlap1f1b.schedule.action import Step, actions_of, parse_step
-from overlap1f1b.schedule.peaks import peaks_of
+from overlap1f1b.schedule.action import Slot, actions_of, parse_slot, peaks_of
 from overlap1f1b.schedule.placement import Placement
-from overlap1f1b.schedule.program import Program
-from overlap1f1b.schedule.quoting import quoted
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.rows import Rows
+from overlap1f1b.schedule.values import check_size, quoted
 
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
-"""Cells of torch's lowered tables that say what ``lower`` finds out by itself."""
+"""Cells of communication in torch's tables; a plan derives communication from the actions."""
 
-MOST_STEPS = 10_000_000
-"""Cells that are read of a file."""
+MOST_SLOTS = 10_000_000
+"""Limit of cells in a file."""
 MOST_CHARACTERS = 1 << 28
-"""Characters that are read of a file: such cells, and as many blanks."""
+"""Limit of characters in a file: that many cells, and as many blanks."""
 _LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
 
 
-def write(program: Program, path: str | Path, *, header: bool = True) -> None:
-    """Writes a program.
+def write(program: Rows, path: str | Path, *, header: bool = True) -> None:
+    """Write a program to a file.
 
     Args:
-        program: What is written.
+        program: The program.
         path: The file.
-        header: Whether lines that begin with ``#`` come first and say name, microbatches, placement and declared peaks.
-            Without them torch reads the file as its own, if the program has one pipe.
+        header: Whether lines that begin with ``#`` come first, with name, microbatches, placement and declared peaks.
+            Without them torch can read the file, if the program has one pipe.
     """
     lines = []
     if header:
@@ -42,22 +40,22 @@ def write(program: Program, path: str | Path, *, header: bool = True) -> None:
         lines.append(f"# microbatches: {program.microbatches}")
         lines.append(f"# peak_activations: {' '.join(map(str, program.peak_activations))}")
         lines.append(f"# peak_weights: {' '.join(map(str, program.peak_weights))}".rstrip())
-    lines += [",".join(map(str, steps)) for steps in program.ranks]
+    lines += [",".join(map(str, slots)) for slots in program.ranks]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read(path: str | Path) -> Program:
-    """The program of a file: one that ``write`` made, or a table of torch's.
+def read(path: str | Path) -> Rows:
+    """Read a file of ``write``, or a table of torch's pipeline schedules.
 
-    Blank cells and torch's communication cells are passed over. Without a header the placement is read off the rows,
-    the microbatches are those that occur, and the declared peaks are those of the rows.
+    Blank cells and torch's communication cells are skipped. Without a header, placement, microbatches and declared
+    peaks follow from the rows.
 
     Raises:
-        ValueError: A malformed file, naming line, column and text; one with more than ``MOST_STEPS`` actions.
+        ValueError: A malformed file, naming line, column and text; or one with more than ``MOST_SLOTS`` actions.
     """
     path = Path(path)
     said: dict[str, str] = {}
-    rows: list[tuple[Step, ...]] = []
+    rows: list[tuple[Slot, ...]] = []
     with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
         text = file.read(MOST_CHARACTERS + 1)
     if len(text) > MOST_CHARACTERS:
@@ -76,15 +74,15 @@ def read(path: str | Path) -> Program:
         elif line or number < len(lines):
             rows.append(_row(line, f"{path}, line {number}"))
             cells += len(rows[-1])
-            if cells > MOST_STEPS:
-                raise ValueError(f"{path}, line {number} is beyond {MOST_STEPS} actions; allowed: at most so many")
+            if cells > MOST_SLOTS:
+                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most so many")
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
-    microbatches = 1 + max(action.microbatch for steps in ranks for step in steps for action in actions_of(step))
-    walked = [peaks_of(steps) for steps in ranks]
+    microbatches = 1 + max(action.microbatch for slots in ranks for slot in slots for action in actions_of(slot))
+    walked = [peaks_of(slots) for slots in ranks]
     pipes = said.get("pipes")
-    return Program(
+    return Rows(
         said.get("name", path.stem),
         int(said.get("microbatches", microbatches)),
         ranks,
@@ -117,28 +115,28 @@ def _check_header(key: str, value: str, where: str) -> None:
         raise ValueError(f"{where}{quoted(value.strip())} as {key}: {what}") from None
 
 
-def _row(line: str, where: str) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _row(line: str, where: str) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
     try:
         cells = next(csv.reader([line], strict=True), [])
     except csv.Error as error:
-        raise ValueError(f"{where}: {error} in {quoted(line.strip())}; allowed: steps between commas") from None
+        raise ValueError(f"{where}: {error} in {quoted(line.strip())}; allowed: actions between commas") from None
     for column, cell in enumerate(cells, 1):
         text = cell.strip()
         if not text or _TRAFFIC.fullmatch(text):
             continue
         try:
-            steps.append(parse_step(text))
+            slots.append(parse_slot(text))
         except ValueError as error:
             raise ValueError(f"{where}, column {column}: {error}") from None
-    return tuple(steps)
+    return tuple(slots)
 
 
-def _placement(ranks: tuple[tuple[Step, ...], ...], path: Path) -> Placement:
-    """Every stage where its actions stand."""
+def _placement(ranks: tuple[tuple[Slot, ...], ...], path: Path) -> Placement:
+    """Return the placement that the rows imply: every stage lies where its actions stand."""
     found: dict[tuple[int, int], int] = {}
-    for rank, steps in enumerate(ranks):
-        for action in (action for step in steps for action in actions_of(step)):
+    for rank, slots in enumerate(ranks):
+        for action in (action for slot in slots for action in actions_of(slot)):
             before = found.setdefault((action.pipe, action.stage), rank)
             if before != rank:
                 raise ValueError(

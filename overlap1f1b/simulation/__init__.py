@@ -1,6 +1,6 @@
 """Floor ``simulation``: what a program or a plan would cost. Pure Python, no torch."""
 
-from overlap1f1b.simulation.actions import ProgramTimeline, StepSpan, TransferSpan, play_actions
+from overlap1f1b.simulation.actions import ProgramTimeline, SlotSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
 from overlap1f1b.simulation.outcome import Outcome, Played, copies_of
@@ -27,7 +27,7 @@ __all__ = [
     "Played",
     "ProgramTimeline",
     "Ranking",
-    "StepSpan",
+    "SlotSpan",
     "Timeline",
     "TransferSpan",
     "candidates",

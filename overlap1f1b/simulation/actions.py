@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, Step, actions_of
-from overlap1f1b.schedule.flow import flow
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
+from overlap1f1b.schedule.rows import flow
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.trace import Event, write_trace
 
 
-class StepSpan(NamedTuple):
+class SlotSpan(NamedTuple):
     """An action or pair on its rank from ``start`` to ``end``."""
 
-    step: Step
+    slot: Slot
     start: float
     end: float
 
@@ -44,7 +44,7 @@ class ProgramTimeline:
 
     program: Program
     costs: Costs
-    ranks: tuple[tuple[StepSpan, ...], ...]
+    ranks: tuple[tuple[SlotSpan, ...], ...]
     transfers: tuple[TransferSpan, ...]
 
     @cached_property
@@ -52,7 +52,7 @@ class ProgramTimeline:
         """End of the last action."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
-    def spans(self, rank: int) -> tuple[StepSpan, ...]:
+    def spans(self, rank: int) -> tuple[SlotSpan, ...]:
         """What a rank does, in order."""
         return self.ranks[rank]
 
@@ -86,8 +86,8 @@ class ProgramTimeline:
         alive = pending = 0
         peak = 0.0
         trains = not self.program.forward_only
-        for step in self.program.ranks[rank]:
-            for action in reversed(actions_of(step)):  # of a pair the forward counts before the backward is done
+        for slot in self.program.ranks[rank]:
+            for action in reversed(actions_of(slot)):  # of a pair the forward counts before the backward is done
                 alive += action.kind is Kind.F
                 peak = max(peak, held(alive, pending))
                 pending += (action.kind is Kind.I) - (action.kind is Kind.W)
@@ -104,7 +104,7 @@ class ProgramTimeline:
             unit_us: Microseconds that one unit of the costs is shown as.
         """
         events = [
-            Event(f"rank {rank}", "compute", str(span.step), span.start, span.end)
+            Event(f"rank {rank}", "compute", str(span.slot), span.start, span.end)
             for rank, spans in enumerate(self.ranks)
             for span in spans
         ]
@@ -128,18 +128,18 @@ def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
     there: dict[tuple[bool, int], float] = {}  # when what a place needs of its neighbour is on its rank
     free = [0.0] * len(program.ranks)
     lanes: dict[tuple[int, int], float] = {}
-    ranks: list[list[StepSpan]] = [[] for _ in program.ranks]
+    ranks: list[list[SlotSpan]] = [[] for _ in program.ranks]
     transfers: list[TransferSpan] = []
-    for rank, _, step in flow(program):
-        actions = actions_of(step)
+    for rank, _, slot in flow(program):
+        actions = actions_of(slot)
         start = free[rank]
         for kind, stage, microbatch, pipe in actions:
             if kind is not Kind.W:
                 key = (pipe * stages + stage) * count + microbatch
                 start = max(start, there.pop((kind is Kind.F, key), 0.0))
-        end = start + (fused[step.backward.kind] if isinstance(step, Pair) else cost[step.kind])
+        end = start + (fused[slot.backward.kind] if isinstance(slot, Pair) else cost[slot.kind])
         free[rank] = end
-        ranks[rank].append(StepSpan(step, start, end))
+        ranks[rank].append(SlotSpan(slot, start, end))
         for action in actions:
             kind, stage, microbatch, pipe = action
             onward = stage + 1 if kind is Kind.F else stage - 1

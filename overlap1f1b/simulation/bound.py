@@ -9,7 +9,7 @@ from typing import NamedTuple
 from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resource, parse_overlap
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.schedule import Action, Kind, Program, actions_of
-from overlap1f1b.schedule.flow import flow
+from overlap1f1b.schedule.rows import flow
 
 
 class _Chain(NamedTuple):
@@ -60,8 +60,8 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
         for rank, peak in enumerate(program.peak_activations)
     ]
     ends: dict[tuple[bool, int, int, int], float] = {}  # of every forward and input gradient
-    for rank, _, step in flow(program):
-        for kind, stage, microbatch, pipe in actions_of(step):
+    for rank, _, slot in flow(program):
+        for kind, stage, microbatch, pipe in actions_of(slot):
             if kind is Kind.W:
                 continue
             forward = kind is Kind.F

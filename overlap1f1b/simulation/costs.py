@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from overlap1f1b.schedule import Kind, Pair, Step
+from overlap1f1b.schedule import Kind, Pair, Slot
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Costs:
         if not 0 <= self.held <= 1:
             raise ValueError(f"held={self.held}; allowed: a part of the activations, 0 to 1")
 
-    def of(self, step: Step, share: float = 1.0) -> float:
+    def of(self, slot: Slot, share: float = 1.0) -> float:
         """The time of an action or pair on a stage that is a given part of a rank's share."""
-        if isinstance(step, Pair):
-            return self.pair * (self.of(step.forward, share) + self.of(step.backward, share))
+        if isinstance(slot, Pair):
+            return self.pair * (self.of(slot.forward, share) + self.of(slot.backward, share))
         whole = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward - self.weight, Kind.W: self.weight}
-        return share * whole[step.kind]
+        return share * whole[slot.kind]

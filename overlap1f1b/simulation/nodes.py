@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from overlap1f1b.plan import NodeCosts, Plan, Resource, play_ranks
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.timeline import Timeline, length
 from overlap1f1b.simulation.trace import write_trace
 

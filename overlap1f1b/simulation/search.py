@@ -10,8 +10,8 @@ from numbers import Real
 from typing import Protocol
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap
-from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule, schedule_of
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import ProgramTimeline
 from overlap1f1b.simulation.bound import bound
 from overlap1f1b.simulation.costs import Costs
@@ -22,10 +22,6 @@ from overlap1f1b.simulation.simulate import simulate
 CHUNKS = (1, 2, 3, 4)
 EXTRA_WARMUP = (0, 1, 2)
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 2, 3)
-
-_CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
-_V = ("zb_v", "dualpipev")
-_WARMED = ("1f1b", "interleaved_1f1b", "combined_1f1b")
 
 
 @dataclass(frozen=True)
@@ -189,11 +185,11 @@ def candidates(
     ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
     """
     for schedule in schedules:
-        fixed = (2,) if schedule in _V else (1,)
-        for v in (v for v in chunks if schedule in _CHUNKED or v in fixed):
-            for extra in (extra for extra in extra_warmup if schedule in _WARMED or extra == 0):
+        takes = schedule_of(schedule)
+        for v in (v for v in chunks if takes.chunks in (None, v)):
+            for extra in (extra for extra in extra_warmup if takes.extra_warmup or extra == 0):
                 for overlap in overlaps:
-                    yield Candidate(schedule, v, extra if schedule in _WARMED else None, None, overlap)
+                    yield Candidate(schedule, v, extra if takes.extra_warmup else None, None, overlap)
 
 
 def search(

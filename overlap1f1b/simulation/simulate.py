@@ -6,7 +6,7 @@ from typing import overload
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import ProgramTimeline, play_actions
 from overlap1f1b.simulation.costs import Costs
 from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from overlap1f1b.plan import Resource, Span
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
 

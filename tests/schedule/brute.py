@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, Step
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
 
-def members(step: Step) -> tuple[Action, ...]:
+def members(step: Slot) -> tuple[Action, ...]:
     return tuple(step) if isinstance(step, Pair) else (step,)
 
 
@@ -51,7 +51,7 @@ def broken_rules(program: Program) -> Iterator[str]:
             yield f"waiting on {rank}"
 
 
-def held(row: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
+def held(row: tuple[Slot, ...]) -> Iterator[tuple[int, int]]:
     """At every step, the activations alive and the weight gradients waiting while it runs."""
     alive: Counter[tuple[int, ...]] = Counter()
     waiting: Counter[tuple[int, ...]] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.schedule import Action, Kind, Pair, actions_of, parse_step
+from overlap1f1b.schedule import Action, Kind, Pair, actions_of, parse_slot
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from overlap1f1b.schedule import Action, Kind, Pair, actions_of, parse_step
 )
 def test_text_of_an_action(action: Action, text: str) -> None:
     assert str(action) == text
-    assert Action.parse(text) == parse_step(f" {text} ") == action
+    assert Action.parse(text) == parse_slot(f" {text} ") == action
 
 
 def test_text_of_a_pair() -> None:
     pair = Pair(Action(Kind.F, 0, 7), Action(Kind.B, 7, 3))
     assert str(pair) == "(0F7;7B3)OVERLAP_F_B"
-    assert Pair.parse(str(pair)) == parse_step(str(pair)) == pair
-    assert parse_step("(0'F7; 1I3)OVERLAP_F_B") == Pair(Action(Kind.F, 0, 7, 1), Action(Kind.I, 1, 3))
+    assert Pair.parse(str(pair)) == parse_slot(str(pair)) == pair
+    assert parse_slot("(0'F7; 1I3)OVERLAP_F_B") == Pair(Action(Kind.F, 0, 7, 1), Action(Kind.I, 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_no_action(text: str) -> None:
 @pytest.mark.parametrize("text", ["(0F7;7B3)", "(0F7)OVERLAP_F_B", "(0F7;7B3;1W1)OVERLAP_F_B", "(0F7;7B3)OVERLAP"])
 def test_no_pair(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no pair; allowed: two actions, as in \(0F7;7B3\)OVERLAP_F_B$"):
-        parse_step(text)
+        parse_slot(text)
 
 
 def test_of_a_pair_the_backward_opens_first() -> None:

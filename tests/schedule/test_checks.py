@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, Step, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, combined_1f1b, forward_only, sequential
 
 F0, F1, F2 = (Action(Kind.F, 0, m) for m in range(3))
 B0, B1, B2 = (Action(Kind.B, 0, m) for m in range(3))
@@ -17,13 +17,13 @@ NONE = Action(Kind.F, 0, -1)
 I0, W0, I1, W1 = (Action(kind, 0, m) for m in range(2) for kind in (Kind.I, Kind.W))
 
 
-def program_of(*steps: Step, microbatches: int = 2, peak: int = 2) -> Program:
+def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
     return Program("mine", microbatches, (steps,), (peak,))
 
 
 def split(program: Program) -> Program:
     """The same program with every B as an I, and its W a step later."""
-    steps: list[Step] = []
+    steps: list[Slot] = []
     for step in program.ranks[0]:
         if isinstance(step, Pair):
             steps += [
@@ -187,8 +187,8 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: 
         (Program("mine", -1, ((F0, B0),), (1,)), "program 'mine': microbatches=-1; allowed: 1 or more"),
         (Program("mine", 2.5, ((F0, B0),), (1,)), "microbatches=2.5; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (-1,)), "program 'mine': peak activations=-1; allowed: 0 or more"),
-        (Program("mine", 1, ((F0, "0B0"),), (1,)), "rank 0, position 1: '0B0' is no step; allowed: an Action of a"),  # type: ignore[arg-type]
-        (Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)), "rank 0, position 0: Action.kind='F', .* is no step"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, "0B0"),), (1,)), "rank 0, position 1: '0B0' is no action; allowed: an Action of a"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)), "rank 0, position 0: Action.kind='F', .* is no action"),  # type: ignore[arg-type]
         (program_of(F0, F0._replace(stage="1")), "position 1: 1F0 names stage 1 of pipe 0, allowed are stages 0 to 0"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
         (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),

@@ -85,7 +85,7 @@ def test_names_and_defaults() -> None:
         ("zb_v", {"microbatches": 4, "chunks": 3}, "chunks=3 with zb_v; allowed: 2"),
         ("zb_v", {"microbatches": 4, "chunks": 1}, "chunks=1 with zb_v; allowed: 2"),
         ("dualpipev", {"microbatches": 4, "chunks": 1}, "chunks=1 with dualpipev; allowed: 2"),
-        ("1f1b", {"microbatches": 4, "group_size": 2}, "group_size=2 with 1f1b; allowed: none .it belongs to inter"),
+        ("1f1b", {"microbatches": 4, "group_size": 2}, "group_size=2 with 1f1b; allowed: none .it belongs to combined"),
         (
             "interleaved_1f1b",
             {"microbatches": 8, "ranks": 4, "chunks": 2, "group_size": 3},

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, Step, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, Slot, build_schedule
 from tests.schedule.brute import broken_rules, finishes
 
 PARTS, EACH = 20, 500
@@ -38,7 +38,7 @@ def changed(action: Action, rng: random.Random) -> Action:
 
 
 def mutant(program: Program, rng: random.Random) -> Program:  # noqa: PLR0912  a case for each kind of change
-    rows: list[list[Step]] = [list(row) for row in program.ranks]
+    rows: list[list[Slot]] = [list(row) for row in program.ranks]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         row = rng.choice(rows)
         if not row:

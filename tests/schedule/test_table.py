@@ -65,7 +65,7 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Pat
         ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
         ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
         ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
-        ('0F0,"0B0\n', "unexpected end of data in '0F0,\"0B0'; allowed: steps between commas"),
+        ('0F0,"0B0\n', "unexpected end of data in '0F0,\"0B0'; allowed: actions between commas"),
         ("0F0\n\n1F0\n", r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last holds a stage"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_program_for_other_ranks_is_refused_by_its_check(tmp_path: Path) -> No
 def test_a_far_microbatch_costs_no_memory(tmp_path: Path, far: int) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(f"0F0,0B0,0F{far}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"rank 0 has 3 steps for {far + 1} microbatches; allowed: at least"):
+    with pytest.raises(ValueError, match=f"rank 0 has 3 actions for {far + 1} microbatches; allowed: at least"):
         Program.from_csv(path).check()
 
 
@@ -138,9 +138,9 @@ def test_a_name_of_one_long_word(tmp_path: Path) -> None:
 def test_as_much_is_read_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.csv"
     build_schedule("1f1b", ranks=2, microbatches=3).to_csv(path, header=False)
-    monkeypatch.setattr(table, "MOST_STEPS", 12)
+    monkeypatch.setattr(table, "MOST_SLOTS", 12)
     assert len(Program.from_csv(path).ranks[1]) == 6
-    monkeypatch.setattr(table, "MOST_STEPS", 11)
+    monkeypatch.setattr(table, "MOST_SLOTS", 11)
     with pytest.raises(ValueError, match="line 2 is beyond 11 actions; allowed: at most so many"):
         Program.from_csv(path)
     monkeypatch.setattr(table, "MOST_CHARACTERS", path.stat().st_size - 1)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.schedule import Action, Kind, Program, build_schedule, parse_step
+from overlap1f1b.schedule import Action, Kind, Program, build_schedule, parse_slot
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -106,7 +106,7 @@ def test_torch_reads_the_text_form() -> None:
             for step in row:
                 read = schedules._Action.from_str(str(step))
                 assert str(read) == str(step)
-                assert parse_step(str(read)) == step
+                assert parse_slot(str(read)) == step
 
 
 @pytest.mark.parametrize(("name", "torchs"), [("zb_v", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])

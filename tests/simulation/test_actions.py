@@ -7,8 +7,8 @@ import random
 import pytest
 
 import overlap1f1b as o1
-from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_schedule, parse_step
-from overlap1f1b.simulation import Costs, StepSpan, TransferSpan, play_actions, simulate
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_schedule, parse_slot
+from overlap1f1b.simulation import Costs, SlotSpan, TransferSpan, play_actions, simulate
 from tests.counting import work
 from tests.schedule.brute import F, W
 from tests.schedule.test_mutations import a_program
@@ -82,7 +82,7 @@ def test_spans_and_transfers() -> None:
     assert isinstance(timeline, o1.ProgramTimeline)
     steps = ["1F0", "1B0", "1F1", "1B1"]
     times = [(1.5, 2.5), (2.5, 4.5), (4.5, 5.5), (5.5, 7.5)]
-    assert timeline.spans(1) == tuple(StepSpan(parse_step(s), *t) for s, t in zip(steps, times, strict=True))
+    assert timeline.spans(1) == tuple(SlotSpan(parse_slot(s), *t) for s, t in zip(steps, times, strict=True))
     assert timeline.transfers[0] == TransferSpan(Action(F, 0, 0), 0, 1, 1.0, 1.5)
     assert (timeline.makespan, timeline.busy(1), timeline.bubble(1), timeline.gaps(1)) == (10.0, 6.0, 4.0, 0.0)
     assert timeline.gaps(0) == timeline.bubble(0) == 4.0

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.schedule import parse_step
+from overlap1f1b.schedule import parse_slot
 from overlap1f1b.simulation import Costs
 
 
 def test_costs_of_steps() -> None:
     costs = Costs(forward=2, backward=6, weight=4, pair=0.5)
     want = {"0F0": 2, "0B0": 6, "0I0": 2, "0W0": 4, "(0F1;0B0)OVERLAP_F_B": 4, "(0F1;0I0)OVERLAP_F_B": 2}
-    assert {text: costs.of(parse_step(text)) for text in want} == want
-    assert {text: costs.of(parse_step(text), 0.5) for text in want} == {text: cost / 2 for text, cost in want.items()}
+    assert {text: costs.of(parse_slot(text)) for text in want} == want
+    assert {text: costs.of(parse_slot(text), 0.5) for text in want} == {text: cost / 2 for text, cost in want.items()}
 
 
 @pytest.mark.parametrize(

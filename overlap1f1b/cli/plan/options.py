@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from overlap1f1b.schedule import DEFAULT_CHUNKS
+
 LARGEST = 1e100
 """Of a cost."""
 
@@ -100,7 +102,7 @@ class PlanOptions:
     """Pipeline ranks."""
     microbatches: Annotated[int | None, _by_default("INT", 8)] = None
     """Microbatches of a step."""
-    chunks: Annotated[int | None, _by_default("INT", "1; 2 for zb_v and dualpipev")] = None
+    chunks: Annotated[int | None, _by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a rank."""
     extra_warmup: Annotated[int | None, _by_default("INT", "0; 1 for combined_1f1b on one rank")] = None
     """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from overlap1f1b.schedule.quoting import quoted
+from overlap1f1b.schedule.values import quoted
 
 CONFIG = "config.json"
 NAME = re.compile(r"(\.replaced-)?step-(\d{8,})", re.ASCII)

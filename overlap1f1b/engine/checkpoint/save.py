@@ -65,7 +65,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
 )
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
-from overlap1f1b.schedule.quoting import cut, quoted
+from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.mesh import Together
 
@@ -326,7 +326,7 @@ class _Writing:
         try:
             json.dumps(self.config)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"config={quoted(self.config)}: {cut(str(error))}; allowed: JSON values") from None
+            raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
         self.held = held = _Held(self.engine, self.optimizer)
         self.tensors = held.tensors()
         found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {})

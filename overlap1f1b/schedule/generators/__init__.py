@@ -3,16 +3,21 @@
 :func:`build_schedule` checks sizes and combinations; the functions behind it take them as they are.
 """
 
-from overlap1f1b.schedule.generators.all_forward import afab
-from overlap1f1b.schedule.generators.bidirectional import dualpipe, dualpipev
-from overlap1f1b.schedule.generators.build import DEFAULT_EXTRA_WARMUP, DEFAULT_PROGRAM, SCHEDULES, build_schedule
-from overlap1f1b.schedule.generators.combined import combined_1f1b
-from overlap1f1b.schedule.generators.interleaved import groups_of, interleaved_1f1b, one_f_one_b
-from overlap1f1b.schedule.generators.plain import forward_only, forwards_of, sequential
+from overlap1f1b.schedule.generators.build import (
+    DEFAULT_CHUNKS,
+    DEFAULT_EXTRA_WARMUP,
+    DEFAULT_PROGRAM,
+    SCHEDULES,
+    build_schedule,
+    schedule_of,
+)
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b, groups_of, interleaved_1f1b, one_f_one_b
+from overlap1f1b.schedule.generators.plain import afab, forward_only, forwards_of, sequential
+from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
 from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
-from overlap1f1b.schedule.generators.zero_bubble_v import zb_v
 
 __all__ = [
+    "DEFAULT_CHUNKS",
     "DEFAULT_EXTRA_WARMUP",
     "DEFAULT_PROGRAM",
     "SCHEDULES",
@@ -26,6 +31,7 @@ __all__ = [
     "groups_of",
     "interleaved_1f1b",
     "one_f_one_b",
+    "schedule_of",
     "sequential",
     "zb_h1",
     "zb_h2",

@@ -1,40 +1,98 @@
-"""Schedules by name, and what is refused."""
+"""Schedules by name: which options each takes, and which sizes are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
+from typing import NamedTuple
 
-from overlap1f1b.schedule.generators.all_forward import afab
-from overlap1f1b.schedule.generators.bidirectional import dualpipe, dualpipev
-from overlap1f1b.schedule.generators.combined import combined_1f1b
-from overlap1f1b.schedule.generators.interleaved import interleaved_1f1b, one_f_one_b
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b, interleaved_1f1b, one_f_one_b
+from overlap1f1b.schedule.generators.plain import afab, forwards_of, sequential
 from overlap1f1b.schedule.generators.plain import forward_only as forward_only_of
-from overlap1f1b.schedule.generators.plain import forwards_of, sequential
+from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
 from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
-from overlap1f1b.schedule.generators.zero_bubble_v import zb_v
 from overlap1f1b.schedule.program import Program
-from overlap1f1b.schedule.sizes import check_size
+from overlap1f1b.schedule.values import check_size
 
-SCHEDULES = (
-    "sequential",
-    "combined_1f1b",
-    "afab",
-    "1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "dualpipe",
-    "dualpipev",
+
+class Sizes(NamedTuple):
+    """The checked sizes of a schedule; see :func:`build_schedule`."""
+
+    microbatches: int
+    ranks: int
+    chunks: int
+    extra_warmup: int
+    group_size: int | None
+
+
+class Schedule(NamedTuple):
+    """A schedule and the options that it takes.
+
+    Args:
+        build: Makes its program.
+        chunks: Stages a rank, if they are fixed; None for any number.
+        extra_warmup: Whether further forwards may come before the first backward.
+        group_size: Whether the size of groups of microbatches can be chosen.
+    """
+
+    build: Callable[[Sizes], Program]
+    chunks: int | None = 1
+    extra_warmup: bool = False
+    group_size: bool = False
+
+    @property
+    def default_chunks(self) -> int:
+        """Stages a rank if no number is given."""
+        return 1 if self.chunks is None else self.chunks
+
+
+BY_NAME: Mapping[str, Schedule] = MappingProxyType(
+    {
+        "sequential": Schedule(lambda s: sequential(s.microbatches, s.ranks, s.chunks), chunks=None),
+        "combined_1f1b": Schedule(
+            lambda s: combined_1f1b(s.microbatches, s.extra_warmup, s.ranks, s.chunks, s.group_size),
+            chunks=None,
+            extra_warmup=True,
+            group_size=True,
+        ),
+        "afab": Schedule(lambda s: afab(s.microbatches, s.ranks, s.chunks), chunks=None),
+        "1f1b": Schedule(lambda s: one_f_one_b(s.microbatches, s.ranks, s.extra_warmup), extra_warmup=True),
+        "interleaved_1f1b": Schedule(
+            lambda s: interleaved_1f1b(s.microbatches, s.ranks, s.chunks, s.extra_warmup, s.group_size),
+            chunks=None,
+            extra_warmup=True,
+            group_size=True,
+        ),
+        "zb_h1": Schedule(
+            lambda s: zb_h1(s.microbatches, s.ranks, s.chunks, s.group_size), chunks=None, group_size=True
+        ),
+        "zb_h2": Schedule(lambda s: zb_h2(s.microbatches, s.ranks)),
+        "zb_v": Schedule(lambda s: zb_v(s.microbatches, s.ranks), chunks=2),
+        "dualpipe": Schedule(lambda s: dualpipe(s.microbatches, s.ranks)),
+        "dualpipev": Schedule(lambda s: dualpipev(s.microbatches, s.ranks), chunks=2),
+    }
 )
+"""Every schedule: the only place that says which options it takes."""
+
+SCHEDULES = tuple(BY_NAME)
+DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, takes in BY_NAME.items() if takes.chunks == 2)}"
+"""The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
 DEFAULT_EXTRA_WARMUP = 1
-"""Of ``combined_1f1b`` on one rank; over several ranks the warm-up is long enough without."""
+"""Extra warm-up of ``combined_1f1b`` on one rank; over several ranks the warm-up is long enough without."""
 
-_CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
-_GROUPED = ("interleaved_1f1b", "combined_1f1b", "zb_h1")
-_WARMED = ("combined_1f1b", "1f1b", "interleaved_1f1b")
-_V = ("zb_v", "dualpipev")
+
+def schedule_of(name: str) -> Schedule:
+    """Return a schedule by its name.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    if name not in SCHEDULES:
+        nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
+        raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}{nearest}")
+    return BY_NAME[name]
 
 
 def build_schedule(
@@ -47,7 +105,7 @@ def build_schedule(
     group_size: int | None = None,
     forward_only: bool = False,
 ) -> Program:
-    """The Program of a schedule.
+    """Return the Program of a schedule.
 
     >>> build_schedule("combined_1f1b", microbatches=4, extra_warmup=1).peak_activations
     (3,)
@@ -72,50 +130,37 @@ def build_schedule(
     Raises:
         ValueError: An unknown name or an impossible combination, with the numbers and what is allowed.
     """
-    if name not in SCHEDULES:
-        nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
-        raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}{nearest}")
+    schedule = schedule_of(name)
     if chunks is None:
-        chunks = 2 if name in _V else 1
+        chunks = schedule.default_chunks
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         check_size(what, value)
-    _check_options(name, chunks, extra_warmup, group_size)
+    _check_options(name, schedule, chunks, extra_warmup, group_size)
     _check_sizes(name, ranks, microbatches, group_size)
     if forward_only and ranks == chunks == 1:
         return forward_only_of(microbatches)
     if extra_warmup is None:
         extra_warmup = DEFAULT_EXTRA_WARMUP if name == "combined_1f1b" and ranks == chunks == 1 else 0
-    program = _build(name, ranks, microbatches, chunks, extra_warmup, group_size)
+    program = schedule.build(Sizes(microbatches, ranks, chunks, extra_warmup, group_size))
     return forwards_of(program) if forward_only else program
 
 
-def _build(name: str, ranks: int, microbatches: int, chunks: int, extra_warmup: int, group_size: int | None) -> Program:
-    build = {
-        "sequential": lambda: sequential(microbatches, ranks, chunks),
-        "afab": lambda: afab(microbatches, ranks, chunks),
-        "1f1b": lambda: one_f_one_b(microbatches, ranks, extra_warmup),
-        "interleaved_1f1b": lambda: interleaved_1f1b(microbatches, ranks, chunks, extra_warmup, group_size),
-        "combined_1f1b": lambda: combined_1f1b(microbatches, extra_warmup, ranks, chunks, group_size),
-        "zb_h1": lambda: zb_h1(microbatches, ranks, chunks, group_size),
-        "zb_h2": lambda: zb_h2(microbatches, ranks),
-        "zb_v": lambda: zb_v(microbatches, ranks),
-        "dualpipe": lambda: dualpipe(microbatches, ranks),
-        "dualpipev": lambda: dualpipev(microbatches, ranks),
-    }
-    return build[name]()
-
-
-def _check_options(name: str, chunks: int, extra_warmup: int | None, group_size: int | None) -> None:
-    if name in _V and chunks != 2:
+def _check_options(
+    name: str, schedule: Schedule, chunks: int, extra_warmup: int | None, group_size: int | None
+) -> None:
+    if schedule.chunks == 2 and chunks != 2:
         raise ValueError(f"chunks={chunks} with {name}; allowed: 2 (a V has two chunks a rank)")
-    if name not in (*_CHUNKED, *_V) and chunks > 1:
-        raise ValueError(f"chunks={chunks} with {name}; allowed: 1 (chunks belong to {', '.join(_CHUNKED)})")
+    if schedule.chunks == 1 and chunks > 1:
+        belong = ", ".join(other for other, takes in BY_NAME.items() if takes.chunks is None)
+        raise ValueError(f"chunks={chunks} with {name}; allowed: 1 (chunks belong to {belong})")
     if extra_warmup is not None:
         check_size("extra_warmup", extra_warmup, 0)
-    if extra_warmup and name not in _WARMED:
-        raise ValueError(f"extra_warmup={extra_warmup} with {name}; allowed: 0 (it belongs to {', '.join(_WARMED)})")
-    if group_size is not None and name not in _GROUPED:
-        raise ValueError(f"group_size={group_size} with {name}; allowed: none (it belongs to {', '.join(_GROUPED)})")
+    if extra_warmup and not schedule.extra_warmup:
+        belongs = ", ".join(other for other, takes in BY_NAME.items() if takes.extra_warmup)
+        raise ValueError(f"extra_warmup={extra_warmup} with {name}; allowed: 0 (it belongs to {belongs})")
+    if group_size is not None and not schedule.group_size:
+        belongs = ", ".join(other for other, takes in BY_NAME.items() if takes.group_size)
+        raise ValueError(f"group_size={group_size} with {name}; allowed: none (it belongs to {belongs})")
 
 
 def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | None) -> None:
@@ -146,6 +191,6 @@ def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | Non
 
 
 def _fits(group_size: int, ranks: int, microbatches: int) -> bool:
-    """Whether no group is smaller than the pipeline: ranks could wait for each other behind it."""
+    """Return whether no group is smaller than the pipeline; behind a smaller one ranks could wait for each other."""
     left = microbatches % group_size
     return left == 0 or left >= ranks

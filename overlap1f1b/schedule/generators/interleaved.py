@@ -1,21 +1,20 @@
-"""One forward, one backward: plain and over several chunks a rank."""
+"""One forward, one backward: plain, over several chunks a rank, and combined to pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap1f1b.schedule.action import Action, Kind, Step
-from overlap1f1b.schedule.generators.row import assemble
+from overlap1f1b.schedule.action import Action, Kind, Pair, Slot
 from overlap1f1b.schedule.placement import Placement
-from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.program import Program, program_of
 
 
 def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> list[range]:
-    """The microbatches in groups; a rank passes a group through one of its chunks before it turns to the next chunk.
+    """Return the microbatches in groups; a group passes one chunk of a rank before the rank turns to the next chunk.
 
-    Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be: no group is smaller than P, so that
-    no chunk waits for its successor. With a size the last group holds what is left; if that is
-    fewer than P but some, ranks with three chunks or more can wait for each other.
+    Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be: no group is smaller than P, so no chunk
+    waits for the next one. With a size the last group holds the rest; if the rest is smaller than P, ranks with three
+    chunks or more can wait for each other.
 
     >>> groups_of(10, 4)
     [range(0, 5), range(5, 10)]
@@ -32,7 +31,7 @@ def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> l
 def chunk_orders(
     rank: int, ranks: int, chunks: int, groups: Sequence[range], backward: Kind = Kind.B
 ) -> tuple[list[Action], list[Action]]:
-    """The forwards and the backwards of a rank, each in its order: group by group, chunk by chunk, deepest last."""
+    """Return forwards and backwards of a rank, each in its order: group by group, chunk by chunk, deepest last."""
     stages = range(rank, ranks * chunks, ranks)
     forwards = [Action(Kind.F, stage, m) for group in groups for stage in stages for m in group]
     backwards = [Action(backward, stage, m) for group in groups for stage in reversed(stages) for m in group]
@@ -76,13 +75,51 @@ def interleaved_1f1b(
 def _interleave(
     name: str, microbatches: int, ranks: int, chunks: int, groups: Sequence[range], extra: int, hop: int = 1
 ) -> Program:
-    rows: list[list[Step]] = []
+    rows: list[list[Slot]] = []
     for rank in range(ranks):
         forwards, backwards = chunk_orders(rank, ranks, chunks, groups)
         warmup = min(hop * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + extra, len(forwards))
-        row: list[Step] = [*forwards[:warmup]]
+        row: list[Slot] = [*forwards[:warmup]]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):
             row += (forward, backward)
         row += backwards[len(forwards) - warmup :]
         rows.append(row)
-    return assemble(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)
+    return program_of(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)
+
+
+def combined_1f1b(
+    microbatches: int, extra_warmup: int = 0, ranks: int = 1, chunks: int = 1, group_size: int | None = None
+) -> Program:
+    """Each backward paired with the forward of a later microbatch (Megatron-Core's merged step).
+
+    One rank::
+
+        extra_warmup=0:  F0 B0‖F1 B1‖F2 B2
+        extra_warmup=1:  F0 F1 B0‖F2 B1‖F3 B2 B3
+
+    With ``w = 1 + extra_warmup`` forwards before the first backward, ``w + 1`` microbatches are alive at most: each
+    extra warm-up costs one more activation and gives the exchange one more action to hide behind. Slot: F + (M−1)·F&B
+    + B.
+
+    Several ranks::
+
+        rank 0: F0 F1 F2 F3 F4             B0‖F5 B1    B2    B3 B4 B5
+        rank 1:    F0 F1 F2       B0‖F3 B1‖F4    B2‖F5 B3 B4 B5
+        rank 2:       F0    B0‖F1 B1‖F2 B2‖F3 B3‖F4    B4‖F5 B5
+
+    A pair ends when both members have, so a microbatch needs one slot down and one slot up for every hop: rank r begins
+    with 2(P−r−1) + (v−1)G + 1 forwards, one more than interleaved 1F1B, and with one chunk about twice as many as 1F1B
+    (with P−r of them the pairs stall). Bubble (P−1)(F+B)/v if F&B = F+B; peak 1/v above interleaved 1F1B, 2(P−r) with
+    one chunk. Pairs a rank for G = P: vM − 2(P−r−1) − (v−1)P − 1 of vM.
+    """
+    groups = groups_of(microbatches, ranks, group_size)
+    rows: list[list[Slot]] = []
+    for rank in range(ranks):
+        forwards, backwards = chunk_orders(rank, ranks, chunks, groups)
+        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + 1 + extra_warmup
+        row: list[Slot] = [*forwards[:warmup]]
+        row += map(Pair, forwards[warmup:], backwards)
+        row += backwards[max(0, len(forwards) - warmup) :]
+        rows.append(row)
+    name = f"combined_1f1b+{extra_warmup}" if extra_warmup else "combined_1f1b"
+    return program_of(name, microbatches, Placement.loop(ranks, chunks), rows)

@@ -1,18 +1,16 @@
-"""The schedules without a pipeline's overlap: one microbatch after another, and forwards alone."""
+"""Schedules without a steady phase: one microbatch after another, all forwards first, forwards alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Step
-from overlap1f1b.schedule.generators.row import assemble
-from overlap1f1b.schedule.peaks import peaks_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, peaks_of
 from overlap1f1b.schedule.placement import Placement
-from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.program import Program, program_of
 
 
 def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
-    """Each microbatch forward, then backward: the baseline of every comparison, one activation alive.
+    """Each microbatch forward, then backward: the baseline of every comparison, with one activation alive.
 
     ::
 
@@ -29,7 +27,7 @@ def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
         ]
         for rank in range(ranks)
     ]
-    return assemble("sequential", microbatches, Placement.loop(ranks, chunks), rows)
+    return program_of("sequential", microbatches, Placement.loop(ranks, chunks), rows)
 
 
 def forward_only(microbatches: int) -> Program:
@@ -39,22 +37,44 @@ def forward_only(microbatches: int) -> Program:
 
         F0 F1 F2
     """
-    steps = tuple(Action(Kind.F, 0, m) for m in range(microbatches))
-    return Program("forward_only", microbatches, (steps,), (microbatches,))
+    slots = tuple(Action(Kind.F, 0, m) for m in range(microbatches))
+    return Program("forward_only", microbatches, (slots,), (microbatches,))
 
 
 def forwards_of(program: Program) -> Program:
-    """The forwards of a program in its order, for evaluation over the same placement.
+    """Return the forwards of a program in its order, for evaluation over the same placement.
 
     >>> print(forwards_of(sequential(3)).draw())
     rank 0: F0 F1 F2
     """
-    ranks = tuple(tuple(f for step in steps for f in _forward_of(step)) for steps in program.ranks)
+    ranks = tuple(tuple(f for slot in slots for f in _forward_of(slot)) for slots in program.ranks)
     alive, _ = zip(*map(peaks_of, ranks), strict=True)
     name = f"{program.name} forward_only"
     return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=(0,) * len(ranks))
 
 
-def _forward_of(step: Step) -> tuple[Action, ...]:
-    action = step.forward if isinstance(step, Pair) else step
+def _forward_of(slot: Slot) -> tuple[Action, ...]:
+    action = slot.forward if isinstance(slot, Pair) else slot
     return (action,) if action.kind is Kind.F else ()
+
+
+def afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
+    """All forwards, then all backwards in the same order (GPipe, arXiv 1811.06965; with chunks breadth first).
+
+    ::
+
+        rank 0: F0 F1 F2 F3       B0 B1 B2 B3
+        rank 1:    F0 F1 F2 F3 B0 B1 B2 B3
+
+    Bubble (P−1)(F+B)/v for v chunks and M ≥ P; peak M, whatever the rank.
+    """
+    rows = [
+        [
+            Action(kind, stage, m)
+            for kind in (Kind.F, Kind.B)
+            for stage in range(rank, ranks * chunks, ranks)[:: 1 if kind is Kind.F else -1]
+            for m in range(microbatches)
+        ]
+        for rank in range(ranks)
+    ]
+    return program_of("afab", microbatches, Placement.loop(ranks, chunks), rows)

@@ -1,14 +1,13 @@
-"""Zero-bubble schedules on a loop: weight gradients fill what waiting leaves."""
+"""Zero-bubble schedules on a loop: weight gradients fill the waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap1f1b.schedule.action import Kind, Step
+from overlap1f1b.schedule.action import Kind, Slot
 from overlap1f1b.schedule.generators.interleaved import chunk_orders, groups_of
-from overlap1f1b.schedule.generators.row import assemble
 from overlap1f1b.schedule.placement import Placement
-from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.program import Program, program_of
 
 
 def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | None = None) -> Program:
@@ -29,7 +28,7 @@ def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | 
         _delayed(rank, ranks, chunks, groups, ranks - rank - 1 + (chunks - 1) * len(groups[0]), rank)
         for rank in range(ranks)
     ]
-    return assemble("zb_h1", microbatches, Placement.loop(ranks, chunks), rows)
+    return program_of("zb_h1", microbatches, Placement.loop(ranks, chunks), rows)
 
 
 def zb_h2(microbatches: int, ranks: int = 1) -> Program:
@@ -46,13 +45,13 @@ def zb_h2(microbatches: int, ranks: int = 1) -> Program:
     """
     groups = groups_of(microbatches, ranks)
     rows = [_delayed(rank, ranks, 1, groups, 2 * (ranks - rank - 1), 2 * rank) for rank in range(ranks)]
-    return assemble("zb_h2", microbatches, Placement.loop(ranks), rows)
+    return program_of("zb_h2", microbatches, Placement.loop(ranks), rows)
 
 
-def _delayed(rank: int, ranks: int, chunks: int, groups: Sequence[range], warmup: int, waiting: int) -> list[Step]:
-    """``warmup`` forwards, then forward and input gradient in turn, and W ``waiting`` input gradients later."""
+def _delayed(rank: int, ranks: int, chunks: int, groups: Sequence[range], warmup: int, waiting: int) -> list[Slot]:
+    """Return ``warmup`` forwards, then forward and input gradient in turn, and W ``waiting`` input gradients later."""
     forwards, inputs = chunk_orders(rank, ranks, chunks, groups, Kind.I)
-    row: list[Step] = [*forwards[:warmup]]
+    row: list[Slot] = [*forwards[:warmup]]
     for index, action in enumerate(inputs):
         row += forwards[warmup + index : warmup + index + 1]
         row.append(action)

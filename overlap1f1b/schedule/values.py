@@ -1,4 +1,4 @@
-"""Values of users' files in messages: as much of them as a line has room for."""
+"""Users' values: shortened for messages, and checked where they must be whole numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from reprlib import Repr
 MOST = 80
 """Characters of a value that are shown."""
 MOST_TEXT = 400
-"""Characters of a message of somebody else's that are shown."""
+"""Characters of another library's message that are shown."""
 
 _DIGITS = 10**MOST
 
 
 class _Short(Repr):
-    """Shows a few elements of what holds many, and never builds the whole text."""
+    """Show a few elements of a large container, without building the whole text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Short(Repr):
 
 
 def quoted(value: object, *, plain: bool = False) -> str:
-    """A value as in a message, cut where it is long.
+    """Return a value as text for a message, shortened if it is long.
 
     >>> quoted("2F0"), quoted("2F0", plain=True)
     ("'2F0'", '2F0')
@@ -37,19 +37,35 @@ def quoted(value: object, *, plain: bool = False) -> str:
     "'FFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF'… (1000 characters)"
 
     Args:
-        value: Of whatever type and size.
+        value: Any value, of any size.
         plain: Whether a short text on one line stands without quotation marks.
     """
     if plain and isinstance(value, str) and len(value) <= MOST and value.isprintable():
         return value
-    return cut(_Short().repr(value))
+    return shortened(_Short().repr(value))
 
 
-def cut(text: str, most: int = MOST_TEXT) -> str:
-    """A message in one line, cut where it is long.
+def shortened(text: str, most: int = MOST_TEXT) -> str:
+    """Return a message in one line, shortened if it is long.
 
-    >>> cut("invalid literal: 'aaaaaaaaaaaaaaaa'", most=22)
+    >>> shortened("invalid literal: 'aaaaaaaaaaaaaaaa'", most=22)
     "invalid literal: 'aaaa… (35 characters)"
     """
     short = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
     return " ".join(short.splitlines())
+
+
+def check_size(name: str, value: object, least: int = 1) -> None:
+    """Refuse a value that is no whole number, or too small.
+
+    >>> check_size("ranks", 2.5)
+    Traceback (most recent call last):
+    ValueError: ranks=2.5; allowed: a whole number, 1 or more
+
+    Raises:
+        ValueError: The value is no whole number (a bool is none), or less than ``least``.
+    """
+    if not hasattr(value, "__index__") or isinstance(value, bool):
+        raise ValueError(f"{name}={quoted(value)}; allowed: a whole number, {least} or more")
+    if value.__index__() < least:
+        raise ValueError(f"{name}={quoted(value, plain=True)}; allowed: {least} or more")
