@@ -11,15 +11,16 @@ from overlap1f1b.plan.node import (
     BlockShape,
     Node,
     Op,
+    Recompute,
     Resource,
     StageShape,
     backward_chain,
     forward_chain,
+    parse_recompute,
     weight_node,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
-from overlap1f1b.plan.recompute import Recompute, parse_recompute
 
 __all__ = [
     "RECOMPUTES",

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from functools import cache
 from typing import cast
 
-from overlap1f1b.plan.node import BlockShape, Node, Op, StageShape, backward_chain, forward_chain, weight_node
-from overlap1f1b.plan.recompute import parse_recompute
+from overlap1f1b.plan.node import (
+    BlockShape,
+    Node,
+    Op,
+    StageShape,
+    backward_chain,
+    forward_chain,
+    parse_recompute,
+    weight_node,
+)
 from overlap1f1b.schedule import Action, Kind, Placement
 from overlap1f1b.schedule.values import check_size
 

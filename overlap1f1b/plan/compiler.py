@@ -8,11 +8,10 @@ from itertools import chain, product
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.joint import schedule_ranks
 from overlap1f1b.plan.node import Node, Op
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
-from overlap1f1b.plan.scheduler import Policy
+from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
 
 LARGE = 20_000

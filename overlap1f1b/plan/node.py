@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from overlap1f1b.plan.recompute import Recompute
 from overlap1f1b.schedule import Action, Kind
 
 
@@ -179,3 +178,22 @@ def weight_node(node: Node, shape: StageShape) -> Node | None:
     ):
         return node._replace(kind=Kind.W)
     return None
+
+
+Recompute = Literal["none", "experts", "attention", "block"]
+"""What is dropped: nothing; what the experts compute; all else in a block (of a dense block everything); or both."""
+
+
+def parse_recompute(value: str) -> Recompute:
+    """The mode of a text.
+
+    >>> parse_recompute("block")
+    'block'
+
+    Raises:
+        ValueError: No mode.
+    """
+    for mode in get_args(Recompute):
+        if value == mode:
+            return mode
+    raise ValueError(f"recompute={value!r}; allowed: {', '.join(get_args(Recompute))}")

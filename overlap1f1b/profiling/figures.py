@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
-from overlap1f1b.profiling.idle import IDLE, idle_time
-from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, length
-from overlap1f1b.profiling.recording import EXCHANGES, Recording, Step, lane_of
+from overlap1f1b.profiling.intervals import (
+    Intervals,
+    Times,
+    clipped,
+    covered,
+    difference,
+    intersection,
+    joined,
+    length,
+    union,
+)
+from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, lane_of
 from overlap1f1b.schedule import Kind
 
 PHASES = ("warm_up", "steady", "cool_down")
 
 
-class Overlap(NamedTuple):
+class OverlapFigures(NamedTuple):
     """Exchange of some time, in nanoseconds.
 
-    >>> Overlap(exchange=8, exposed=2).hidden_fraction
+    >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
     0.75
 
     ``exchange`` is the union of what was in flight, ``exposed`` the part of it in which nothing was computed: as in
@@ -41,9 +51,9 @@ class Overlap(NamedTuple):
         """That part's share; 1 where nothing is exchanged."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
-    def plus(self, other: Overlap) -> Overlap:
+    def plus(self, other: OverlapFigures) -> OverlapFigures:
         """Both together."""
-        return Overlap(self.exchange + other.exchange, self.exposed + other.exposed)
+        return OverlapFigures(self.exchange + other.exchange, self.exposed + other.exposed)
 
 
 class Lanes:
@@ -54,7 +64,7 @@ class Lanes:
         step: One of its steps.
     """
 
-    def __init__(self, recording: Recording, step: Step) -> None:
+    def __init__(self, recording: Recording, step: StepRecord) -> None:
         self.recording, self.step = recording, step
 
     @cached_property
@@ -97,20 +107,20 @@ class Lanes:
         return dict(zip(PHASES, ((start, first), (first, last), (last, end)), strict=True))
 
     @property
-    def overlap(self) -> Overlap:
+    def overlap(self) -> OverlapFigures:
         """Of the whole step."""
-        return Overlap(length(self.exchange), length(self.exposed))
+        return OverlapFigures(length(self.exchange), length(self.exposed))
 
     @property
-    def by_phase(self) -> dict[str, Overlap]:
+    def by_phase(self) -> dict[str, OverlapFigures]:
         """Of each phase; their sum is that of the step."""
         return {
-            name: Overlap(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
+            name: OverlapFigures(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
             for name, edges in self.phases.items()
         }
 
     @property
-    def by_sub_op(self) -> dict[str, Overlap]:
+    def by_sub_op(self) -> dict[str, OverlapFigures]:
         """Of each kind of exchange by itself; where two kinds are in flight at once, the time counts for both."""
         flights, names = self.step.flights, self.recording.names
         sub_ops = dict.fromkeys(names[what].name for what in np.unique(flights.what).tolist())
@@ -119,7 +129,7 @@ class Lanes:
             chosen = np.array([what.name == sub_op and lane_of(what) in EXCHANGES for what in names], bool)
             covered = flights[chosen[flights.what]].covered
             if len(covered):
-                found[sub_op] = Overlap(length(covered), length(difference(covered, self.compute)))
+                found[sub_op] = OverlapFigures(length(covered), length(difference(covered, self.compute)))
         return found
 
     @property
@@ -158,9 +168,9 @@ class RankFigures:
     steps: int
     time: int
     compute: int
-    overlap: Overlap
-    by_sub_op: Mapping[str, Overlap]
-    by_phase: Mapping[str, Overlap]
+    overlap: OverlapFigures
+    by_sub_op: Mapping[str, OverlapFigures]
+    by_phase: Mapping[str, OverlapFigures]
     idle: Mapping[str, int]
     open_actions: int
     queued: int
@@ -175,18 +185,18 @@ class RankFigures:
         return time / self.steps / 1e6
 
 
-def figures_of(recording: Recording, steps: Iterable[Step] | None = None) -> RankFigures:
+def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> RankFigures:
     """The figures of a rank over its steps, or some of them."""
     lanes = [Lanes(recording, step) for step in (recording.steps if steps is None else steps)]
-    by_sub_op: dict[str, Overlap] = {}
-    by_phase: dict[str, Overlap] = {}
+    by_sub_op: dict[str, OverlapFigures] = {}
+    by_phase: dict[str, OverlapFigures] = {}
     idle = dict.fromkeys(IDLE, 0)
-    overlap = Overlap()
+    overlap = OverlapFigures()
     for step in lanes:
         overlap = overlap.plus(step.overlap)
         for total, part in ((by_sub_op, step.by_sub_op), (by_phase, step.by_phase)):
             for name, figure in part.items():
-                total[name] = total.get(name, Overlap()).plus(figure)
+                total[name] = total.get(name, OverlapFigures()).plus(figure)
         for name, time in idle_time(recording, step.step, step.window, step.compute, step.exposed).items():
             idle[name] += time
     return RankFigures(
@@ -241,3 +251,106 @@ def _of_chain(node: Node) -> bool:
         and node.op is not Op.REDUCE
         and node.op not in RECOMPUTES
     )
+
+
+IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
+
+
+def idle_time(
+    recording: Recording, step: StepRecord, window: tuple[int, int], compute: Intervals, exposed: Intervals
+) -> dict[str, int]:
+    """Nanoseconds of a step without compute, by reason; each counts for one reason.
+
+    An exchange in flight comes first. Then the pipeline: the thread waits for another stage, or, on a device, the next
+    kernel has been launched and a transfer is under way. What is left is the host's: it has not issued anything.
+
+    Args:
+        recording: The rank.
+        step: One of its steps.
+        window: Start and end of that step.
+        compute: When something is computed.
+        exposed: When something is exchanged and nothing computed.
+    """
+    idle = difference(np.array([window], np.int64), compute)
+    rest = difference(idle, exposed)
+    waiting = recording.on(step.waits, Resource.PEER).covered
+    transfers = recording.transfers(step).covered
+    if recording.device:
+        waiting = joined(waiting, intersection(transfers, _blocked(idle, step.compute.start, step.compute.launched)))
+    elif not len(step.waits):  # nobody noted waits
+        waiting = transfers
+    bubble = length(intersection(rest, waiting))
+    parts = (length(idle) - length(rest), bubble, length(rest) - bubble)
+    return dict(zip(IDLE, parts, strict=True))
+
+
+def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
+    """The parts of idle time in which the kernel that ends it has been launched already; all of it if none does."""
+    order = np.argsort(start, kind="stable")
+    start, launched = start[order], np.append(launched[order], np.iinfo(np.int64).min)
+    after = np.searchsorted(start, idle[:, 1])
+    return union(np.maximum(idle[:, 0], launched[after]), idle[:, 1])
+
+
+class Exposed(NamedTuple):
+    """One of them; times in nanoseconds, ``start`` from that of the step.
+
+    ``in_flight`` is what travelled, longest first; ``waited_for`` the one that the rank waited for; ``next`` what was
+    computed then.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    start: int
+    duration: int
+    in_flight: tuple[str, ...]
+    waited_for: str
+    next: str
+
+
+def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:
+    """The longest over all steps of all ranks."""
+    found = [(duration, lanes, place) for lanes in _all(ranks) for duration, place in _candidates(lanes, count)]
+    return [_described(lanes, place) for _, lanes, place in nlargest(count, found, key=lambda one: one[0])]
+
+
+def _all(ranks: Iterable[Recording]) -> list[Lanes]:
+    return [Lanes(recording, step) for recording in ranks for step in recording.steps]
+
+
+def _candidates(lanes: Lanes, count: int) -> list[tuple[int, int]]:
+    durations = lanes.exposed[:, 1] - lanes.exposed[:, 0]
+    return [(int(durations[place]), place) for place in np.argsort(-durations, kind="stable")[:count].tolist()]
+
+
+def _described(lanes: Lanes, place: int) -> Exposed:
+    start, end = lanes.exposed[place].tolist()
+    recording, step = lanes.recording, lanes.step
+    names = recording.names
+    flights = recording.exchanges(step)
+    flights = flights[_within(flights, start, end) > 0]
+    beside = _within(flights, start, end)
+    order = np.argsort(-beside, kind="stable")
+    waits = step.waits[_within(step.waits, start, end) > 0]
+    if len(waits):
+        waited = waits.what[np.argmax(_within(waits, start, end))]
+    else:  # the one whose arrival ended it
+        waited = flights.what[np.argmin(np.abs(flights.end - end))]
+    later = step.compute[step.compute.start >= end]
+    phase = next((name for name, (first, last) in lanes.phases.items() if first <= start < last), "")
+    return Exposed(
+        rank=recording.rank or 0,
+        step=step.number,
+        phase=phase,
+        start=start - lanes.window[0],
+        duration=end - start,
+        in_flight=tuple(dict.fromkeys(str(names[what]) for what in flights.what[order].tolist())),
+        waited_for=str(names[int(waited)]),
+        next=str(names[int(later.what[np.argmin(later.start)])]) if len(later) else "",
+    )
+
+
+def _within(spans: Spans, start: int, end: int) -> Times:
+    """How much of the spans lies between two times; negative where nothing does."""
+    return np.minimum(spans.end, end) - np.maximum(spans.start, start)

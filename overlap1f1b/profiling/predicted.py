@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, Resource, cost_key, play_ranks
-from overlap1f1b.profiling.recording import Recording, Step
+from overlap1f1b.profiling.recording import Recording, StepRecord
 from overlap1f1b.schedule import Placement
 from overlap1f1b.simulation import Timeline
 
@@ -50,14 +50,14 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     return {recording.rank or 0: timelines[recording.mesh.get("pp", (0, 1))[0]] for recording, _ in steps}
 
 
-def _step(recording: Recording, number: int) -> Step:
+def _step(recording: Recording, number: int) -> StepRecord:
     for step in recording.steps:
         if step.number == number and len(step.issued):
             return step
     raise ValueError(f"{recording.path} has no ranges of step {number}, so nothing can be predicted")
 
 
-def _order(recording: Recording, step: Step) -> tuple[Node, ...]:
+def _order(recording: Recording, step: StepRecord) -> tuple[Node, ...]:
     """Nodes by issue; those without a launch of their own by their departure."""
     late = step.flights[~np.isin(step.flights.what, step.issued.what)]
     spans = step.issued + late
@@ -66,7 +66,7 @@ def _order(recording: Recording, step: Step) -> tuple[Node, ...]:
     return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
 
 
-def _costs(steps: Sequence[tuple[Recording, Step]]) -> NodeCosts:
+def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:
     merged: dict[CostKey, float] = {}
     for recording, step in steps:
         took: dict[CostKey, list[float]] = {}
@@ -79,7 +79,7 @@ def _costs(steps: Sequence[tuple[Recording, Step]]) -> NodeCosts:
     return NodeCosts(by_node=merged)
 
 
-def _times(recording: Recording, step: Step) -> Mapping[Node, float]:
+def _times(recording: Recording, step: StepRecord) -> Mapping[Node, float]:
     """Milliseconds that each node occupied its lane."""
     times: dict[Node, float] = {}
     for spans in (step.compute, step.flights):

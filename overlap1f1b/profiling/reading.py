@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import IO, cast
 
 from overlap1f1b.plan.ranges import FORMAT
-from overlap1f1b.profiling.capture import Capture
-from overlap1f1b.profiling.chrome import add_place, is_trace, taker
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import Recording
+from overlap1f1b.profiling.recording import Capture, Recording
 from overlap1f1b.profiling.records import RecordedSteps
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.profiling.stream import read_events
+from overlap1f1b.profiling.stream import add_place, is_trace, read_events, taker
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -86,7 +87,7 @@ class Spans:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepRecord:
     """One step of a rank.
 
     Args:
@@ -130,7 +131,7 @@ class Recording:
     mesh: Mapping[str, tuple[int, int]]
     world: int | None
     names: tuple[What, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     source: Literal["records", "torch.profiler", "nsys"]
     device: bool = False
     by: Literal["range", "stream"] = "range"
@@ -141,11 +142,11 @@ class Recording:
         chosen = [lane_of(what) in lanes for what in self.names]
         return spans[np.array(chosen, bool)[spans.what]]
 
-    def exchanges(self, step: Step) -> Spans:
+    def exchanges(self, step: StepRecord) -> Spans:
         """Exchanges in flight."""
         return self.on(step.flights, *EXCHANGES)
 
-    def transfers(self, step: Step) -> Spans:
+    def transfers(self, step: StepRecord) -> Spans:
         """Transfers between pipeline stages in flight."""
         return self.on(step.flights, Resource.PEER)
 
@@ -153,3 +154,65 @@ class Recording:
 def lane_of(what: What) -> Resource:
     """The lane of a span that travels."""
     return what.resource if isinstance(what, Node) else Resource.EXCHANGE
+
+
+class Columns:
+    """A growing table of ``width`` columns; eight bytes a number.
+
+    >>> table = Columns(2)
+    >>> table.append((1, 10))
+    >>> table.append((2, 20))
+    >>> [column.tolist() for column in table.arrays]
+    [[1, 2], [10, 20]]
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._flat = array("q")
+
+    def append(self, row: tuple[int, ...]) -> None:
+        """Adds a row."""
+        self._flat.extend(row)
+
+    def extend(self, rows: Iterable[tuple[int, ...]]) -> None:
+        """Adds many."""
+        for row in rows:
+            self._flat.extend(row)
+
+    def __len__(self) -> int:
+        return len(self._flat) // self.width
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        """The columns, each ``[rows]``."""
+        table = np.array(self._flat, np.int64).reshape(-1, self.width)
+        return tuple(np.ascontiguousarray(table[:, column]) for column in range(self.width))
+
+
+@dataclass(eq=False)
+class Capture:
+    """Events of one process; times in nanoseconds of its clock.
+
+    Args:
+        path: The file.
+        source: Who wrote it.
+        names: Names of ranges, by their index.
+        ranges: Columns name, thread, start, end: ranges of our grammar on the host.
+        launches: Columns correlation, thread, start: calls that launch kernels and copies.
+        kernels: Columns correlation, stream, start, end: what ran on the device.
+        rank: As the profiler says; None where it does not. A label of ours comes first.
+        world: Number of ranks, likewise.
+    """
+
+    path: Path
+    source: Literal["torch.profiler", "nsys"]
+    names: dict[str, int] = field(default_factory=dict)
+    ranges: Columns = field(default_factory=lambda: Columns(4))
+    launches: Columns = field(default_factory=lambda: Columns(3))
+    kernels: Columns = field(default_factory=lambda: Columns(4))
+    rank: int | None = None
+    world: int | None = None
+
+    def add_range(self, name: str, thread: int, start: int, end: int) -> None:
+        """Notes a range."""
+        self.ranges.append((self.names.setdefault(name, len(self.names)), thread, start, end))

@@ -12,8 +12,8 @@ import numpy as np
 
 from overlap1f1b.plan import Node, Resource
 from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
-from overlap1f1b.profiling.chrome import MOST_NAME
-from overlap1f1b.profiling.recording import Recording, Spans, Step, What
+from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, What
+from overlap1f1b.profiling.stream import MOST_NAME
 from overlap1f1b.schedule.values import quoted, shortened
 
 _KINDS = {"node": 0, "flight": 1, "wait": 2}
@@ -27,7 +27,7 @@ class RecordedSteps:
     def __init__(self) -> None:
         self._names = _Names()
         self._spans = _Columns()
-        self._steps: list[Step] = []
+        self._steps: list[StepRecord] = []
         self._wrong: Exception | None = None
 
     def take(self, element: Any) -> None:
@@ -106,7 +106,7 @@ class _Names:
         return index
 
 
-def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> Step:
+def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> StepRecord:
     """One step; its clock starts at ``begin``."""
     if content.get("spans"):
         raise TypeError("spans are no list")
@@ -123,4 +123,4 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
     compute = issued[np.array(computes, bool)[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
     until = max(begin + round(seconds * _SECOND), last)
-    return Step(int(number), begin, until, issued, compute, flights, waits)
+    return StepRecord(int(number), begin, until, issued, compute, flights, waits)

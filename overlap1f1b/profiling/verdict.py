@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from overlap1f1b.profiling.figures import PHASES, Overlap, RankFigures
+from overlap1f1b.profiling.figures import PHASES, OverlapFigures, RankFigures
 
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
 WELL, NONE = 0.9, 0.05
@@ -40,21 +40,21 @@ class Sums:
         return sum(rank.queued for rank in self.ranks)
 
     @property
-    def overlap(self) -> Overlap:
+    def overlap(self) -> OverlapFigures:
         """The exchange."""
         return _sum(rank.overlap for rank in self.ranks)
 
     @property
-    def by_sub_op(self) -> dict[str, Overlap]:
+    def by_sub_op(self) -> dict[str, OverlapFigures]:
         """That of each kind of exchange."""
         names = sorted({name for rank in self.ranks for name in rank.by_sub_op})
-        return {name: _sum(rank.by_sub_op.get(name, Overlap()) for rank in self.ranks) for name in names}
+        return {name: _sum(rank.by_sub_op.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
 
     @property
-    def by_phase(self) -> dict[str, Overlap]:
+    def by_phase(self) -> dict[str, OverlapFigures]:
         """That of each phase."""
         names = [name for name in PHASES if any(name in rank.by_phase for rank in self.ranks)]
-        return {name: _sum(rank.by_phase.get(name, Overlap()) for rank in self.ranks) for name in names}
+        return {name: _sum(rank.by_phase.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
 
     @property
     def idle(self) -> dict[str, int]:
@@ -71,8 +71,8 @@ class Sums:
         return time / self.time if self.time else 0.0
 
 
-def _sum(parts: Iterable[Overlap]) -> Overlap:
-    total = Overlap()
+def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
+    total = OverlapFigures()
     for part in parts:
         total = total.plus(part)
     return total

@@ -1,20 +1,20 @@
 """Floor ``simulation``: what a program or a plan would cost. Pure Python, no torch."""
 
-from overlap1f1b.simulation.actions import ProgramTimeline, SlotSpan, TransferSpan, play_actions
-from overlap1f1b.simulation.costs import Costs
-from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
-from overlap1f1b.simulation.outcome import Outcome, Played, copies_of
+from overlap1f1b.simulation.actions import Costs, ProgramTimeline, SlotSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.search import (
     ActionModel,
     Candidate,
     Model,
     NodeModel,
+    Outcome,
+    Played,
     Ranking,
     candidates,
+    copies_of,
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.timeline import Timeline, intersection, length, union
+from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, intersection, length, play_nodes, union
 
 __all__ = [
     "ActionModel",

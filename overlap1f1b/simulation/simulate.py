@@ -7,9 +7,8 @@ from typing import overload
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_size
-from overlap1f1b.simulation.actions import ProgramTimeline, play_actions
-from overlap1f1b.simulation.costs import Costs
-from overlap1f1b.simulation.nodes import PlanTimeline, play_nodes
+from overlap1f1b.simulation.actions import Costs, ProgramTimeline, play_actions
+from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 
 @overload

@@ -7,15 +7,17 @@ import pytest
 from overlap1f1b.plan import (
     RECOMPUTES,
     BlockShape,
+    Chains,
     Node,
     Op,
     Recompute,
     Resource,
     backward_chain,
     forward_chain,
+    parse_recompute,
     weight_node,
 )
-from overlap1f1b.schedule import Action, Kind
+from overlap1f1b.schedule import Action, Kind, Placement
 from tests.plan.cases import DENSE, MOE
 
 
@@ -129,3 +131,24 @@ def test_tags_tell_exchanges_apart() -> None:
     assert len({node.tag for node in nodes}) == len(nodes)
     assert all(0 <= node.tag < 2**31 for node in nodes)
     assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, seam=15, stage=999).tag < 2**31
+
+
+def test_modes_drop_what_they_name() -> None:
+    ops = (Op.DENSE, Op.ATTENTION, Op.EXPERTS)
+    dropped = {
+        mode: [op.value for op in ops if BlockShape(1, recompute=parse_recompute(mode)).drops(op)]
+        for mode in ("none", "experts", "attention", "block")
+    }
+    assert dropped == {
+        "none": [],
+        "experts": ["experts"],
+        "attention": ["dense", "attention"],
+        "block": ["dense", "attention", "experts"],
+    }
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^recompute='full'; allowed: none, experts, attention, block$"):
+        parse_recompute("full")
+    with pytest.raises(ValueError, match=r"^recompute='full'; allowed"):
+        Chains(Placement.loop(1), (BlockShape(1, recompute="full"),))  # type: ignore[arg-type]

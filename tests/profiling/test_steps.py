@@ -8,7 +8,7 @@ import pytest
 
 from overlap1f1b.plan import Node
 from overlap1f1b.profiling import Recording, figures_of, read, read_file
-from overlap1f1b.profiling.exposed import longest
+from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_nsys
 

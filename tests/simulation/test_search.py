@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
-from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel, candidates, search, simulate
+from overlap1f1b.simulation import (
+    ActionModel,
+    Candidate,
+    Costs,
+    NodeModel,
+    Outcome,
+    candidates,
+    copies_of,
+    search,
+    simulate,
+)
 from tests.plan.cases import few_tries
 
 
@@ -173,3 +183,18 @@ def test_a_rank_keeps_its_layers_whatever_its_chunks() -> None:
         program = build_schedule(name, ranks=2, microbatches=4, chunks=chunks)
         timeline = model.play(program, "serial")
         assert [timeline.busy(rank) for rank in (0, 1)] == [4 * 4 * 21, 4 * 4 * 21], name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_figures(name: str) -> None:
+    program = build_schedule(name, ranks=4, microbatches=8)
+    timeline = simulate(program, Costs(forward=1.5, backward=2, weight=0.5, pair=0.75))
+    outcome = Outcome.of(program, timeline)
+    assert outcome.makespan == timeline.makespan
+    assert outcome.peak_activations == max(program.peak_activations) * program.placement.share
+    assert outcome.bubble_share == pytest.approx(1 - sum(map(timeline.busy, range(4))) / (4 * timeline.makespan))
+    assert outcome.copies == copies_of(program) == (2 if name == "dualpipe" else 1)
+
+
+def test_outcomes_are_ordered_by_makespan_then_memory() -> None:
+    assert Outcome(1.0, 9.0, 2, 0.5) < Outcome(2.0, 1.0, 1, 0.1) < Outcome(2.0, 2.0, 1, 0.1)

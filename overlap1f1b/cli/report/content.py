@@ -7,7 +7,7 @@ from typing import Any
 
 from overlap1f1b.profiling import (
     Exposed,
-    Overlap,
+    OverlapFigures,
     RankFigures,
     Recordings,
     Sums,
@@ -94,7 +94,7 @@ def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
     }
 
 
-def _overlap(overlap: Overlap, steps: int) -> dict[str, float | None]:
+def _overlap(overlap: OverlapFigures, steps: int) -> dict[str, float | None]:
     """Its share is None where nothing was exchanged."""
     return {
         "exchange_ms": overlap.exchange / steps / 1e6,
