@@ -10,8 +10,8 @@ each rank to one of its ports. The machine's own interfaces are not touched.
 
 tc limits what leaves an interface, so each direction is limited at the end that sends it: a rank's sending at its own
 `wire`, and its receiving at the other rank's `wire` or, behind a hub, at its port there, where the streams of several
-senders meet. The parent sets the rate of all ends (`Wire.shape`), or each rank sets its own end and port (`shape`, which finds
-the hub in the rank's environment; a rank is root and may enter the hub's namespace).
+senders meet. The parent sets the rate of all ends (`Wire.shape`), or each rank sets its own end and port (`shape`: a
+rank is root, and its environment names the hub).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def reading(screen: Console) -> Iterator[Told]:
-    """Yield a function that takes the bytes read of a file: it moves a bar in a terminal, or prints a line now and then."""
+    """Yield a function that takes the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
     if not screen.is_terminal:
         yield _Lines(screen)
         return
