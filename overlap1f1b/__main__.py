@@ -1,4 +1,4 @@
-"""``python -m overlap1f1b``, and what the installed command calls."""
+"""``python -m overlap1f1b``, and the function that the installed command calls."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import sys
 
 
 def run() -> int:
-    """The command line, quiet when Ctrl-C comes while it is still being imported; returns the exit status.
+    """Run the command line; returns the exit status.
 
-    Quiet also when nobody reads on, as in ``overlap1f1b train --help | head``.
+    There is no traceback if Ctrl-C comes during imports, or if the reader is gone, as in ``overlap1f1b --help | head``.
     """
     try:
         from overlap1f1b.cli.main import main
@@ -16,11 +16,11 @@ def run() -> int:
         try:
             return main()
         finally:
-            sys.stdout.flush()  # here rather than at the end, where nothing could be done about it
+            sys.stdout.flush()  # here, since errors at the end of the process cannot be handled
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest of the output
         return 128 + signal.SIGPIPE
 
 

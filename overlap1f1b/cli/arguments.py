@@ -43,9 +43,9 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
 
 
 def _one_line(box: str) -> str:
-    """Return the first sentence of tyro's box, and the names of similar options."""
-    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraph, *others = re.split(r"\n─+\n", "\n".join(lines))
+    """Return the first sentence of tyro's box, drawn in Unicode or ASCII, and the names of similar options."""
+    _, *lines, _ = box.strip().splitlines()
+    paragraph, *others = re.split(r"\n[─-]+\n", "\n".join(line.strip("│| ") for line in lines))
     sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).rstrip(".").replace("{None}|", "")
     similar = [text for text in others if text.startswith("Perhaps you meant")]
     names = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))

@@ -1,4 +1,7 @@
-"""One thing that was looked at."""
+"""``overlap1f1b doctor``: findings about this machine that keep exchanges from being hidden.
+
+The module is also the program of the two ranks that measure the link between them.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and what to do about it.
+    """The result of one check.
 
     Args:
-        name: What was looked at.
-        status: ``fail`` where training cannot work or nothing can be hidden; ``warn`` where something may not work.
-        value: As measured.
-        advice: Empty where there is nothing to do.
+        name: Name of the check.
+        status: ``fail`` if training cannot work or nothing can be hidden; ``warn`` if something may not work.
+        value: The measured value, in words.
+        advice: What to do; empty for nothing.
     """
 
     name: str
@@ -63,7 +66,7 @@ class DoctorOptions:
 
 
 def check_doctor(options: DoctorOptions) -> None:
-    """Raises ``ValueError`` for options that nothing can be done with."""
+    """Raise ``ValueError`` for values that are not allowed."""
     if not 0 < options.timeout <= LONGEST:
         raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
     if options.json is not None:
@@ -74,12 +77,12 @@ TESTED: dict[str, tuple[str, str]] = {
     "torch": ("2.11", "2.14"),
     "greenlet": ("3.1", "4"),
 }
-"""First version that the tests run on, and the first beyond those."""
+"""The first version that the tests run on, and the first one that they do not."""
 TRITON = ("3.6", "3.8")
 
 
 def versions() -> Iterator[Finding]:
-    """Of the libraries that everything rests on, and of CUDA, NCCL and Triton beside them."""
+    """Check the versions of torch, greenlet, CUDA, NCCL and Triton."""
     for name, (first, beyond) in TESTED.items():
         yield _tested(name, first, beyond)
     yield from _cuda()
@@ -98,7 +101,7 @@ def _tested(name: str, first: str, beyond: str) -> Finding:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The numbers of a version, without what follows them."""
+    """Return the numbers of a version, without a suffix."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -121,7 +124,7 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    """On a GPU kernels are Triton's; without it their twins in torch do the same, more slowly."""
+    """Check Triton: without it, kernels on a GPU run as their slower twins in torch."""
     import torch
 
     if find_spec("triton") is not None:
@@ -136,12 +139,12 @@ def _install(name: str, first: str, beyond: str) -> str:
 
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-CYCLES = 20_000_000  # of a GPU's clock, some ten milliseconds
-MOST = 1.5  # times one stream's time that two may take side by side
+CYCLES = 20_000_000  # of a GPU's clock: about ten milliseconds
+MOST = 1.5  # time of two streams, as a multiple of one stream's, up to which they run side by side
 
 
 def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
-    """With one connection every kernel waits for the one launched before it, on whichever stream."""
+    """Check that kernels of different streams do not wait for each other, as they do with one connection."""
     text = environ.get(VARIABLE)
     if text is None:
         return Finding("connections", "ok", f"{VARIABLE} is not set; CUDA's default is 8")
@@ -154,7 +157,7 @@ def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Findin
 
 
 def streams() -> Finding:
-    """Two streams that wait on the GPU, measured beside one."""
+    """Compare two streams that wait on the GPU with one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -168,11 +171,11 @@ def streams() -> Finding:
 
 
 def _waiting(count: int) -> float:
-    """Milliseconds in which as many streams wait for the same number of cycles each."""
+    """Return the milliseconds in which ``count`` streams wait for the same number of cycles each."""
     import torch
 
     took = []
-    for _ in range(3):  # the first contains CUDA's start
+    for _ in range(3):  # the first one includes CUDA's start
         main = torch.cuda.current_stream()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -196,7 +199,7 @@ SLOW_GBPS = 1.0
 
 
 def link(timeout: float) -> Finding:
-    """Latency and bandwidth between two ranks of this machine, both directions at once."""
+    """Measure latency and bandwidth between two ranks of this machine, both directions at once."""
     name = "link between ranks"
     with tempfile.TemporaryDirectory(prefix="overlap1f1b-") as folder:
         found = Path(folder) / "link.json"
@@ -216,7 +219,7 @@ def link(timeout: float) -> Finding:
 
 
 def measure(found: Path, timeout: float) -> None:
-    """What each of the ranks does; the first writes what it found, the first to fail why."""
+    """Measure the link as one of two ranks; rank 0 writes the result, or the first rank that fails its error."""
     import torch
     import torch.distributed as dist
 
@@ -251,28 +254,18 @@ def measure(found: Path, timeout: float) -> None:
 
 
 def _write(found: Path, content: dict[str, object]) -> None:
-    """As a whole, and only the first."""
+    """Write the file as a whole, unless it is there."""
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(content))
     if not found.exists():
         unfinished.replace(found)
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        measure(Path(sys.argv[1]), float(sys.argv[2]))
-    except Exception as error:
-        _write(Path(sys.argv[1]), {"error": " ".join(str(error).split())[:200]})
-        os._exit(2)  # said elsewhere
-    os._exit(0)
-
-
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Looks at everything; returns the exit status, 1 where something fails.
+    """Check everything; returns the exit status, 1 if something fails.
 
     Raises:
         ValueError: An option that cannot be.
@@ -298,7 +291,7 @@ def _findings(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def wire() -> Finding:
-    """Whether ``bench --wire`` can have its link."""
+    """Check that ``bench --wire`` can have its link."""
     name = "shaped wire"
     try:
         with Wire(2, rate=1e9):
@@ -311,7 +304,7 @@ def wire() -> Finding:
 
 
 def show(findings: list[Finding], screen: Console) -> None:
-    """One line a finding."""
+    """Print one line per finding."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
         table.add_column(overflow="fold")
@@ -321,3 +314,13 @@ def show(findings: list[Finding], screen: Console) -> None:
     screen.print(table, highlight=False)
     bad = [finding.name for finding in findings if finding.status != "ok"]
     screen.print("all is well" if not bad else f"look at: {', '.join(bad)}", highlight=False)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        measure(Path(sys.argv[1]), float(sys.argv[2]))
+    except Exception as error:
+        _write(Path(sys.argv[1]), {"error": " ".join(str(error).split())[:200]})
+        os._exit(2)  # the file has the error
+    os._exit(0)

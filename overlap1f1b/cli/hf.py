@@ -19,16 +19,16 @@ BYTES = 256
 
 
 class HfModel(nn.Module):
-    """This rank's part of a randomly initialised model, in one module, with the names of the whole model.
+    """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model.
 
     Args:
-        options: Say which configuration.
-        rank: Whose part.
-        program: What will be played.
+        options: ``hf_config`` names the configuration.
+        rank: This process.
+        program: The program to play.
 
     Raises:
-        ValueError: A configuration that cannot be read, is of no causal LM, or has fewer tokens than there are bytes; a
-            model that cannot be split.
+        ValueError: The configuration cannot be read, is not one of a causal LM, or has fewer tokens than there are
+            bytes; or the model cannot be split.
     """
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
@@ -53,7 +53,7 @@ class HfModel(nn.Module):
         return stages
 
     def train(self, mode: bool = True) -> HfModel:
-        """Also of what the model's own forward asks outside of the parts that have weights."""
+        """Set the mode, also of the modules without weights that the model's own forward uses."""
         self.split.train(mode)
         return super().train(mode)
 

@@ -1,4 +1,4 @@
-"""Local ranks: the subprocesses of `overlap1f1b train` and `bench` on this machine, and how they end."""
+"""Local ranks: subprocesses of `overlap1f1b train`, `bench` and `profile`, how they end, and nsys around them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun (or anything that sets the same variables) started this process as one rank of several.
+    """Return whether torchrun (or a program that sets the same variables) started this process as one of several ranks.
 
-    A process without a RANK of its own is none, whatever else a shell or a cluster's job has left in its environment.
+    Without RANK it is no rank, whatever other variables a shell or a cluster's job has left in the environment.
 
-    Raises ValueError: it has one of several, but not all that it needs to find the others. Started by mistake on its
-    own, every such process would train a whole model.
+    Raises:
+        ValueError: RANK and WORLD_SIZE are there, but not all variables that a rank needs to find the others. Each such
+            process would train a whole model.
     """
     missing = [name for name in TORCHRUN if not environ.get(name)]
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
@@ -62,12 +63,13 @@ def run_ranks(
 
     0 means that every rank returned 0; otherwise it is the status of the rank that failed first, 128 + n for signal n.
     When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and 5 s later SIGKILL, and
-    one line on stderr names the first failure; none is written for status 2, whose rank has written its own.
-    SIGINT, SIGTERM and SIGHUP go on to the ranks, which are killed 3 s later (at once on a second signal): 128 + n.
+    one line on stderr names the first failure, except for status 2, whose rank has written its own line.
+    SIGINT, SIGTERM and SIGHUP are sent on to the ranks, which are killed 3 s later (at once on a second signal); the
+    status is then 128 + n.
 
-    The ranks inherit stdout and stderr but not stdin, have a session each, and die with this process on Linux, even if
-    it is killed by SIGKILL. Whatever a rank leaves running in its process group is killed when the rank ends.
-    Call it in the main thread; in another it works but leaves the signals alone.
+    The ranks inherit stdout and stderr but not stdin, have a session each, and end with this process on Linux, even if
+    it is killed by SIGKILL. Processes that a rank leaves in its process group are killed when the rank ends.
+    In a thread other than the main one, signals are not handled.
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks must be 1 or more, not {ranks}")
@@ -88,7 +90,7 @@ def run_ranks(
 
 
 class _Group:
-    """Processes of the ranks. `events` holds ranks that ended and signals that arrived, in order."""
+    """The ranks' processes. `events` has the ranks that ended and the signals that arrived, in order."""
 
     def __init__(self) -> None:
         self.events: SimpleQueue[int | signal.Signals] = SimpleQueue()
@@ -109,8 +111,11 @@ class _Group:
         self.running.add(len(self.processes) - 1)
 
     def watch(self) -> None:
-        """Report ends as events. The threads begin after the last fork, and see ends in order where a poll would not:
-        a killed rank is followed within milliseconds by ranks that lost their connection to it."""
+        """Report ends as events.
+
+        Threads, unlike a poll, see the ends in order: ranks that lose their connection to a killed rank end within
+        milliseconds. The threads start after the last fork.
+        """
         for rank, process in enumerate(self.processes):
             threading.Thread(target=self._watch, args=(rank, process.pid), daemon=True).start()
 
@@ -182,7 +187,7 @@ def _supervise(group: _Group, grace_s: float) -> int:
 
 
 def _report(rank: int, code: int, others: bool) -> None:
-    """Say how the first failed rank ended, last of all lines, so that it stands below what the others wrote."""
+    """Print how the first failed rank ended, below the lines of all ranks."""
     if code == 2:
         return
     how = f"ended with status {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
@@ -201,7 +206,7 @@ def _environment(
     base: Mapping[str, str] | None, rank: int, ranks: int, folder: Path, wire: Wire | None
 ) -> dict[str, str]:
     environ = dict(os.environ if base is None else base)
-    # Left over from a cluster's shell, these would make `under_torchrun` true in the ranks.
+    # left by a cluster's shell, they would make `under_torchrun` true in the ranks
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -219,16 +224,18 @@ def _environment(
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a rank calls between fork and exec so that the kernel kills it when this process (more precisely: the thread
-    that forked) ends. The setting outlives exec, hence also `ip netns exec`, which execs its command in place."""
+    """Return the function that a rank calls between fork and exec, so that it ends with this process.
+
+    The kernel kills the rank when the thread that forked it ends. The setting survives exec, also `ip netns exec`.
+    """
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork there is to be no import and no allocation of note
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, imports and allocations may hang
     parent = os.getpid()
     kill = int(signal.SIGKILL)
 
@@ -262,7 +269,7 @@ INSIDE = "OVERLAP1F1B_NSYS"  # set in a rank that runs under nsys
 
 
 def check_nsys() -> None:
-    """Raises ``ValueError`` where nsys is not there."""
+    """Raise ``ValueError`` if nsys is not installed."""
     if shutil.which("nsys") is None:
         raise ValueError(
             "--nsys: nsys is not on PATH; allowed: NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
@@ -270,12 +277,12 @@ def check_nsys() -> None:
 
 
 def nsys_line(folder: Path, argv: Sequence[str], rank: str = "%q{RANK}") -> list[str]:
-    """The command of one rank: nsys records between the calls that open and close its capture range.
+    """Return the command of one rank under nsys, which records between the calls that open and close its range.
 
     Args:
-        folder: For ``rank<N>.nsys-rep`` and the same as ``.sqlite``, which ``report`` reads.
-        argv: Of overlap1f1b.
-        rank: By default what nsys itself puts in its place.
+        folder: Gets ``rank<N>.nsys-rep`` and ``rank<N>.sqlite``, which ``report`` reads.
+        argv: Arguments of overlap1f1b.
+        rank: Number in the file names; by default nsys reads it from the environment.
     """
     return [
         "nsys",
@@ -296,7 +303,7 @@ def nsys_line(folder: Path, argv: Sequence[str], rank: str = "%q{RANK}") -> list
 
 
 def enter_nsys(folder: Path, argv: Sequence[str], rank: str) -> NoReturn:
-    """Replaces this process, one rank, by nsys, which runs the same once more."""
+    """Replace this process, one rank, by nsys, which runs the same command again."""
     folder.mkdir(parents=True, exist_ok=True)
     line = nsys_line(folder, argv, rank)
     if rank == "0":

@@ -1,4 +1,4 @@
-"""The command line: parses options, starts ranks, turns errors into one line."""
+"""The command line: parse options, start ranks, turn errors into one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
+    """Run ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _options(argv or ["--help"])
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str]) -> Any:
-    """The options of the verb, or of what the verb ``profile`` is to profile."""
+    """Return the options of the verb, or of the verb that ``profile`` profiles."""
     about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
@@ -84,7 +84,7 @@ def _options(argv: Sequence[str]) -> Any:
 
 
 def _check_profile(options: Any, argv: Sequence[str]) -> None:
-    """What a profile needs; a rank that nsys is to trace starts anew under it."""
+    """Check the options of a profile; a rank that nsys traces starts again under it."""
     check_profile(options)
     if options.nsys and INSIDE not in os.environ:
         check_nsys()
@@ -93,7 +93,7 @@ def _check_profile(options: Any, argv: Sequence[str]) -> None:
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
-    """Starts the ranks; a single one without a wire is this process."""
+    """Start the ranks; a single rank without a wire is this process."""
     wire = options.wire if isinstance(options, BenchOptions) else None
     if wire is None:
         return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)
@@ -102,10 +102,10 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
 
 
 def _end_rank(options: RunOptions) -> NoReturn:
-    """Runs this process as one of several ranks and ends it, leaving out Python's finalization.
+    """Run this process as one of several ranks and end it without Python's finalization.
 
-    A thread of gloo's that lets go of a tensor meanwhile, or one of the engine's that still waits for a lost rank,
-    would abort the process there and hide its exit status.
+    There a thread of gloo that frees a tensor, or a thread of the engine that still waits for a lost rank, would abort
+    the process and hide its exit status.
     """
     try:
         status = _run_rank(options)
@@ -113,7 +113,7 @@ def _end_rank(options: RunOptions) -> NoReturn:
         status = _fail(error)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    except BrokenPipeError:  # nobody reads on
+    except BrokenPipeError:  # the reader is gone
         status = 128 + signal.SIGPIPE
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -125,7 +125,7 @@ def _end_rank(options: RunOptions) -> NoReturn:
 
 
 def _run_rank(options: RunOptions) -> int:
-    # Before torch is loaded, whose profiler, by which bench counts memory, is chatty.
+    # before torch is loaded: its profiler, by which bench counts memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
     from overlap1f1b.cli.ranks import joined
@@ -144,7 +144,7 @@ def _run_rank(options: RunOptions) -> int:
             return _fail(error) if _first_to_fail(rank) else 2
         except RuntimeError as error:
             if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
-                return 128 + signal.SIGINT  # of another rank, and soon of this one
+                return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
             if rank.size == 1 or (how := _lost(error)) is None:
                 raise
             sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
@@ -156,13 +156,13 @@ LOST = re.compile(
     r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms)"
 )
-"""What torch says, gloo or NCCL beneath it, when another rank is gone or does not answer within ``--timeout``."""
+"""Messages of gloo and NCCL when another rank is gone or does not answer within ``--timeout``."""
 
 
 def _lost(error: RuntimeError) -> str | None:
-    """How the connection to another rank ended, in one line; None if it is not that which failed.
+    """Return how the connection to another rank ended, in one line; None for other errors.
 
-    The other rank has said, or whoever started it will, why it ended: a traceback from here would only hide that.
+    The other rank, or the process that started it, says why it ended: a traceback from here would only hide that.
     """
     text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
     found = LOST.match(text)
@@ -170,7 +170,7 @@ def _lost(error: RuntimeError) -> str | None:
 
 
 def _first_to_fail(rank: Rank) -> bool:
-    """Whether this is the first rank to report: all see the same bad option, and one line is enough."""
+    """Return whether this is the first rank to report: all see the same bad option, and one line is enough."""
     if rank.size == 1:
         return True
     import torch.distributed as dist

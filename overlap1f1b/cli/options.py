@@ -1,4 +1,4 @@
-"""What the command line takes. No torch here: ``--help`` and errors come at once."""
+"""The options of train, bench and profile. Torch is not imported, so that ``--help`` and errors come at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 
 LONGEST = 1_000_000
-"""Seconds of a wait; c10d counts milliseconds, and takes no more of them than fit."""
+"""Largest limit of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ _CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {DEFAULT_C
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What train and bench share."""
+    """Options of train and bench."""
 
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"])] = 2
@@ -102,7 +102,7 @@ class RunOptions:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The number of all ranks."""
         return self.pp * self.dp * self.ep
 
     @property
@@ -111,7 +111,7 @@ class RunOptions:
         return self.ranks == 1
 
     def program(self) -> Program:
-        """What to play: as asked for, or the fastest."""
+        """Return the program that is asked for; by default the fastest."""
         one = self.alone and self.schedule is None and self.extra_warmup is None
         name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
         return build_schedule(
@@ -203,7 +203,7 @@ class BenchOptions(RunOptions):
 
 
 def check_run(options: RunOptions) -> None:
-    """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
+    """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
     train = isinstance(options, TrainOptions)
     counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
     counts += [] if options.chunks is None else ["chunks"]
@@ -324,7 +324,7 @@ VERBS = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}
 
 
 def check_profile(options: ProfileTrainOptions | ProfileBenchOptions) -> None:
-    """Raises ``ValueError`` for what can be known to be wrong before any rank starts."""
+    """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
     check_run(options)
     if options.profile_steps < 1:
         raise ValueError(f"--profile-steps {options.profile_steps}; allowed: 1 or more")

@@ -1,4 +1,4 @@
-"""``overlap1f1b profile`` on one rank: warms up, profiles, says where the files are."""
+"""``overlap1f1b profile`` on one rank: warm up, profile, say where the files are."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from overlap1f1b.simulation import Timeline
 
 @dataclass(frozen=True)
 class Counters:
-    """What the engine's own counters say of one step; a rank that shares its experts with no other exchanges nothing.
+    """Figures of one step by the engine's own counters.
 
     Args:
-        step_ms: From the first node to the last.
-        exchange_ms: At least one exchange in flight.
-        exposed_ms: And no compute beside it.
-        hidden_fraction: Share of the exchange that had; None without any.
+        step_ms: Time from the first node to the last.
+        exchange_ms: Time with an exchange in flight.
+        exposed_ms: Time with an exchange in flight and no compute beside it.
+        hidden_fraction: Share of the exchange beside compute; None without an exchange.
     """
 
     step_ms: float
@@ -51,14 +51,14 @@ class Counters:
 
     @classmethod
     def of(cls, timeline: Timeline, *, alone: bool) -> Counters:
-        """Of a measured step."""
+        """Return the figures of a measured step; ``alone``: no other rank shares this rank's experts."""
         if alone or not timeline.exchange:
             return cls(1e3 * timeline.makespan, 0.0, 0.0, None)
         return cls(1e3 * timeline.makespan, 1e3 * timeline.exchange, 1e3 * timeline.exposed, timeline.hidden_fraction)
 
 
 def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
-    """Profiles; every rank writes its files, the first reports.
+    """Profile; every rank writes its files, the first reports.
 
     Raises:
         ValueError: The files cannot be written, or an option does not fit.
@@ -95,7 +95,7 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
 
 
 def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
-    """The tables and the verdict of the traces, printed and as JSON; nothing where another machine has some."""
+    """Print tables and verdict of the traces and return them as JSON; nothing if another machine has some traces."""
     if not all(path.exists() for path in traces):
         return {}
     content = content_of(read(*traces))
@@ -133,7 +133,7 @@ def _result(
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Prints the engine's own figures and what to run next."""
+    """Print the engine's own figures and the command to run next."""
     workload = result["workload"]
     steps = len(result["ranks"][0]["steps"])
     screen.print(
@@ -160,16 +160,17 @@ Subject = tuple[Engine, Callable[[], object]]
 
 @contextmanager
 def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
-    """The engine, its plan compiled, and a step of it."""
-    if isinstance(options, TrainOptions):
-        yield _training(options, rank, report)
+    """Yield an engine whose plan is compiled, and a function that makes its next step.
+
+    A training goes on from its last checkpoint, if there is one, and is not saved.
+    """
+    if isinstance(options, BenchOptions):
+        variant = asked_for(options)
+        bench = kind_of(options)(options, rank, report)
+        with bench.ready([variant]) as (engines, _):
+            engine = engines[variant.key]
+            yield engine, lambda: bench.step(engine)
         return
-    with _benchmark(options, rank, report) as found:
-        yield found
-
-
-def _training(options: TrainOptions, rank: Rank, report: Report) -> Subject:
-    """From the last checkpoint, if there is one; nothing is saved."""
     report("loading")
     trainer = Trainer(options, rank, load_corpus(options), options.program(), overlap=parse_overlap(options.overlap))
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
@@ -177,13 +178,4 @@ def _training(options: TrainOptions, rank: Rank, report: Report) -> Subject:
     report("measuring nodes")
     while trainer.engine.costs is None:
         trainer.step(next(indices))
-    return trainer.engine, lambda: trainer.step(next(indices))
-
-
-@contextmanager
-def _benchmark(options: BenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
-    variant = asked_for(options)
-    bench = kind_of(options)(options, rank, report)
-    with bench.ready([variant]) as (engines, *_):
-        engine = engines[variant.key]
-        yield engine, lambda: bench.step(engine)
+    yield trainer.engine, lambda: trainer.step(next(indices))

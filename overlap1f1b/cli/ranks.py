@@ -1,4 +1,4 @@
-"""The process group of a rank, whoever started it."""
+"""The process group of a rank, started by this program or by torchrun."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Rank:
     """This process among all ranks.
 
     Args:
-        rank: Its number.
-        size: How many there are.
-        device: Where it computes.
+        rank: Number of this process.
+        size: Number of ranks.
+        device: Device of its compute.
         mesh: Dimensions "pp", "dp" and "ep"; None for a single rank.
     """
 
@@ -36,30 +36,30 @@ class Rank:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the experts; None for this one alone."""
+        """The ranks that share this rank's experts; None if there are no others."""
         return None if self.mesh is None or self.mesh["ep"].size() == 1 else self.mesh.get_group("ep")
 
     @property
     def data_rank(self) -> int:
-        """Its number among the ranks that read different data."""
+        """The rank's number among those that read different data."""
         return self.rank % self.data_ranks
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different data: all but those of one pipeline."""
+        """Number of ranks that read different data; the ranks of one pipeline read the same."""
         return 1 if self.mesh is None else self.mesh["dp"].size() * self.mesh["ep"].size()
 
 
 @contextmanager
 def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
-    """Joins the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either.
+    """Join the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either.
 
     Args:
         shape: Ranks along "pp", "dp" and "ep".
         timeout: Limit of every wait, in seconds.
 
     Raises:
-        ValueError: Another number of ranks than the shape has.
+        ValueError: The number of ranks is not that of the shape.
     """
     _keep_heap()
     store = os.environ.get(STORE)
@@ -91,7 +91,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
 
 
 def _keep_heap() -> None:
-    """Has glibc keep memory that is freed: by default each step of a large model on a CPU asks for it page by page."""
+    """Let glibc keep freed memory: by default each step of a large model on a CPU asks for it again, page by page."""
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Real text to train on, as bytes: the vocabulary is 256, and every machine with Python has a corpus.
+"""Text to train on, as bytes, so that the vocabulary is 256; by default the sources of the standard library.
 
 corpus = Corpus.load(sequence=256)              # the standard library's sources of the running interpreter
 corpus = Corpus.load([Path("notes")], sequence=256)
@@ -26,11 +26,11 @@ NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__p
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text in two parts that share no byte. `str(corpus)` is a summary of one line.
+    """Text in two parts without a common byte. `str(corpus)` is a summary in one line.
 
     train, held_out: uint8 [bytes], files one after another with nothing between them.
-    name: where the text came from.
-    files, held_out_files: how many files each part has bytes of (a file that was cut in two counts in both).
+    name: the source of the text.
+    files, held_out_files: the number of files in each part (a file in both parts counts in both).
     limited: whether reading stopped at `limit_bytes`.
     """
 
@@ -50,15 +50,15 @@ class Corpus:
         limit_bytes: int | None = LIMIT_BYTES,
         sequence: int,
     ) -> Corpus:
-        """Read `paths` (files, and folders with all they hold), or without any the standard library's sources.
+        """Read `paths` (files, and folders with all their files), or by default the standard library's sources.
 
-        Folders are walked in sorted order without hidden and binary files, and a file is read once however often it is
-        reached. Reading stops after `limit_bytes` (None: never). Every n-th file is held out, n = 1 / `held_out`; where
-        the files are so few or so uneven that this is less than half or more than twice that part of the text, the end
-        of the text is held out instead.
+        Folders are walked in sorted order without hidden and binary files, and each file is read once. Reading stops
+        after `limit_bytes` (None: never). Every n-th file is held out, n = 1 / `held_out`; if that is less than half or
+        more than twice this share of the text, the end of the text is held out instead.
 
-        Raises ValueError, naming the path: where it does not exist, cannot be read or holds no text; and where the
-        text is too short for one window of `sequence` + 1 bytes to train on and one held out.
+        Raises:
+            ValueError: A path does not exist, cannot be read or has no text; or the text is too short for one window of
+                `sequence` + 1 bytes to train on and one held out.
         """
         if not 0 < held_out < 1:
             raise ValueError(f"held_out={held_out} is no part of the text; use a number between 0 and 1, such as 0.05")
@@ -77,7 +77,7 @@ class Corpus:
         held_bytes = sum(map(len, held))
         fair = held_out / 2 <= held_bytes / total <= held_out * 2
         if not fair or min(held_bytes, total - held_bytes) < window:
-            train, held = _cut(texts, min(max(round((1 - held_out) * total), window), total - window))
+            train, held = _split(texts, min(max(round((1 - held_out) * total), window), total - window))
         return cls(_tensor(train), _tensor(held), name, len(train), len(held), limited)
 
     def __str__(self) -> str:
@@ -89,11 +89,10 @@ class Corpus:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte that the held-out text costs a model that knows only how often each byte occurs.
+        """Loss on the held-out text, in nats per byte, of a model that knows only how often each byte occurs.
 
-        This is the cross-entropy of the held-out bytes under the byte frequencies of the *training* part (one added to
-        each of the 256 counts, so that a byte never seen there stays finite): the loss of the best model without
-        context, on the text that `held_out_batches` gives. A model that has learnt anything of the text is below it.
+        It is the cross-entropy of the held-out bytes under the byte frequencies of the training part, with one added to
+        each of the 256 counts, so that it stays finite. A model that uses the context is below it.
         """
         seen = torch.bincount(self.train, minlength=256).double() + 1
         asked = torch.bincount(self.held_out, minlength=256).double()
@@ -101,17 +100,17 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ when the text or its split does: a resumed run must see the same."""
+        """Sixteen hexadecimal digits of the text and its split, which a resumed run must share."""
         digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
         for part in (self.train, self.held_out):
             digest.update(part.numpy().data)
         return digest.hexdigest()[:16]
 
     def batch(self, step: int, rank: int, *, batch: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Random windows of the training part: inputs and targets, int64 [B, S], targets one byte ahead.
+        """Return random windows of the training part: inputs and targets, int64 [B, S], targets one byte ahead.
 
-        A pure function of (seed, step, rank), so a resumed run sees the data it would have seen, with no state to
-        save; and of nothing else (a hash, not a generator), so also under another release of torch or numpy.
+        They depend on (seed, step, rank) alone, by a hash, so that a resumed run needs no state, and another release of
+        torch gives the same windows.
         """
         positions = len(self.train) - sequence
         assert positions > 0
@@ -122,12 +121,12 @@ class Corpus:
     def held_out_batches(
         self, rank: int, ranks: int, batch: int, sequence: int, limit: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of evenly spaced windows of the held-out part, as pairs like those of `batch`.
+        """Yield this rank's share of evenly spaced windows of the held-out part, in pairs as `batch` returns them.
 
-        The windows are at most `limit` in all and do not overlap. Their number is rounded down to a multiple of
-        ranks × batch, since ranks that exchange tokens must all run the same batches; where the limit is such a
-        multiple (and the text long enough), the windows are the same ones for any number of ranks. If there are fewer
-        than one batch a rank, each rank gets one batch anyway, and the windows overlap.
+        There are at most `limit` windows in all, without overlap. Their number is rounded down to a multiple of ranks ×
+        batch, since ranks that exchange tokens must run equally many batches; with a limit of such a multiple, and a
+        text that is long enough, any number of ranks has the same windows. With less than one batch per rank, each rank
+        gets one batch, and windows overlap.
         """
         last = len(self.held_out) - sequence - 1
         assert last >= 0
@@ -140,7 +139,7 @@ class Corpus:
 
 
 def _windows(text: Tensor, starts: Sequence[int], sequence: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
+    """Return inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
     windows = text[torch.tensor(starts)[:, None] + torch.arange(sequence + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -149,12 +148,11 @@ def _tensor(texts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
 
 
-# Reading: each gives the bytes of one file after another, and of no file more than it takes to see that it goes over
-# the limit.
+# Reading: each function yields the bytes of one file after another, of a file at most one byte more than the limit.
 
 
 def _standard_library(limit: int | None) -> Iterator[bytes]:
-    """The standard library's modules without its tests. What cannot be read is left out."""
+    """Yield the standard library's modules, without its tests and unreadable files."""
     for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY, strict=False):
         if path.suffix == ".py":
             try:
@@ -164,7 +162,7 @@ def _standard_library(limit: int | None) -> Iterator[bytes]:
 
 
 def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
-    """The text of `paths`, each file once. Every path is looked at before the first is read."""
+    """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"text {path} does not exist; give text files, or folders of them")
@@ -195,7 +193,7 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
 
 
 def _read(path: Path, limit: int | None) -> bytes:
-    """The first `limit` + 1 bytes, so that a file of any size can be named. Sockets and pipes count as empty."""
+    """Return the first `limit` + 1 bytes, since a file may have any size. Sockets and pipes count as empty."""
     if path.exists() and not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -203,7 +201,7 @@ def _read(path: Path, limit: int | None) -> bytes:
 
 
 def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> Iterator[Path]:
-    """The files below `folder` in sorted order, without hidden ones and without folders named in `skip`.
+    """Yield the files below `folder` in sorted order, without hidden ones and without folders named in `skip`.
 
     A folder that cannot be read raises ValueError if `strict`, and is left out otherwise.
     """
@@ -217,7 +215,7 @@ def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> 
 
 
 def _until(limit: int | None, texts: Iterable[bytes]) -> tuple[list[bytes], bool]:
-    """The texts up to `limit` bytes, the last one cut, and whether there was more."""
+    """Return the texts up to `limit` bytes, the last one shortened, and whether there was more."""
     kept: list[bytes] = []
     room = math.inf if limit is None else limit
     for text in texts:
@@ -230,8 +228,8 @@ def _until(limit: int | None, texts: Iterable[bytes]) -> tuple[list[bytes], bool
     return kept, False
 
 
-def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
-    """The first `at` bytes of the texts, and the rest of them."""
+def _split(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
+    """Split the texts behind the first `at` bytes."""
     train: list[bytes] = []
     held: list[bytes] = []
     for text in texts:

@@ -10,8 +10,8 @@ each rank to one of its ports. The machine's own interfaces are not touched.
 
 tc limits what leaves an interface, so each direction is limited at the end that sends it: a rank's sending at its own
 `wire`, and its receiving at the other rank's `wire` or, behind a hub, at its port there, where the streams of several
-senders meet. Whoever learns the rate sets it: the parent for all ends (`Wire.shape`), or each rank for its own end and
-its port (`shape`, which finds the hub in the rank's environment; a rank is root and may enter the hub's namespace).
+senders meet. The parent sets the rate of all ends (`Wire.shape`), or each rank sets its own end and port (`shape`: a
+rank is root, and its environment names the hub).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SETTINGS = (
 
 
 def require() -> None:
-    """Raise a ValueError that says what is missing if this process cannot make a wire."""
+    """Raise ValueError, which names the missing part, if this process cannot make a wire."""
     if not sys.platform.startswith("linux"):
         raise ValueError(f"--wire needs Linux (network namespaces; this is {sys.platform})")
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
@@ -62,12 +62,12 @@ def require() -> None:
 
 
 def shape(interface: str, rate_bps: float) -> None:
-    """Limit a rank's end of the wire, both directions; called in that rank. Again with another rate: replaces it.
+    """Limit a rank's end of the wire in both directions; called in that rank. A further call replaces the rate.
 
         shape(os.environ["OVERLAP1F1B_WIRE_INTERFACE"], parse_rate("500mbit"))
 
-    Every rank has to call it: what a rank receives without a hub is limited by the other's end. The rate counts
-    Ethernet frames, of which TCP's payload is 95.6 %, and the first 32 KiB (or millisecond) after a pause pass at once.
+    Every rank has to call it: without a hub, a rank's receiving is limited at the other end. The rate counts Ethernet
+    frames, of which TCP's payload is 95.6 %. The first 32 KiB (or millisecond) after a pause pass at once.
     """
     _limit([], interface, rate_bps)
     if os.environ.get(HUB):
@@ -80,8 +80,8 @@ class Wire:
         with Wire(ranks=4) as wire:
             subprocess.run([*wire.prefix(0), "ping", "-c1", wire.address(3)])
 
-    Without `rate` the links are as fast as the kernel. At the end, whatever still runs in the namespaces is killed, and
-    they are removed. A process that ends by SIGKILL, or by SIGTERM unless handled, leaves them to the next Wire.
+    Without `rate` the links are as fast as the kernel. At the end, processes in the namespaces are killed and the
+    namespaces removed. A process that is killed leaves them, and the next Wire removes them.
     """
 
     interface = "wire"  # in every namespace
@@ -97,13 +97,14 @@ class Wire:
         self._hub = f"{name}-hub" if ranks > 2 else None
 
     def prefix(self, rank: int) -> list[str]:
-        """What to put before a command to run it in the namespace of `rank`.
+        """Return the words that run a command, put behind them, in the namespace of `rank`.
 
-        The command replaces `ip`, so it keeps the process number. Its /sys is a fresh one, without cgroups."""
+        The command replaces `ip`, so it keeps the process number. Its /sys is new, without cgroups.
+        """
         return ["ip", "netns", "exec", self._namespaces[rank]]
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Variables for the process of `rank`: gloo's interface, and what `shape` reads."""
+        """Return the variables for the process of `rank`: gloo's interface, and those that `shape` reads."""
         hub = {HUB: self._hub, PORT: f"port{rank}"} if self._hub else {}
         return {"GLOO_SOCKET_IFNAME": self.interface, INTERFACE: self.interface} | hub
 
@@ -134,7 +135,7 @@ class Wire:
         self.close()
 
     def close(self) -> None:
-        """End what runs in the namespaces and remove them. Ctrl-C waits until that is done."""
+        """Kill the processes in the namespaces and remove these. Ctrl-C waits for it."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for namespace in [*self._namespaces, *([self._hub] if self._hub else [])]:
@@ -161,12 +162,12 @@ class Wire:
         for rank, namespace in enumerate(self._namespaces):
             _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "-n", namespace, "link", "set", self.interface, "up")
-        # A kernel without tbf is to fail here rather than after the caller has measured for a while.
+        # a kernel without tbf fails here, not after the caller has measured for a while
         _limit(["-n", self._namespaces[0]], self.interface, 1e9)
         _run("tc", "-n", self._namespaces[0], "qdisc", "delete", "dev", self.interface, "root")
 
     def _cable(self, namespace: str, other: str, port: str) -> None:
-        """Both ends are made inside the namespaces: no name of the machine's own is taken, even for a moment."""
+        """Make a cable with both ends inside the namespaces, so that no name outside is taken, even for a moment."""
         end, far_end = ["name", self.interface, "netns", namespace], ["name", port, "netns", other]
         _run("ip", "link", "add", *end, "type", "veth", "peer", *far_end)
         for space, name in ((namespace, self.interface), (other, port)):
@@ -184,7 +185,7 @@ def _limit(namespace: list[str], interface: str, rate_bps: float) -> None:
 
 
 def _remove(namespace: str) -> None:
-    """Kill what runs in `namespace`, then delete it. It may be half made or gone, so no command has to succeed."""
+    """Kill the processes in `namespace` and delete it. It may be half made or gone, so commands may fail."""
     deadline = time.monotonic() + KILL_S
     while pids := _run("ip", "netns", "pids", namespace, check=False).split():
         for pid in map(int, pids):
@@ -209,7 +210,7 @@ def _remove_stale() -> None:
 
 
 def _run(*command: str, check: bool = True) -> str:
-    """The command's output. It has a session of its own, so that a terminal's Ctrl-C does not end it half way."""
+    """Run a command and return its output. Its own session keeps a terminal's Ctrl-C from ending it half way."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SHELL_S, start_new_session=True, check=False
@@ -234,13 +235,13 @@ class Balanced:
 
 
 def parse_wire(text: str) -> float | Balanced:
-    """Bits per second, or what they are to be found from.
+    """Return bits per second, or how to find them.
 
     >>> parse_wire("2.5gbit"), parse_wire("balanced"), parse_wire("balanced*0.5")
     (2500000000.0, Balanced(factor=1.0), Balanced(factor=0.5))
 
     Raises:
-        ValueError: Neither.
+        ValueError: The text is neither.
     """
     name, times, factor = text.partition("*")
     with contextlib.suppress(ValueError):
@@ -257,13 +258,13 @@ def parse_wire(text: str) -> float | Balanced:
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second.
+    """Return bits per second.
 
     >>> parse_rate("2.5gbit")
     2500000000.0
 
     Raises:
-        ValueError: It is not a number and a unit, or too low for tc.
+        ValueError: The text is not a number and a unit, or the rate is too low for tc.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text, re.IGNORECASE | re.ASCII)
     rate = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
@@ -275,13 +276,13 @@ def parse_rate(text: str) -> float:
 
 
 def parse_loopback(text: str) -> float | None:
-    """Gigabytes per second of ``loopback:GB/s``, None for ``loopback``.
+    """Return the gigabytes per second of ``loopback:GB/s``, None for ``loopback``.
 
     >>> parse_loopback("loopback:12.5"), parse_loopback("loopback")
     (12.5, None)
 
     Raises:
-        ValueError: Anything else.
+        ValueError: The text is neither.
     """
     name, colon, rate = text.partition(":")
     if name == "loopback" and not colon:

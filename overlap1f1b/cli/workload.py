@@ -14,7 +14,7 @@ from overlap1f1b.moe import MoEConfig, MoETransformer
 
 
 def model_config(options: RunOptions) -> MoEConfig:
-    """The configuration of the byte-level model."""
+    """Return the configuration of the byte-level model."""
     model = options.model
     sigmoid = model.router == "sigmoid"
     return MoEConfig(
@@ -38,27 +38,27 @@ def model_config(options: RunOptions) -> MoEConfig:
 
 
 def build_model(options: RunOptions, rank: Rank) -> MoETransformer:
-    """The model of this rank, a function of the options alone."""
+    """Return the model of this rank; its values depend on the options alone."""
     return MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
 
 
 def block_weights(options: RunOptions) -> list[float]:
-    """Of the model's blocks: layers, between an embedding and a head that take little time."""
+    """Return the weights of the model's blocks: embedding and head take little time."""
     return [0.0, *[1.0] * options.model.layers, 0.0]
 
 
 def load_corpus(options: RunOptions) -> Corpus:
-    """The text of the options."""
+    """Read the text that the options name."""
     return Corpus.load(options.text, sequence=options.sequence)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte of ``logits [B, S, V]`` and ``target [B, S]``."""
+    """Return the mean cross entropy in nats per byte, of ``logits [B, S, V]`` and ``target [B, S]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def environment(rank: Rank) -> dict[str, object]:
-    """What the figures were measured on; nothing that names the machine."""
+    """Return versions and sizes that figures depend on; nothing that names the machine."""
     import platform
 
     from overlap1f1b import __version__

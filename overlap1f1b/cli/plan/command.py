@@ -1,4 +1,4 @@
-"""``overlap1f1b plan``: draws, compares, searches, writes."""
+"""``overlap1f1b plan``: draw, compare, search, write."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 
 ROWS = 15
-"""Of the table of a search."""
+"""Rows of the table of a search."""
 
 SECONDS_BETWEEN_LINES = 5.0
-"""How often a search says how far it is, where it is no terminal."""
+"""Period of the lines about the progress of a search, outside of a terminal."""
 
 STYLES = {
     "F": "white on blue",
@@ -49,7 +49,7 @@ STYLES = {
 
 
 def plan(options: PlanOptions) -> None:
-    """Carries out the verb.
+    """Run the verb.
 
     Raises:
         ValueError: Options that contradict each other, an impossible schedule, a file that cannot be read or written.
@@ -92,7 +92,7 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule is not None:
-        requested(options).build(ranks, microbatches)  # refuses in one line what none of them could be
+        requested(options).build(ranks, microbatches)  # raises if none of them is possible
     with _progress(len(tried), screen) as progress:
         ranking = search(
             tried,
@@ -116,7 +116,7 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
 
 @contextmanager
 def _progress(total: int, screen: Console) -> Iterator[Callable[[int], None]]:
-    """A bar where it is a terminal; elsewhere, of a search that lasts, a line on standard error now and then."""
+    """Yield a function that takes the number of tries: it moves a bar in a terminal, or prints a line now and then."""
     if screen.is_terminal:
         columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
         with Bar(*columns, console=screen, transient=True) as bar:

@@ -1,39 +1,35 @@
-"""What ``overlap1f1b plan`` takes."""
+"""The options of ``overlap1f1b plan``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import DEFAULT_CHUNKS
 
 LARGEST = 1e100
-"""Of a cost."""
-
-
-def _by_default(metavar: str, default: object) -> Any:
-    """How ``--help`` shows an option that is None unless it is given, so that contradictions can be told."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+"""The largest cost."""
 
 
 @dataclass(frozen=True)
 class ActionCosts:
     """Costs of whole actions, in one unit of time, for a rank's share of the model and one microbatch."""
 
-    forward: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    forward: Annotated[float | None, by_default("FLOAT", 1)] = None
     """Forward."""
-    backward: Annotated[float | None, _by_default("FLOAT", 2)] = None
+    backward: Annotated[float | None, by_default("FLOAT", 2)] = None
     """Backward, input and weight gradients together."""
-    weight: Annotated[float | None, _by_default("FLOAT", "half of the backward")] = None
+    weight: Annotated[float | None, by_default("FLOAT", "half of the backward")] = None
     """Weight gradients, a part of the backward; 0 where nothing has any, as with frozen weights."""
-    pair: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    pair: Annotated[float | None, by_default("FLOAT", 1)] = None
     """What a fused pair takes, as a part of the sum of its members."""
-    activation: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    activation: Annotated[float | None, by_default("FLOAT", 1)] = None
     """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
-    held: Annotated[float | None, _by_default("FLOAT", 1)] = None
+    held: Annotated[float | None, by_default("FLOAT", 1)] = None
     """Part of it that is kept between input and weight gradient, 0 to 1."""
 
 
@@ -41,19 +37,19 @@ class ActionCosts:
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
-    layers: Annotated[int | None, _by_default("INT", "none")] = None
+    layers: Annotated[int | None, by_default("INT", "none")] = None
     """Blocks of a rank, over all its chunks: every sub-op is simulated on lanes for compute, exchange and peers."""
-    attention: Annotated[float | None, _by_default("FLOAT", 3)] = None
+    attention: Annotated[float | None, by_default("FLOAT", 3)] = None
     """Attention, forward; input and weight gradients cost as much each."""
-    experts: Annotated[float | None, _by_default("FLOAT", 4)] = None
+    experts: Annotated[float | None, by_default("FLOAT", 4)] = None
     """Experts, likewise."""
-    dispatch: Annotated[float | None, _by_default("FLOAT", 5)] = None
+    dispatch: Annotated[float | None, by_default("FLOAT", 5)] = None
     """Exchange of tokens to their experts, each way; 0 where all experts are on one rank."""
-    combine: Annotated[float | None, _by_default("FLOAT", "as --dispatch")] = None
+    combine: Annotated[float | None, by_default("FLOAT", "as --dispatch")] = None
     """Exchange of results back, each way; likewise."""
-    counts: Annotated[float | None, _by_default("FLOAT", 0)] = None
+    counts: Annotated[float | None, by_default("FLOAT", 0)] = None
     """Exchange of the numbers of tokens; 0 where it takes no time worth counting."""
-    overlap: Annotated[str | None, _by_default("serial|pairs|INT", 3)] = None
+    overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
 
 
@@ -63,17 +59,17 @@ class OutputOptions:
 
     tables: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the tables alone, without the drawing."""
-    png: Annotated[Path | None, _by_default("FILE", "none")] = None
+    png: Annotated[Path | None, by_default("FILE", "none")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
-    svg: Annotated[Path | None, _by_default("FILE", "none")] = None
+    svg: Annotated[Path | None, by_default("FILE", "none")] = None
     """The same as SVG."""
-    csv: Annotated[Path | None, _by_default("FILE", "none")] = None
+    csv: Annotated[Path | None, by_default("FILE", "none")] = None
     """Write the program, one row a rank; --from-csv reads it."""
-    trace: Annotated[Path | None, _by_default("FILE", "none")] = None
+    trace: Annotated[Path | None, by_default("FILE", "none")] = None
     """Write a Chrome trace, for Perfetto or chrome://tracing."""
-    json: Annotated[str | None, _by_default("FILE", "none")] = None
+    json: Annotated[str | None, by_default("FILE", "none")] = None
     """File for the results as JSON, or - for standard output."""
-    width: Annotated[int | None, _by_default("INT", "the terminal's")] = None
+    width: Annotated[int | None, by_default("INT", "the terminal's")] = None
     """Columns to draw in."""
 
 
@@ -96,24 +92,24 @@ class PlanOptions:
       overlap1f1b plan --csv plan.csv && overlap1f1b plan --from-csv plan.csv --trace plan.json
     """
 
-    schedule: Annotated[str | None, _by_default("NAME", "combined_1f1b")] = None
+    schedule: Annotated[str | None, by_default("NAME", "combined_1f1b")] = None
     """Schedule to draw. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipev."""
-    ranks: Annotated[int | None, _by_default("INT", 4)] = None
+    ranks: Annotated[int | None, by_default("INT", 4)] = None
     """Pipeline ranks."""
-    microbatches: Annotated[int | None, _by_default("INT", 8)] = None
+    microbatches: Annotated[int | None, by_default("INT", 8)] = None
     """Microbatches of a step."""
-    chunks: Annotated[int | None, _by_default("INT", DEFAULT_CHUNKS)] = None
+    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a rank."""
-    extra_warmup: Annotated[int | None, _by_default("INT", "0; 1 for combined_1f1b on one rank")] = None
+    extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b on one rank")] = None
     """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
-    group_size: Annotated[int | None, _by_default("INT", "groups as equal as can be")] = None
+    group_size: Annotated[int | None, by_default("INT", "groups as equal as can be")] = None
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """The forwards alone, as for evaluation; also of what is compared or searched."""
-    from_csv: Annotated[Path | None, _by_default("FILE", "none")] = None
+    from_csv: Annotated[Path | None, by_default("FILE", "none")] = None
     """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules, of at most 10
     million actions and 256 MiB."""
-    send: Annotated[float | None, _by_default("FLOAT", 0)] = None
+    send: Annotated[float | None, by_default("FLOAT", 0)] = None
     """Time of a transfer between two ranks; 0 where it takes none worth counting."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
     sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
@@ -123,16 +119,16 @@ class PlanOptions:
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. What is given is not varied."""
-    memory: Annotated[float | None, _by_default("FLOAT", "none")] = None
+    memory: Annotated[float | None, by_default("FLOAT", "none")] = None
     """Limit for --search: activations of a rank's whole share and one microbatch that may be alive at once."""
-    top: Annotated[int | None, _by_default("INT", 15)] = None
+    top: Annotated[int | None, by_default("INT", 15)] = None
     """Rows of the table of --search; JSON has all that were played. With --layers, schedules that cannot be among these
     by a bound are not played; without --top, those that cannot be the fastest."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 
 def check_plan(options: PlanOptions) -> None:
-    """Raises ``ValueError`` for options that contradict each other."""
+    """Raise ``ValueError`` for options that contradict each other."""
     if options.from_csv is not None:
         if options.search:
             raise ValueError("--from-csv with --search; allowed: one of them")
@@ -157,7 +153,10 @@ def check_plan(options: PlanOptions) -> None:
         raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
     if options.memory is not None and not 0 < options.memory < float("inf"):
         raise ValueError(f"--memory {options.memory:g}; allowed: a finite number > 0")
-    _check_files(options)
+    output = options.output
+    files = {"png": output.png, "svg": output.svg, "csv": output.csv, "trace": output.trace, "json": output.json}
+    read = {} if options.from_csv is None else {options.from_csv.resolve(): f"--from-csv {options.from_csv}"}
+    check_files(files, read)
 
 
 def _check_sizes(options: PlanOptions) -> None:
@@ -173,11 +172,11 @@ def _option(name: str) -> str:
 
 
 MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts")
-"""Costs of what may not be there at all; everything else takes time."""
+"""Costs that may be 0, where the part does not exist; all others take time."""
 
 
 def _check_costs(options: PlanOptions) -> None:
-    """Raises ``ValueError`` for costs that are none, naming the option."""
+    """Raise ``ValueError`` for values that cannot be costs."""
     for name, value in {**vars(options.action_costs), **vars(options.sub_op_costs), "send": options.send}.items():
         if not isinstance(value, float):
             continue
@@ -206,21 +205,3 @@ def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: s
             raise ValueError(
                 f"{option} with {beside}; allowed: one of them" if beside else f"{option} alone; allowed: {needed}"
             )
-
-
-def _check_files(options: PlanOptions) -> None:
-    taken = {} if options.from_csv is None else {options.from_csv.resolve(): f"--from-csv {options.from_csv}"}
-    for name in ("png", "svg", "csv", "trace", "json"):
-        value = getattr(options.output, name)
-        if value is None or (name == "json" and value == "-"):
-            continue
-        if str(value) == "-":
-            raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
-        if not Path(value).parent.is_dir():
-            raise ValueError(f"--{name} {value}: its folder does not exist; allowed: a file in a folder that does")
-        if Path(value).is_dir():
-            raise ValueError(f"--{name} {value} is a folder; allowed: a file")
-        path = Path(value).resolve()
-        if path in taken:
-            raise ValueError(f"--{name} {value} is the file of {taken[path]}; allowed: another file for each")
-        taken[path] = f"--{name} {value}"

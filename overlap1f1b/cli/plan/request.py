@@ -1,4 +1,4 @@
-"""Which program is asked for, by name and options, and what playing it costs."""
+"""The program that the options ask for, and the costs of its parts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
 from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
 MOST = 10_000_000
-"""Actions, or nodes with --layers, beyond which memory and patience end before the simulation does."""
+"""Largest number of actions, or of nodes with --layers, that a simulation takes."""
 
 _NUMBERS = ("chunks", "extra_warmup", "group_size", "overlap")
 
 
 def requested(options: PlanOptions) -> Candidate:
-    """The candidate that the options describe."""
+    """Return the candidate that the options describe."""
     return Candidate(
         DEFAULT_PROGRAM if options.schedule is None else options.schedule,
         chunks=options.chunks,
@@ -27,7 +27,7 @@ def requested(options: PlanOptions) -> Candidate:
 
 
 def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
-    """Raises ``ValueError`` for a program that is too large to be simulated."""
+    """Raise ``ValueError`` for a program that is too large to be simulated."""
     chunks = 1 if candidate.chunks is None else candidate.chunks
     if chunks < 1:  # refused where it is built
         return
@@ -42,7 +42,7 @@ def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int
 
 
 def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
-    """The candidates of ``--search``: what is given is not varied, nor the warm-up of forwards alone."""
+    """Return the candidates of ``--search``; given options are not varied, nor the warm-up of forwards alone."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
@@ -52,7 +52,7 @@ def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candi
 
 
 def model_of(options: PlanOptions) -> ActionModel | NodeModel:
-    """How programs are played: by sub-ops where layers are given, else by actions."""
+    """Return the model that plays programs: by sub-ops if layers are given, else by actions."""
     if options.sub_op_costs.layers is not None:
         return _node_model(options)
     given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
@@ -81,10 +81,10 @@ def _node_model(options: PlanOptions) -> NodeModel:
 
 
 def read(options: PlanOptions) -> Program:
-    """The program of ``--from-csv``.
+    """Read the program of ``--from-csv``.
 
     Raises:
-        ValueError: A file that cannot be read, or a malformed one.
+        ValueError: The file cannot be read, or is malformed.
     """
     path = options.from_csv
     assert path is not None
@@ -97,13 +97,13 @@ def read(options: PlanOptions) -> Program:
 
 
 def parse(text: str) -> Candidate:
-    """The candidate of one word of ``--compare``.
+    """Return the candidate of one word of ``--compare``.
 
     >>> parse("combined_1f1b:chunks=2,extra_warmup=1")
     Candidate(schedule='combined_1f1b', chunks=2, extra_warmup=1, group_size=None, overlap=None)
 
     Raises:
-        ValueError: An unknown schedule or option, or a value that is no number.
+        ValueError: The schedule or option is unknown, or a value is no number.
     """
     name, _, rest = text.partition(":")
     if name not in SCHEDULES:

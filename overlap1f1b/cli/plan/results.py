@@ -1,4 +1,4 @@
-"""The results of a plan as JSON."""
+"""The results of a plan as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Played = ProgramTimeline | PlanTimeline
 
 
 def content_of(program: Program, timeline: Played) -> dict[str, Any]:
-    """The keys of one program; times have the unit of the costs."""
+    """Return the JSON of one program; times have the unit of the costs."""
     return {
         "schedule": program.name,
         "ranks": len(program.ranks),
@@ -30,7 +30,7 @@ def content_of(program: Program, timeline: Played) -> dict[str, Any]:
 
 
 def row_of(program: Program, timeline: Played, candidate: Candidate | None = None) -> dict[str, Any]:
-    """One row of a comparison."""
+    """Return one row of a comparison."""
     row = {"schedule": program.name, "chunks": chunks_of(program)}
     if candidate is not None:
         row = {"schedule": candidate.schedule, "chunks": chunks_of(program), "extra_warmup": candidate.extra_warmup}
@@ -40,7 +40,7 @@ def row_of(program: Program, timeline: Played, candidate: Candidate | None = Non
 
 
 def _overlap(timeline: Played) -> dict[str, Any]:
-    """What sub-ops add: the overlap, the fastest order within it, and how much of the exchange that hides."""
+    """Return what a plan of sub-ops adds: the overlap, its fastest order, and the hidden share of the exchange."""
     if isinstance(timeline, ProgramTimeline):
         return {}
     plan = timeline.plan
@@ -48,7 +48,7 @@ def _overlap(timeline: Played) -> dict[str, Any]:
 
 
 def found(ranking: Ranking) -> dict[str, Any]:
-    """What a search has found."""
+    """Return the JSON of a search."""
     return {
         "rows": [{**asdict(candidate), **figures(outcome)} for candidate, outcome in ranking.found],
         "over_memory": [{**asdict(candidate), "peak_activations": peak} for candidate, peak in ranking.over],
@@ -58,7 +58,7 @@ def found(ranking: Ranking) -> dict[str, Any]:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """The figures of an outcome under their keys."""
+    """Return the JSON of an outcome."""
     return {
         "makespan": outcome.makespan,
         "bubble_share": outcome.bubble_share,
@@ -68,12 +68,12 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def chunks_of(program: Program) -> int:
-    """Stages of a rank on each pipe."""
+    """Return the number of stages of a rank on each pipe."""
     return program.placement.stages // len(program.ranks)
 
 
 def pairs_of(program: Program, rank: int) -> int:
-    """Fused pairs of a rank."""
+    """Return the number of fused pairs of a rank."""
     return sum(isinstance(step, Pair) for step in program.ranks[rank])
 
 
@@ -123,7 +123,7 @@ _PER_SCHEDULE = {
 
 
 def per_rank(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a rank: busy, bubble, peak activations, pairs. Of many ranks the middle ones are left out."""
+    """Return a table with a row for each rank; of many ranks the middle ones are left out."""
     kept = [{"rank": rank, **row} for rank, row in enumerate(rows)]
     if len(kept) > RANKS_SHOWN:
         half = RANKS_SHOWN // 2
@@ -133,7 +133,7 @@ def per_rank(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a schedule, its makespan also as a multiple of the first one's."""
+    """Return a table with a row for each schedule, its makespan also as a multiple of the first one's."""
     first = rows[0]["makespan"] if rows else 0.0
     return _table(_PER_SCHEDULE, [{**row, "ratio": row["makespan"] / first if first else 1.0} for row in rows])
 

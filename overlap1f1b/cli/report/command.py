@@ -1,4 +1,4 @@
-"""``overlap1f1b report``: reads, prints, compares, draws."""
+"""``overlap1f1b report``: read, print, compare, draw."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from overlap1f1b.simulation.trace import write_trace
 
 
 def report(options: ReportOptions) -> None:
-    """Carries out the verb.
+    """Run the verb.
 
     Raises:
         ValueError: Options that contradict each other, files that cannot be read or written.
@@ -71,7 +71,7 @@ def _compare(paths: Sequence[Path], screen: Console, target: str | None) -> None
 
 
 def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
-    """The step of the pictures."""
+    """Return the number of the step to draw."""
     numbers = [{step.number for step in recording.steps} for recording in ranks]
     every = sorted(set.union(*numbers))
     if wanted is not None and wanted not in every:
@@ -125,7 +125,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def reading(screen: Console) -> Iterator[Told]:
-    """What to tell the bytes that were read of a file, as long as the block lasts."""
+    """Yield a function that takes the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
     if not screen.is_terminal:
         yield _Lines(screen)
         return
@@ -147,7 +147,7 @@ def reading(screen: Console) -> Iterator[Told]:
 
 
 class _Lines:
-    """Nothing of what is read at once, a line every ten seconds of what is not."""
+    """Prints a line every ten seconds, none for a file that is read faster."""
 
     def __init__(self, screen: Console) -> None:
         self.screen, self._next = screen, time.monotonic() + EVERY_S

@@ -1,4 +1,4 @@
-"""A report as JSON: times in milliseconds of a step, the mean over its steps."""
+"""A report as JSON: times in milliseconds per step, as means over the steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTIAL = "Partial: "
 
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
-    """The keys of one run."""
+    """Return the JSON of one run."""
     ranks = [figures_of(recording) for recording in recordings.ranks]
     sums = Sums(ranks)
     steps = sum(rank.steps for rank in ranks)
@@ -41,7 +41,7 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
 
 
 def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:
-    """What the simulation of a step says, a rank each."""
+    """Add the figures of a simulated step to those of its rank."""
     for rank in content["ranks"]:
         timeline = timelines[rank["rank"]]
         rank["predicted"] = {
@@ -54,7 +54,7 @@ def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], st
 
 
 def compared(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str]) -> str:
-    """One sentence on two runs."""
+    """Return one sentence on two runs."""
     a, b = first["all"], second["all"]
     ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
     sentence = (
@@ -95,7 +95,7 @@ def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
 
 
 def _overlap(overlap: OverlapFigures, steps: int) -> dict[str, float | None]:
-    """Its share is None where nothing was exchanged."""
+    """Return the JSON of an overlap; its share is None without an exchange."""
     return {
         "exchange_ms": overlap.exchange / steps / 1e6,
         "hidden_ms": overlap.hidden / steps / 1e6,

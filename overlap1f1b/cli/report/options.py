@@ -1,39 +1,35 @@
-"""What ``overlap1f1b report`` takes."""
+"""The options of ``overlap1f1b report``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from overlap1f1b.cli.output import check_json
+from overlap1f1b.cli.output import by_default, check_files, check_json
 
 PICTURES = ("png", "svg", "html", "trace")
-
-
-def _none(metavar: str, default: str = "none") -> Any:
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Where the report goes, beside the terminal."""
 
-    png: Annotated[Path | None, _none("FILE")] = None
+    png: Annotated[Path | None, by_default("FILE")] = None
     """Draw one step, a lane a row, into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
-    svg: Annotated[Path | None, _none("FILE")] = None
+    svg: Annotated[Path | None, by_default("FILE")] = None
     """The same as SVG."""
-    html: Annotated[Path | None, _none("FILE")] = None
+    html: Annotated[Path | None, by_default("FILE")] = None
     """A page that needs nothing else: the step to zoom and point at, the tables beside it (needs plotly, likewise)."""
-    trace: Annotated[Path | None, _none("FILE")] = None
+    trace: Annotated[Path | None, by_default("FILE")] = None
     """A Chrome trace of the step, for Perfetto, with arrows from every exchange to what consumes it."""
-    step: Annotated[int | None, _none("INT", "the last that all ranks have")] = None
+    step: Annotated[int | None, by_default("INT", "the last that all ranks have")] = None
     """Number of the step that is drawn."""
     predicted: tyro.conf.FlagCreatePairsOff[bool] = False
     """Simulate the step from the measured times of its nodes, and set that beside it."""
-    json: Annotated[str | None, _none("FILE")] = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
 
 
@@ -58,13 +54,13 @@ class ReportOptions:
 
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ()
     """Files of one run, one a rank, or folders that hold them."""
-    compare: Annotated[tuple[Path, Path] | None, _none("A B")] = None
+    compare: Annotated[tuple[Path, Path] | None, by_default("A B")] = None
     """Set two runs side by side, each a file or a folder of one file a rank."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 
 def check_report(options: ReportOptions) -> None:
-    """Raises ``ValueError`` for options that contradict each other, and files that could not be written."""
+    """Raise ``ValueError`` for options that contradict each other, and for files that cannot be written."""
     output = options.output
     if options.compare is None and not options.files:
         raise ValueError("no FILE; allowed: one or more, or --compare A B")
@@ -77,18 +73,5 @@ def check_report(options: ReportOptions) -> None:
             raise ValueError(f"{given} with --compare {' '.join(map(str, options.compare))}; allowed: one of them")
     if output.json is not None:
         check_json(output.json)
-    taken = {path.resolve(): str(path) for path in options.files}
-    for name in (*PICTURES, "json"):
-        value = getattr(output, name)
-        if value is None or (name == "json" and value == "-"):
-            continue
-        path = Path(value)
-        if str(path) == "-":
-            raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
-        if not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: its folder does not exist; allowed: a file in a folder that does")
-        if path.is_dir():
-            raise ValueError(f"--{name} {path} is a folder; allowed: a file")
-        if path.resolve() in taken:
-            raise ValueError(f"--{name} {path} is the file of {taken[path.resolve()]}; allowed: another file for each")
-        taken[path.resolve()] = f"--{name} {path}"
+    files = {"png": output.png, "svg": output.svg, "html": output.html, "trace": output.trace, "json": output.json}
+    check_files(files, {path.resolve(): str(path) for path in options.files})

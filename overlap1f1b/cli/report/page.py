@@ -1,4 +1,4 @@
-"""A page that needs nothing else: a step to zoom and point at, and the tables beside it."""
+"""A page without other files: a step to zoom and point at, with the tables beside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _TRACK = 26
 
 
 def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str) -> None:
-    """Writes the page.
+    """Write the page.
 
     Raises:
         ValueError: plotly is missing, or the file cannot be written.
@@ -68,7 +68,7 @@ def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, t
 
 
 def _picture(bars: Sequence[Bar], title: str) -> str:
-    """The timeline as a part of a page, plotly.js inside it."""
+    """Return the timeline as a part of a page, with plotly.js inside."""
     try:
         from plotly import graph_objects as go
     except ImportError:
@@ -120,14 +120,14 @@ def _remarks(content: Mapping[str, Any]) -> str:
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Why figures are partial, one line each."""
+    """Return the reasons why figures are partial, one line each."""
     missing = _runs(content["missing_ranks"])
     lines = [f"no file of rank {missing}: figures are those of the other ranks"] if missing else []
     return lines + [f"left out: {text}" for text in content["left_out"]]
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """As ``0, 2 to 511``: a run may have thousands of ranks and a file of one."""
+    """Return ``0, 2 to 511``: thousands of ranks may have no file."""
     there = set(numbers)
     begins = [number for number in numbers if number - 1 not in there]
     ends = [number for number in numbers if number + 1 not in there]
@@ -143,7 +143,7 @@ def _table(table: Table) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    """A figure, with the keys that lead to it in the JSON."""
+    """Return a figure, with its keys in the JSON."""
     if cell.path:
         return f'<td data-path="{escape("/".join(map(str, cell.path)))}">{escape(cell.text)}</td>'
     return f'<td class="text">{escape(cell.text)}</td>'

@@ -1,4 +1,4 @@
-"""The tables of a report: the same in the terminal and on a page."""
+"""The tables of a report, for the terminal and for a page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 
 class Cell(NamedTuple):
-    """A figure as text, with the keys that lead to it in the JSON."""
+    """A figure as text, with its keys in the JSON."""
 
     text: str
     path: tuple[str | int, ...] = ()
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 
 def tables_of(content: Mapping[str, Any]) -> list[Table]:
-    """All tables of a run that have something in them."""
+    """Return all tables of a run that have rows."""
     found = [
         _per_rank(content),
         _parts(content, "by_sub_op", "sub-op", {}),
@@ -44,7 +44,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
 
 
 def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
-    """Two runs side by side, and what changed."""
+    """Return a table of two runs side by side, with the change."""
     first, second = (content["all"] for content in contents)
     lines: list[tuple[str, float | None, float | None, str]] = [("step", first["step_ms"], second["step_ms"], "ms")]
     lines += [("compute", first["compute_ms"], second["compute_ms"], "ms")]
@@ -62,7 +62,7 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
 
 
 def print_table(table: Table, screen: Console) -> None:
-    """In as many parts as the terminal is too narrow for, each with the first column: no figure is cut."""
+    """Print a table, in parts where the terminal is too narrow, each with the first column: no figure is shortened."""
     for part in _fitted(table, screen.width):
         screen.print(_shown(part))
 
@@ -155,7 +155,7 @@ def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> 
 
 
 def number(key: str, value: float | None) -> str:
-    """A figure as every table shows it; a share of no exchange is none."""
+    """Return a figure as every table shows it; None, a share of no exchange, is a dash."""
     if value is None:
         return NO_SHARE
     return f"{value:.1%}" if key.endswith("fraction") else f"{value:.3f}"

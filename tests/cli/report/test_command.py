@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from overlap1f1b.cli.report import command
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
@@ -225,3 +227,26 @@ def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> No
     files = [write_chrome(tmp_path / "a.json", device(0)), write_chrome(tmp_path / "b.json", host())]
     found = content(capsys, *files, "--trace", tmp_path / "trace.json")  # steps 4 and 1: none that both have
     assert found["drawn_step"] == 4
+
+
+SPANS = [("node", "dense.f[0] m0", 0.0, 1.0), ("node", "dense.b[0] m0", 1.0, 2.0)]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_bytes_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr(command, "EVERY_S", 0.0)
+    path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
+    text = io.StringIO()
+    with command.reading(Console(file=text, force_terminal=terminal, width=100)) as progress:
+        read(path, progress=progress)
+    assert "reading rank0.json" in text.getvalue()
+    size = path.stat().st_size / 2**20
+    assert terminal or text.getvalue().startswith(f"reading rank0.json: {size:.0f} of {size:.0f} MiB\n")
+
+
+def test_nothing_is_said_of_what_is_read_at_once(tmp_path: Path) -> None:
+    path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
+    text = io.StringIO()
+    with command.reading(Console(file=text)) as progress:
+        read(path, progress=progress)
+    assert text.getvalue() == ""

@@ -1,4 +1,4 @@
-"""One rank's profiles of several rows on a wire: what the engine's own counters say of each, beside the traces."""
+"""One rank's profiles of several variants on a wire: what the engine's own counters say of each, beside the traces."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import os
 import sys
 from pathlib import Path
 
-from overlap1f1b.cli.bench.rows import Row
-
 from overlap1f1b.cli.bench.measure import Bench
+from overlap1f1b.cli.bench.variants import Variant
 from overlap1f1b.cli.options import BenchOptions, ModelOptions
 from overlap1f1b.cli.ranks import joined
 from overlap1f1b.engine import Profile
 from overlap1f1b.schedule import build_schedule
 
 STEPS = 3
-ROWS = {
-    "sequential": Row(build_schedule("sequential", microbatches=4), "serial"),
-    "pairs": Row(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
-    "three": Row(build_schedule("combined_1f1b", microbatches=4), 3, default=True),
+VARIANTS = {
+    "sequential": Variant(build_schedule("sequential", microbatches=4), "serial"),
+    "pairs": Variant(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
+    "three": Variant(build_schedule("combined_1f1b", microbatches=4), 3, default=True),
 }
 
 
@@ -29,11 +28,11 @@ def main(folder: Path, text: Path) -> None:
     options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
     with joined((1, 1, 2), 60.0) as rank:
         bench = Bench(options, rank, lambda _: None)
-        with bench.ready(list(ROWS.values())) as (engines, *_):
-            for name, row in ROWS.items():
-                bench.step(engines[row.key])
-                with Profile(engines[row.key], folder / name):
-                    overlaps = [bench.step(engines[row.key])[1].overlap for _ in range(STEPS)]
+        with bench.ready(list(VARIANTS.values())) as (engines, *_):
+            for name, variant in VARIANTS.items():
+                bench.step(engines[variant.key])
+                with Profile(engines[variant.key], folder / name):
+                    overlaps = [bench.step(engines[variant.key])[1].overlap for _ in range(STEPS)]
                 own = [{"exchange": 1e9 * overlap.exchange, "exposed": 1e9 * overlap.exposed} for overlap in overlaps]
                 (folder / f"{name}-{rank.rank}.json").write_text(json.dumps(own))
 

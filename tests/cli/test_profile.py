@@ -19,7 +19,7 @@ from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.profiling import figures_of, read
 from tests.cli.inside import Verb
-from tests.cli.profile.rows import ROWS
+from tests.cli.profiled import VARIANTS
 from tests.cli.run import COMMAND, ROOT, Run, refused
 
 PROFILE = (*COMMAND, "profile")
@@ -40,10 +40,10 @@ def disagreements(folder: Path, text: Path) -> list[str]:
     folder.mkdir()
     with Wire(2) as wire:
         environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        command = (sys.executable, "-m", "tests.cli.profile.rows")
+        command = (sys.executable, "-m", "tests.cli.profiled")
         assert run_ranks([str(folder), str(text)], 2, wire=wire, environ=environ, command=command) == 0
     found, shares = [], {}
-    for name in ROWS:
+    for name in VARIANTS:
         for pattern in ("rank*.trace.json.gz", "rank?.json"):
             for recording in read(*sorted((folder / name).glob(pattern))).ranks:
                 own = json.loads((folder / f"{name}-{recording.rank}.json").read_text())
