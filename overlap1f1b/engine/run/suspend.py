@@ -90,9 +90,11 @@ class Forward(greenlet):
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
 
-    def suspend(self, call: SeamCall) -> Any:
-        """Leave the function here, and return the value that it is resumed with. Called on the function's own stack."""
-        inside = call.state
+    def suspend(self, handed: object, inside: ThreadState) -> Any:
+        """Leave the function here, in the state ``inside``; return the value that it is resumed with.
+
+        Called on the function's own stack. Whoever has started or resumed it receives ``handed``.
+        """
         self._outside.restore(inside, self.name)
         assert self.parent is not None
         if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it leaves by itself
@@ -100,7 +102,7 @@ class Forward(greenlet):
             modes = (*inside.function_modes[:own], self._once_hooks, *inside.function_modes[own:])
             inside = replace(inside, function_modes=modes)
         try:
-            return self.parent.switch(call)
+            return self.parent.switch(handed)
         finally:  # the function's own context managers must find their state, also when it is stopped
             inside.restore(ThreadState.capture(self.device), self.name)
 
@@ -112,7 +114,7 @@ def suspending(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Te
         current = getcurrent()
         if isinstance(current, Forward):
             state = ThreadState.capture(current.device)
-            result = current.suspend(SeamCall(experts, tokens, indices, weights, state))
+            result = current.suspend(SeamCall(experts, tokens, indices, weights, state), state)
             assert isinstance(result, Tensor)
             return result
         return plain(tokens, indices, weights)

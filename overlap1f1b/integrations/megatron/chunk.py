@@ -301,7 +301,7 @@ class Chunk:
         if not at:
             raise ValueError(f"{self.name} {without}; allowed: one or more, or layers=lambda chunk: []")
         given = tuple(_computed(values[position]) for position in at)
-        leaves = suspended.forward.hand_out(given, ThreadState.capture(self.device))
+        leaves = suspended.forward.suspend(given, ThreadState.capture(self.device))
         for position, leaf in zip(at, leaves, strict=True):
             values[position] = leaf
         return tree_unflatten(values, spec)

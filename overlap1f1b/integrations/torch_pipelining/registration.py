@@ -11,7 +11,7 @@ This file reads and writes private attributes of torch's stages and schedules; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,9 @@ class Registration:
         options: dict[str, Any],
     ) -> None:
         self.schedule, self.options = schedule, options
-        self._stages = {stage.stage_index: AdoptedStage(stage, exchange) for stage in stages}
+        self._stages: dict[int, AdoptedStage] = {}
+        for stage in stages:
+            self._stages[stage.stage_index] = AdoptedStage(stage, exchange, schedule, self._stages)
         self._return_outputs = True
         self._loss_options: dict[str, Any] = {}
         self._step_microbatches = schedule._step_microbatches
@@ -174,53 +176,19 @@ class Registration:
         """Play a forward, a backward, or both together."""
         entering, leaving, grad = None, None, None
         if forward is not None:
-            entering = self._begin_forward(forward, context)
+            entering = self._stages[forward.stage_index].begin_forward(_index(forward), context)
         if backward is not None:
-            leaving, grad = self._begin_backward(backward)
+            leaving, grad = self._stages[backward.stage_index].begin_backward(_index(backward))
         if entering is not None or leaving is not None:
             split = backward is not None and backward.computation_type is BACKWARD_INPUT
             combined_forward_backward_step(entering, leaving, output_grad=grad, split=split, **self.options)
         if forward is not None:
-            self._end_forward(forward, context)
+            self._stages[forward.stage_index].end_forward(
+                _index(forward), context, self._loss_options, save=self._return_outputs
+            )
         if backward is not None:
-            self._end_backward(backward)
-
-    # The next four methods do what torch's runtime does before and after its own compute.
-
-    def _begin_forward(self, action: _Action, context: _PipelineContext) -> Microbatch:
-        number, index = action.stage_index, _index(action)
-        stage = self._stages[number]
-        if not stage.torch_stage.is_first and number - 1 not in self._stages:
-            _wait_batch_p2p(self.schedule.fwd_recv_ops.pop((number, index)))
-        assert context.arg_mbs is not None
-        assert context.kwarg_mbs is not None
-        return stage.begin_forward(index, context.arg_mbs[index], context.kwarg_mbs[index] or {})
-
-    def _end_forward(self, action: _Action, context: _PipelineContext) -> None:
-        number, index = action.stage_index, _index(action)
-        stage = self._stages[number]
-        output = stage.end_forward(index, save=self._return_outputs)
-        self.schedule._maybe_compute_loss(stage.torch_stage, output, context.target_mbs, index, **self._loss_options)
-        if number + 1 in self._stages:
-            self._stages[number + 1].torch_stage.set_local_fwd_input(output, index)
-
-    def _begin_backward(self, action: _Action) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
-        number, index = action.stage_index, _index(action)
-        stage = self._stages[number]
-        if not stage.torch_stage.is_last and number + 1 not in self._stages:
-            _wait_batch_p2p(self.schedule.bwd_recv_ops.pop((number, index)))
-        if not stage.torch_stage.has_backward:
-            return None, None
-        return stage.begin_backward(index, self.schedule._maybe_get_loss(stage.torch_stage, index))
-
-    def _end_backward(self, action: _Action) -> None:
-        number, index = action.stage_index, _index(action)
-        stage = self._stages[number]
-        if stage.torch_stage.has_backward:
-            stage.end_backward(index, ends=action.computation_type is FULL_BACKWARD)
-            if number - 1 in self._stages:
-                grads = stage.torch_stage.get_local_bwd_output(index)
-                self._stages[number - 1].torch_stage.set_local_bwd_input(grads, index)
+            ends = backward.computation_type is FULL_BACKWARD
+            self._stages[backward.stage_index].end_backward(_index(backward), ends=ends)
 
 
 def _index(action: _Action) -> int:
@@ -275,39 +243,59 @@ class _Run(NamedTuple):
 
 
 class AdoptedStage:
-    """One of torch's stages, with its blocks as a stage of the engine."""
+    """One of torch's stages, with its blocks as a stage of the engine.
 
-    def __init__(self, stage: PipelineStage, exchange: Exchange) -> None:
-        self.torch_stage = stage
+    Besides its compute, its methods do what torch's runtime does before and after a compute action.
+
+    Args:
+        stage: The stage of torch.
+        exchange: Exchange between the ranks that share the experts.
+        schedule: The schedule that is registered.
+        held: All stages of this rank by number, to find the neighbours on this rank.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        exchange: Exchange,
+        schedule: _PipelineScheduleRuntime,
+        held: Mapping[int, AdoptedStage],
+    ) -> None:
+        self.torch_stage, self.schedule, self.held = stage, schedule, held
+        self.number = stage.stage_index
         module = stage.submod
         listed = type(module).forward is nn.Sequential.forward or isinstance(module, nn.ModuleList)
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         self.whole = None if listed and not hooked else _Whole(module)
         blocks = [self.whole] if self.whole else [block for block in module._modules.values() if block is not None]
-        self.stage = Stage(blocks, exchange, number=stage.stage_index)
+        self.stage = Stage(blocks, exchange, number=self.number)
         kinds = [type(module).__name__] if self.whole else self.stage.names
-        self.stage.names = [f"stage {stage.stage_index}: {kind}" for kind in kinds]
+        self.stage.names = [f"stage {self.number}: {kind}" for kind in kinds]
         self.carriers = [m for m in module.modules() if isinstance(m, AuxiliaryCarrier)]
         self.trains = any(p.requires_grad for p in module.parameters())
         self.runs: dict[int, _Run] = {}
 
-    def begin_forward(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Microbatch:
+    def begin_forward(self, index: int, context: _PipelineContext) -> Microbatch:
         """Return the microbatch whose forward is played next, with the arguments of the step or received tensors."""
         stage = self.torch_stage
-        inputs = tuple(args if stage.is_first else stage._retrieve_recv_activations(index))
+        assert context.arg_mbs is not None
+        assert context.kwarg_mbs is not None
+        if not stage.is_first and self.number - 1 not in self.held:
+            _wait_batch_p2p(self.schedule.fwd_recv_ops.pop((self.number, index)))
+        inputs = tuple(context.arg_mbs[index] if stage.is_first else stage._retrieve_recv_activations(index))
+        kwargs = context.kwarg_mbs[index] or {}
         self._validate("forward inputs", "inputs", inputs)
         if not inputs or not all(isinstance(value, Tensor) for value in inputs):
             what = ", ".join(type(value).__name__ for value in inputs) or "nothing"
-            raise ValueError(f"stage {stage.stage_index} is given {what}; allowed: one tensor or several")
+            raise ValueError(f"stage {self.number} is given {what}; allowed: one tensor or several")
         if kwargs and not self.whole:
             raise ValueError(
-                f"stage {stage.stage_index} is a list of blocks and is given {', '.join(kwargs)}; "
+                f"stage {self.number} is a list of blocks and is given {', '.join(kwargs)}; "
                 "allowed: keyword arguments for a single module"
             )
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(kwargs)):
             raise ValueError(
-                f"stage {stage.stage_index} is given keyword arguments that require a gradient; "
-                "allowed: ones that do not"
+                f"stage {self.number} is given keyword arguments that require a gradient; allowed: ones that do not"
             )
         if self.whole:
             self.whole.kwargs = kwargs
@@ -316,8 +304,10 @@ class AdoptedStage:
         self.runs[index] = _Run(microbatch, inputs, ())
         return microbatch
 
-    def end_forward(self, index: int, *, save: bool) -> Tensor | tuple[Tensor, ...]:
-        """Return the outputs of the microbatch that was played forward, and keep them as torch does."""
+    def end_forward(
+        self, index: int, context: _PipelineContext, loss_options: Mapping[str, Any], *, save: bool
+    ) -> None:
+        """Keep the outputs of a forward for SEND_F or for the next stage, and compute the loss on the last stage."""
         stage, microbatch = self.torch_stage, self.runs[index].microbatch
         assert microbatch.outputs is not None
         outputs, microbatch.outputs = microbatch.outputs, None
@@ -332,22 +322,28 @@ class AdoptedStage:
         stage.fwd_cache[index] = (outputs, [])  # SEND_F sends these
         if not stage.is_last:
             self._validate("forward outputs", "outputs", outputs)
-        return _one(outputs)
+        self.schedule._maybe_compute_loss(stage, _one(outputs), context.target_mbs, index, **loss_options)
+        if self.number + 1 in self.held:
+            self.held[self.number + 1].torch_stage.set_local_fwd_input(_one(outputs), index)
 
-    def begin_backward(
-        self, index: int, loss: Tensor | None
-    ) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
+    def begin_backward(self, index: int) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
         """Return the microbatch whose backward is played next, and the gradients of its outputs; None without one."""
-        del self.torch_stage.fwd_cache[index]
+        stage = self.torch_stage
+        if not stage.is_last and self.number + 1 not in self.held:
+            _wait_batch_p2p(self.schedule.bwd_recv_ops.pop((self.number, index)))
+        if not stage.has_backward:
+            return None, None
+        loss = self.schedule._maybe_get_loss(stage, index)
+        del stage.fwd_cache[index]
         if index not in self.runs:  # the microbatch has no backward
             return None, None
         microbatch, _, outputs = self.runs[index]
-        if self.torch_stage.is_last:
+        if stage.is_last:
             assert loss is not None
             loss.backward()
             grads = tuple(output.grad for output in outputs)
         else:
-            grads = self.torch_stage._retrieve_recv_grads(index)
+            grads = stage._retrieve_recv_grads(index)
             self._validate("backward input (output_grads)", "output_grads", grads)
         self.runs[index] = self.runs[index]._replace(outputs=())
         return microbatch, tuple(
@@ -356,17 +352,27 @@ class AdoptedStage:
         )
 
     def end_backward(self, index: int, *, ends: bool) -> None:
-        """Keep the inputs' gradients where torch sends them from; ``ends`` says that no weight gradients are left."""
-        grads: tuple[Tensor | None, ...] = (None,) * len(self.torch_stage.args_recv_info[index])
+        """Keep the inputs' gradients for SEND_B or for the previous stage.
+
+        Args:
+            index: Number of the microbatch.
+            ends: Whether the backward has computed all weight gradients, too.
+        """
+        stage = self.torch_stage
+        if not stage.has_backward:
+            return
+        grads: tuple[Tensor | None, ...] = (None,) * len(stage.args_recv_info[index])
         if index in self.runs:
             microbatch, inputs, _ = self.runs[index]
             grads = tuple(map(_laid_out, microbatch.input_grads, inputs))
             microbatch.input_grads = ()
             if ends:
                 del self.runs[index]
-        self.torch_stage.bwd_cache[index] = grads
-        if not self.torch_stage.is_first:
+        stage.bwd_cache[index] = grads
+        if not stage.is_first:
             self._validate("backward output (input_grads)", "input_grads", grads)
+        if self.number - 1 in self.held:
+            self.held[self.number - 1].torch_stage.set_local_bwd_input(stage.get_local_bwd_output(index), index)
 
     def finish_weights(self, index: int) -> None:
         """Compute the weight gradients that the backward has left, and add them to ``.grad``."""
@@ -377,8 +383,7 @@ class AdoptedStage:
         """Return the scale of the stage's auxiliary losses, as the user has set it."""
         scales = {carrier.loss_scale for carrier in self.carriers} or {1.0}
         if len(scales) > 1:
-            number = self.torch_stage.stage_index
-            raise ValueError(f"stage {number} has auxiliary losses of scales {sorted(scales)}; allowed: one scale")
+            raise ValueError(f"stage {self.number} has auxiliary losses of scales {sorted(scales)}; allowed: one scale")
         return scales.pop()
 
     def _validate(self, what: str, attribute: str, tensors: Sequence[Tensor | None]) -> None:
@@ -386,7 +391,7 @@ class AdoptedStage:
         stage = self.torch_stage
         if getattr(stage, "_runtime_validate", False):
             expected = getattr(stage._stage_meta, attribute)
-            stage._validate_stage_tensors(f"Stage {stage.stage_index} {what}", expected, tuple(tensors))
+            stage._validate_stage_tensors(f"Stage {self.number} {what}", expected, tuple(tensors))
 
 
 class _Whole(nn.Module):

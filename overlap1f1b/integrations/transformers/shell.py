@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,31 +134,22 @@ class Shell:
                     found.append((module, index))
         return found
 
-    def begin(self, named: Mapping[str, Tensor], until: int) -> tuple[Tensor, list[Call]]:
-        """Run the forward of the first stage; return the hidden states before layer 0, and the layers' calls.
+    def begin(self, named: Mapping[str, Tensor], until: int, like: Tensor | None = None) -> tuple[Tensor, list[Call]]:
+        """Run the forward up to the call of a layer; return the hidden states before layer 0, and the layers' calls.
 
         Args:
             named: The model's arguments, by name.
-            until: Number of the last layer whose call is needed.
+            until: Number of that layer.
+            like: On a stage without the embedding, a tensor of the device to use; the hidden states are then zeros.
         """
         walk = _Walk(self, until=until, result=None)
-        with self._replaced(walk):
-            self._run(named)
-        assert walk.first is not None
-        return walk.first, walk.calls
-
-    def calls(self, named: Mapping[str, Tensor], like: Tensor, until: int) -> list[Call]:
-        """Run the forward of a later stage, without the embedding; return the layers' calls.
-
-        Args:
-            named: The model's arguments, by name.
-            like: A tensor of the device to use.
-            until: Number of the last layer whose call is needed.
-        """
-        walk = _Walk(self, until=until, result=None)
-        with self._replaced(walk), self._without_embedding(like):
-            self._run(named)
-        return walk.calls
+        with self._replaced(walk), nullcontext() if like is None else self._without_embedding(like):
+            try:
+                self.model(**named, use_cache=False)
+            except _Reached:
+                assert walk.first is not None
+                return walk.first, walk.calls
+        raise AssertionError("the last layer asked for was not reached")
 
     def end(
         self, named: Mapping[str, Tensor], hidden: Tensor, routed: Sequence[Tensor], labels: Tensor | None
@@ -195,13 +186,6 @@ class Shell:
             return self.model(**given, use_cache=False)
         with _put(self.owner.__dict__, "forward", forward):
             return self.model(**given, use_cache=False)
-
-    def _run(self, named: Mapping[str, Tensor]) -> None:
-        try:
-            self.model(**named, use_cache=False)
-        except _Reached:
-            return
-        raise AssertionError("the last layer asked for was not reached")
 
     @contextmanager
     def _replaced(self, walk: _Walk) -> Iterator[None]:

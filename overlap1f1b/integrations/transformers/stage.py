@@ -53,21 +53,22 @@ class StageRange:
             raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
         return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
 
-    def begin(self, given: OptionalTensors, microbatch: Microbatch | None) -> tuple[Tensor, list[Call]]:
-        """Return the hidden states before layer 0, and the layers' calls for a microbatch."""
-        hidden, calls = self.shell.begin(self.named(given), self.end - 1)
-        if microbatch is not None:
-            microbatch.memo[self] = calls
-        return hidden, calls
+    def begin(
+        self, given: OptionalTensors, microbatch: Microbatch | None, like: Tensor | None = None
+    ) -> tuple[Tensor, list[Call]]:
+        """Return the hidden states before layer 0, and the layers' calls, which the stage's blocks share.
 
-    def calls(self, given: OptionalTensors, like: Tensor, microbatch: Microbatch | None) -> list[Call]:
-        """Return the layers' calls for a microbatch, which the blocks of the stage share."""
+        Args:
+            given: The step's inputs of the microbatch.
+            microbatch: The microbatch; None without an engine.
+            like: On a stage without the embedding, a tensor of the device to use; the hidden states are then zeros.
+        """
         if microbatch is None:
-            return self.shell.calls(self.named(given), like, self.end - 1)
+            return self.shell.begin(self.named(given), self.end - 1, like)
         if self not in microbatch.memo:
-            microbatch.memo[self] = self.shell.calls(self.named(given), like, self.end - 1)
-        calls: list[Call] = microbatch.memo[self]
-        return calls
+            microbatch.memo[self] = self.shell.begin(self.named(given), self.end - 1, like)
+        begun: tuple[Tensor, list[Call]] = microbatch.memo[self]
+        return begun
 
 
 class Layer(MicrobatchBlock):
@@ -111,7 +112,7 @@ class Layer(MicrobatchBlock):
             hidden, given, routed = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
             if self.number == part.start and routed:
                 routed = routed[0].unbind()
-            calls = part.calls(given, hidden, microbatch)
+            _, calls = part.begin(given, microbatch, like=hidden)
         call = calls[self.number]
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
