@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.take import take_rows
+from overlap1f1b.kernels.permute import take_rows
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.route import Route
-from overlap1f1b.moe.weighted_route import WeightedRoute
+from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 
 WeightsIn = Literal["combine", "activation"]

@@ -283,20 +283,6 @@ class MoETransformer(nn.Sequential):
                 case GroupedExperts():
                     module.down.mul_(residual)
 
-    def flops_per_token(self, sequence: int | None = None) -> int:
-        """Operations of matrix products, forward and backward, for each token of a sequence (default: the largest).
-
-        Six for each weight that the token meets, and ``12 · layers · H · S`` for attention, counted as if it were not
-        causal (PaLM, appendix B).
-        """
-        c = self.config
-        S = c.sequence if sequence is None else sequence
-        attention = 2 * c.hidden * c.hidden * (1 + (c.kv_heads or c.heads) / c.heads)
-        dense = 3 * c.hidden * c.dense_intermediate
-        moe = c.hidden * (c.experts + 3 * (c.top_k * c.intermediate + c.shared_intermediate))
-        met = c.layers * attention + c.dense_layers * dense + (c.layers - c.dense_layers) * moe
-        return round(6 * (met + c.hidden * c.vocabulary) + 12 * c.layers * c.hidden * S)
-
     def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
         """A child, or those of a slice, which keep their names, as a plain ``nn.Sequential``."""
         if isinstance(idx, slice):

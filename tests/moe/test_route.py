@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe.route import Route
-from overlap1f1b.moe.weighted_route import WeightedRoute
+from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.exchange import EqualSplits
 
 H = 3

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from overlap1f1b.moe import GroupedExperts, MoEConfig
 from overlap1f1b.moe.experts import Aggregate, Gather, WeightsIn
-from overlap1f1b.moe.route import Route
-from overlap1f1b.moe.weighted_route import WeightedRoute
+from overlap1f1b.moe.route import Route, WeightedRoute
 
 E, H, I, K = 7, 6, 5, 3  # noqa: E741  the letters of the legend
 
