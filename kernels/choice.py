@@ -1,4 +1,4 @@
-"""Which implementation an op takes: its torch twin, or the Triton kernel of the same name."""
+"""Choice of an op's implementation: its torch twin, or the Triton kernel of the same name."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 T = TypeVar("T")
 Choice = Literal["auto", "triton", "torch"]
-"""``"torch"`` and ``"triton"`` are what they say; ``"auto"`` times both once for each op and class of shapes."""
+"""Implementation of ops; ``"auto"`` times both once for each op and class of shapes, and takes the faster one."""
 
 WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
-"""Floating dtypes that Triton's kernels take; anything else is the twin's."""
-TIE = 1.05  # what is about as fast is Triton's, so that noise decides less often
+"""Floating dtypes that Triton's kernels take; the twin runs for others."""
+TIE = 1.05  # Triton is taken if about as fast, so that noise decides less often
 ROUNDS = 5  # timed runs of each implementation, after one that compiles and warms up
 
 
 class Kernels:
-    """Runs each op by its torch twin or by the Triton kernel beside it.
+    """Runner of ops, by the torch twin or by Triton.
 
     >>> kernels = Kernels()  # times both on a GPU, the first time it meets an op with shapes of a class
     >>> taken = kernels(take_rows, rows, index)
     >>> kernels = Kernels("torch")  # or "triton"
 
-    An op is a function of a module in this folder, its twin. Triton's has the same name and arguments and stands in the
-    module of the same name in ``kernels/triton``. An op whose name ends in ``_`` adds to its first argument.
+    An op is a function of a module in this folder, its twin. Triton's function has the same name and arguments and is
+    in the module of the same name in ``kernels/triton``. An op whose name ends in ``_`` adds to its first argument.
 
-    A choice once made holds as long as the object, so that what an engine computes does not change under way. Shapes
-    are of a class whose first sizes have the same number of bits and whose other sizes are equal: row counts that vary
-    from batch to batch are timed a few times in all. Ranks may choose otherwise than each other, without harm: an op
-    exchanges nothing, the places of rows are integers and the same either way, and sums differ by rounding alone. Where
-    two models are to have the same bits, they share one object, or have the same ``choice`` but for ``"auto"``.
+    A choice holds as long as the object, so that an engine's results do not change during training. Shapes are in one
+    class if their first sizes have the same number of bits and their other sizes are equal: row counts that vary from
+    batch to batch are timed a few times in all. Ranks may choose differently: an op exchanges nothing, positions of
+    rows are integers and equal either way, and sums differ by rounding alone. Two models have the same bits if they
+    share one object, or have the same ``choice`` other than ``"auto"``.
 
-    The twin runs where there is no Triton, on a CPU (but with ``"triton"`` under ``TRITON_INTERPRET=1``, for tests),
-    for float64, and with ``"auto"`` for what is empty.
+    The twin runs without the package triton, on a CPU (except with ``"triton"`` and ``TRITON_INTERPRET=1``, for tests),
+    for float64, and with ``"auto"`` for empty tensors.
 
     Args:
         choice: See :data:`Choice`.
 
     Attributes:
-        chosen: What ``"auto"`` found, by op and class of shapes.
+        chosen: Choices of ``"auto"``, by op and class of shapes.
 
     Raises:
-        ValueError: Another choice; ``"triton"`` without the package; when run, ``"triton"`` on a CPU.
+        ValueError: Unknown choice, or ``"triton"`` without the package; when an op runs, ``"triton"`` on a CPU.
     """
 
     def __init__(self, choice: Choice = "auto") -> None:
@@ -62,11 +62,11 @@ class Kernels:
         self.chosen: dict[tuple[object, ...], Literal["triton", "torch"]] = {}
 
     def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        assert not kwargs, "what tells shapes apart is positional"
+        assert not kwargs, "classes of shapes are made of positional arguments"
         return (triton_of(op) if self.uses_triton(op, *args) else op)(*args, **kwargs)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
-        """Whether this op, with arguments like these, is Triton's; with ``"auto"`` times it if need be."""
+        """Return whether Triton runs ``op`` with such arguments; ``"auto"`` times both if they are new."""
         if self.choice == "torch":
             return False
         tensors = [tensor for arg in args for tensor in _tensors(arg)]
@@ -89,7 +89,7 @@ class Kernels:
 
 
 def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
-    """Has every module of a model run by these kernels, its layers choosing together.
+    """Let every module of a model use these kernels, with one choice for all layers.
 
     >>> use_kernels(model, "triton")
     """
@@ -100,7 +100,7 @@ def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
 
 
 def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The op by these kernels; by its twin without any."""
+    """Run an op by ``kernels``, or by its twin if that is None."""
     return op(*args, **kwargs) if kernels is None else kernels(op, *args, **kwargs)
 
 
@@ -111,7 +111,7 @@ def _interpreted() -> bool:
 
 
 def triton_of(op: Callable[P, T]) -> Callable[P, T]:
-    """The Triton function of the same name and arguments as a twin; needs the package."""
+    """Return the Triton function of a twin; needs the package triton."""
     package, _, module = op.__module__.rpartition(".")
     function: Callable[P, T] = getattr(import_module(f"{package}.triton.{module}"), op.__name__)
     return function
@@ -124,7 +124,7 @@ def _tensors(arg: Any) -> tuple[Tensor, ...]:
 
 
 def _described(arg: Any) -> object:
-    """What tells classes of shapes apart: sizes, dtypes and numbers, the first size of a tensor by its bits."""
+    """Return an argument's part of the class of shapes: dtype and sizes, the first size by its number of bits."""
     if isinstance(arg, Tensor):
         rows, *rest = arg.shape
         return arg.dtype, rows.bit_length(), *rest
@@ -137,14 +137,14 @@ def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", 
     with torch.no_grad():
         try:
             triton = _milliseconds(triton_of(op), args)
-        except Exception as error:  # too large for this GPU's registers or shared memory, or a compiler's fault
+        except Exception as error:  # too large for this GPU, or an error of the compiler
             warnings.warn(f"{op.__name__} runs by torch, since Triton's kernel fails: {error}", stacklevel=2)
             return "torch"
         return "triton" if triton < TIE * _milliseconds(op, args) else "torch"
 
 
 def _milliseconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """The shortest of a few runs on the current stream."""
+    """Return the shortest time of a few runs on the current stream."""
     function(*args)
     times = []
     for _ in range(ROUNDS):

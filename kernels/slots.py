@@ -1,7 +1,12 @@
-"""Where each choice of a token lies when rows are sorted by expert.
+"""Positions of each token's choices when rows are sorted by expert, and in equal room for every destination.
 
-A *slot* is one (token, choice): slot ``t·K + k`` is the k-th expert of token ``t``. A *row* is a place in the sorted
-order: rows of equal experts lie side by side, so those that go to one rank do, and among them slots stay in order.
+A *slot* is one (token, choice): slot ``t·K + k`` is the k-th expert of token ``t``. A *row* is a position in the sorted
+order: rows of one expert lie side by side, and so rows for one rank; among them slots keep their order.
+
+:func:`pack_slots` gives each of D destinations, ranks or experts, room for C rows, so that no host has to know sizes.
+Free room is zeros. Rows without room are left out and counted in ``dropped``. Nothing is copied to the host. Triton
+reads a token for each of its rows and writes every position once, zeros included: in bfloat16 for T8192 H2048 K8 with
+room for a quarter more, ``(K + 1.25·K)·T·H``, 604 MB, computed 140 µs at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -11,9 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap1f1b.kernels.choice import Kernels, run
+
 
 class Slots(NamedTuple):
-    """The two maps between slots and rows.
+    """Maps between slots and rows.
 
     Args:
         order: ``[rows]`` int64, the slot of each row; −1 for a row that has none.
@@ -27,7 +34,7 @@ class Slots(NamedTuple):
 
 
 def sort_slots(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Slots in the order of their experts.
+    """Return the slots in the order of their experts.
 
     >>> order, counts = sort_slots(torch.tensor([[2, 0], [0, 1]]), experts=3)
     >>> order.tolist(), counts.tolist()
@@ -45,7 +52,7 @@ def sort_slots(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def place_slots(indices: Tensor, experts: int) -> Slots:
-    """The order of :func:`sort_slots` with its inverse, without a look at values on the host.
+    """Return the order of :func:`sort_slots` with its inverse, without reading values on the host.
 
     >>> order, inverse, counts = place_slots(torch.tensor([[2, 0], [0, 1]]), 3)
     >>> order.tolist(), inverse.tolist(), counts.tolist()
@@ -60,7 +67,7 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
         experts: E.
     """
     flat = indices.reshape(-1)
-    # One more bin for what names no expert: it sorts behind all others.
+    # One more bin for indices that name no expert: it sorts behind all others.
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = key.argsort(stable=True)
     every = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
@@ -73,7 +80,72 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
 
 
 def invert(order: Tensor) -> Tensor:
-    """The row of each slot, from the slot of each row, where both are all there."""
+    """Return the row of each slot from the slot of each row; ``order`` is a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return inverse
+
+
+class Packing(NamedTuple):
+    """Maps between slots and positions in equal room for every destination.
+
+    Args:
+        order: ``[D·C]`` int64, the slot of each position, −1 for a free one; sorted by expert for each destination.
+        inverse: ``[T·K]`` int64, the position of each slot, −1 for one that was left out.
+        counts: ``[E]`` int64, packed rows of each expert.
+        dropped: ``[E]`` int64, rows of each expert that found no room; they sum to zero if nothing was lost.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    counts: Tensor
+    dropped: Tensor
+
+
+def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, kernels: Kernels | None) -> Packing:
+    """Return positions for the slots of ``indices [T, K]``.
+
+    >>> order, inverse, counts, dropped = pack_slots(torch.tensor([[0], [0], [1], [0]]), 2, 2, 2, None)
+    >>> order.view(2, 2).tolist(), inverse.tolist(), dropped.tolist()
+    ([[0, 1], [2, -1]], [0, 1, 2, -1], [1, 0])
+
+    Args:
+        indices: ``[T, K]`` int64, expert of each slot.
+        experts: E.
+        destinations: D, which divides E: destination d has experts ``d·E/D`` to ``(d+1)·E/D − 1``.
+        capacity: C, rows of each destination.
+        kernels: Choice between Triton and torch; torch without it.
+
+    Raises:
+        ValueError: D does not divide E; C is negative.
+    """
+    if destinations < 1 or experts % destinations:
+        allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(f"{experts} experts for destinations={destinations}; allowed: {allowed}")
+    if capacity < 0:
+        raise ValueError(f"capacity={capacity}; allowed: 0 and more")
+    slots: Slots = run(kernels, place_slots, indices, experts)
+    by_destination = slots.counts.view(destinations, -1)
+    before = by_destination.cumsum(1) - by_destination  # rows of a destination in front of an expert's
+    counts = torch.minimum((capacity - before).clamp_(min=0), by_destination).view(-1)
+    args = (slots.order, slots.inverse, slots.counts, destinations, capacity)
+    order, inverse = run(kernels, pack_places, *args)
+    return Packing(order, inverse, counts, slots.counts - counts)
+
+
+def pack_places(
+    order: Tensor, inverse: Tensor, counts: Tensor, destinations: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Return the maps of a :class:`Packing` from the maps of :class:`Slots`."""
+    ends = counts.view(destinations, -1).sum(1).cumsum(0)
+    row = torch.arange(len(order), device=order.device)
+    destination = torch.searchsorted(ends, row, right=True).clamp_(max=destinations - 1)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    within = row - starts[destination]
+    lost = (within >= capacity) | (order < 0)
+    place = (destination * capacity + within).masked_fill_(lost, -1)
+    rows = destinations * capacity
+    packed = torch.full((rows + 1,), -1, dtype=torch.int64, device=order.device)  # the last takes what has no place
+    packed[place.masked_fill(lost, rows)] = order
+    placed = torch.cat([place, place.new_full((1,), -1)])  # an inverse of −1 stays
+    return packed[:rows], placed[inverse]

@@ -1,11 +1,11 @@
-"""SwiGLU of experts, with the routing weight of a row inside: ``silu(gate) · up · p``.
+"""SwiGLU of experts, optionally times the routing weight of each row: ``silu(gate) · up · p``.
 
-With the weight in here, combining is a plain sum and its backward a permutation, and the gradient of the weight comes
-out of the backward instead of a product with all returned rows.
+With the weight in here, combine is a plain sum and its backward a permutation. The gradient of the weight is a result
+of this backward, and needs no product with the returned rows.
 
 Triton reads gate and up once and writes one row: ``3·R·I`` elements, in bfloat16 403 MB for R32768 I2048 and 302 MB for
 R65536 I768, computed 94 and 70 µs at 4.3 TB/s. The backward reads the gradient, gate and up, computes the activation
-again and writes both gradients: ``5·R·I``, computed 156 and 117 µs. Nothing is saved but what came in.
+again and writes both gradients: ``5·R·I``, computed 156 and 117 µs. Only the inputs are saved for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from overlap1f1b.kernels.choice import Kernels, run
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """``silu(gate) · up``, times the weight of each row if there is one.
+    """Return ``silu(gate) · up``, times the weight of each row if there is one.
 
     Args:
         gate_up: ``[R, 2·I]``, gate and up side by side.
-        weights: ``[R]``, perhaps of a wider dtype than the rest.
+        weights: ``[R]``, possibly of a wider dtype.
         count: ``[1]`` int32 or int64 on the device: rows from this one on are padding and give zeros, whatever they
             hold.
 
@@ -41,7 +41,7 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
 def swiglu_rows_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients ``[R, 2·I]`` of ``gate_up`` and ``[R]`` of the weights from that ``[R, I]`` of the result."""
+    """Return gradients ``[R, 2·I]`` of ``gate_up`` and ``[R]`` of the weights from the result's ``[R, I]``."""
     gate, up = gate_up.chunk(2, dim=-1)
     silu = F.silu(gate)
     grad_y, grad_weights = grad, None
@@ -61,7 +61,7 @@ def _beyond(rows: Tensor, count: Tensor) -> Tensor:
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """:func:`swiglu_rows` with a backward of its own, which saves nothing but what came in."""
+    """:func:`swiglu_rows` with a backward of its own, for which only the inputs are saved."""
 
     @staticmethod
     def forward(
@@ -82,9 +82,9 @@ class WeightedSwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor, kernels: Kernels, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """:func:`swiglu_rows` of ``[…, 2·I]``, in autograd: by torch's own ops where no weight and no Triton asks for more.
+    """:func:`swiglu_rows` of ``[…, 2·I]`` in autograd; without weights and Triton by torch's own ops.
 
-    These save ``silu(gate)`` and do not compute it again, which on a CPU is faster; they give no zeros for padding.
+    Torch's ops save ``silu(gate)`` instead of computing it again, which is faster on a CPU. They do not zero padding.
     """
     flat = gate_up.flatten(0, -2)
     if weights is not None or kernels.uses_triton(swiglu_rows, flat):

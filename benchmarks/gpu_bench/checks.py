@@ -15,7 +15,7 @@ from gpu_bench.steps import deterministic, gradients
 from overlap1f1b import Engine, NodeCosts, build_schedule
 from overlap1f1b.engine import CapacityOverflowError
 from overlap1f1b.kernels.choice import triton_of
-from overlap1f1b.kernels.weight_grad import add_weight_grad_
+from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange

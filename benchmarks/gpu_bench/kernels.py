@@ -13,13 +13,11 @@ from torch import Tensor
 from gpu_bench.context import Context, relative_error, tensors
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
-from overlap1f1b.kernels.packing import pack_places
-from overlap1f1b.kernels.permute import opened, spread_rows, spread_weighted
+from overlap1f1b.kernels.grouped_mm import add_weight_grad_
+from overlap1f1b.kernels.permute import opened, spread_rows, spread_weighted, take_rows
 from overlap1f1b.kernels.routing import Rule, route_tokens
-from overlap1f1b.kernels.slots import place_slots
+from overlap1f1b.kernels.slots import pack_places, place_slots
 from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
-from overlap1f1b.kernels.take import take_rows
-from overlap1f1b.kernels.weight_grad import add_weight_grad_
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sum of a token's K rows, in registers and in the order of k, and its backward."""
+"""Sum of a token's K rows, in registers and in the order of k, and its backward."""
 
 from __future__ import annotations
 

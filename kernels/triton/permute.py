@@ -1,4 +1,4 @@
-"""Tokens as rows in the order of their experts: a token is read once, its K rows are written."""
+"""Rows moved by number: a token is read once and its K rows are written, or row by row of the result."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.permute import carrying, opened
-from overlap1f1b.kernels.triton.launch import launch, tile
-from overlap1f1b.kernels.triton.take import take_rows, taken
+from overlap1f1b.kernels.triton.launch import TILE, launch, tile
 
 
 def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
@@ -74,3 +73,59 @@ def _spread(
         if WEIGHTED and tl.program_id(1) == 0:
             weight = tl.load(weights + token * K + k, mask=there, other=0.0)
             tl.store(factors + row * FACTOR_STRIDE, weight, mask=there)
+
+
+def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
+    return taken(rows, index, 1)
+
+
+def taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor | None = None) -> Tensor:
+    """``rows[index // divisor]``, zeros where the index is −1; ``out`` may be a part of longer rows."""
+    rows, index = rows.contiguous(), index.contiguous()
+    out = rows.new_empty(index.shape[0], rows.shape[1]) if out is None else out
+    BR, BH = tile(rows.shape[1], 2 * TILE)
+    grid = (triton.cdiv(out.shape[0], BR), triton.cdiv(out.shape[1], BH))
+    launch(_take, grid, rows, rows, index, out, *out.shape, out.stride(0), DIVISOR=divisor, BR=BR, BH=BH)
+    return out
+
+
+def put_rows(rows: Tensor, index: Tensor) -> Tensor:
+    rows, index = rows.contiguous(), index.contiguous()
+    out = rows.new_empty(rows.shape)
+    BR, BH = tile(rows.shape[1], 2 * TILE)
+    grid = (triton.cdiv(rows.shape[0], BR), triton.cdiv(rows.shape[1], BH))
+    launch(_put, grid, rows, rows, index, out, rows.shape[0], rows.shape[1], BR=BR, BH=BH)
+    return out
+
+
+@triton.jit
+def _take(
+    rows,
+    index,
+    out,
+    count,
+    width: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BH + tl.arange(0, BH)
+    here, across = row < count, column < width
+    source = tl.load(index + row, mask=here, other=-1)
+    there = (source >= 0)[:, None] & across[None, :]
+    source = tl.where(source >= 0, source, 0) // DIVISOR
+    value = tl.load(rows + source[:, None] * width + column[None, :], mask=there, other=0.0)
+    tl.store(out + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across[None, :])
+
+
+@triton.jit
+def _put(rows, index, out, count, width: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BH + tl.arange(0, BH)
+    here, across = row < count, column < width
+    target = tl.load(index + row, mask=here, other=0)
+    inside = here[:, None] & across[None, :]
+    value = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+    tl.store(out + target[:, None] * width + column[None, :], value, mask=inside)

@@ -14,7 +14,7 @@ CELLS = 2048  # tokens times experts of a program
 
 
 def _tokens(experts: int) -> int:
-    """Tokens of a program."""
+    """Return the number of tokens of a program."""
     return 1024 if interpreted() else max(CELLS // triton.next_power_of_2(experts), 1)
 
 

@@ -1,4 +1,4 @@
-"""Floor ``moe``: router, experts and their exchange, and a small transformer made of them.
+"""Mixture of experts: router, experts, the route of their rows, and a small transformer made of them.
 
 Letters in shapes, here and everywhere above:
 

@@ -1,4 +1,4 @@
-"""Auxiliary router losses, attached where they arise instead of being collected."""
+"""Auxiliary losses of routers, attached to the routing weights instead of being added to the loss."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 
 class AuxiliaryCarrier(nn.Module):
-    """A module that attaches auxiliary losses of its own, multiplied by ``loss_scale``.
+    """A module that attaches auxiliary losses, multiplied by ``loss_scale``.
 
-    One forward is one microbatch on one rank, and knows of no others. For the mean over all of them, ``loss_scale`` is
+    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``loss_scale`` is
     1 / (microbatches · ranks with tokens of their own), times the factor of a gradient scaler if there is one. The
-    engine sets it for each step; a plain training loop calls :func:`set_auxiliary_scale`. It is read in the forward, so
-    a change does not touch microbatches whose backward is still to come.
+    engine sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a
+    later change does not affect microbatches whose backward is still to come.
     """
 
     loss_scale: float = 1.0
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """Sets ``loss_scale`` of every router in ``model``.
+    """Set ``loss_scale`` of every router in ``model``.
 
     >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
     >>> for tokens, labels in batch:
@@ -36,7 +36,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
 
 @contextmanager
 def loss_scales_of(carriers: Sequence[AuxiliaryCarrier], scales: Sequence[float]) -> Iterator[None]:
-    """While it lasts, each carrier has its ``loss_scale``."""
+    """Set ``loss_scale`` of each carrier for as long as the context lasts."""
     before = [carrier.loss_scale for carrier in carriers]
     for carrier, scale in zip(carriers, scales, strict=True):
         carrier.loss_scale = scale
@@ -48,15 +48,15 @@ def loss_scales_of(carriers: Sequence[AuxiliaryCarrier], scales: Sequence[float]
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
-    """Returns ``weights`` unchanged; their backward also starts that of ``loss``, with gradient ``scale``.
+    """Return ``weights`` unchanged; their backward also starts the backward of ``loss``, with gradient ``scale``.
 
     >>> weights = attach(weights, balance_loss(probabilities, counts), scale=0.01)
 
-    So gradients are those of *total loss + scale · loss* on whatever stage the router is, whatever calls its backward,
-    and nothing has to be carried to the last stage. The value of the total loss does not contain ``loss``.
+    Gradients are then those of *total loss + scale · loss*, on any stage and in any schedule, and nothing travels to
+    the last stage. The value of the total loss does not contain ``loss``.
 
     Args:
-        weights: Any tensor that the total loss depends on.
+        weights: Tensor on which the total loss depends.
         loss: A scalar.
         scale: Gradient of ``loss``.
     """
@@ -78,7 +78,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """Load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4): ``E · Σ_e f_e · P_e``.
 
     ``f_e`` is the part of all choices that fell on expert ``e``, so that balanced routing gives 1 for every K; ``P_e``
-    is its mean probability. Only ``P`` has a gradient.
+    is the mean probability of ``e``. Only ``P`` has a gradient.
 
     Args:
         probabilities: ``[T, E]``, summing to one for each token.

@@ -1,4 +1,4 @@
-"""The experts of a layer, spread over the ranks of a group."""
+"""Experts of a layer, spread over the ranks of a group, and their exchange in plain autograd."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.route import Route
-from overlap1f1b.moe.weighted_route import WeightedRoute
+from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 
 WeightsIn = Literal["combine", "activation"]
-"""Where a row's routing weight is applied: in the sum of what came back, or before that in the experts' activation."""
+"""Where a row's routing weight is applied: in the sum of returned rows, or before that in the experts' activation."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -27,17 +26,17 @@ class Experts(nn.Module):
 
     >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
 
-    Calling them exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this
-    one call and uses :meth:`compute` between its own exchanges. A subclass says how its local experts compute.
+    A call exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this call and
+    uses :meth:`compute` between its own exchanges. A subclass implements :meth:`compute`.
 
     Attributes:
         experts: E, over all ranks.
-        local_experts: E / ranks, those of this rank: rank ``r`` holds experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
-        group: Ranks that share the experts; None for one.
-        exchange: Between them.
-        product: The grouped matrix product that :meth:`compute` uses, if it does; the engine puts in its own.
-        kernels: What permutations, sums and activations run by; the engine's too.
-        route_kind: What their rows go by.
+        local_experts: E / ranks; rank ``r`` holds experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
+        group: Ranks that share the experts; None for one rank.
+        exchange: Exchange between these ranks.
+        product: Grouped matrix product for :meth:`compute`; the engine replaces it with its own.
+        kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
+        route_kind: Class of the routes of their rows.
     """
 
     route_kind: type[Route] = Route
@@ -51,11 +50,11 @@ class Experts(nn.Module):
 
     @property
     def reads_counts_late(self) -> bool:
-        """Whether :meth:`compute` takes counts that the host may not know, and rows beyond them; else it waits."""
+        """Whether :meth:`compute` takes counts that the host does not know yet, and rows beyond them."""
         return False
 
     def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
-        """Says which ranks share the experts, and what they run by.
+        """Set which ranks share the experts, and their kernels.
 
         Raises:
             ValueError: E is not divisible by the ranks.
@@ -71,19 +70,19 @@ class Experts(nn.Module):
 
     @property
     def row_kind(self) -> object:
-        """What experts have in common whose exchanged rows look alike."""
+        """Key of the rows' shape and cost: experts with equal keys exchange alike."""
         return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """The local experts on ``rows [R, H]`` that are grouped by expert, ``counts [E_local]`` of each."""
+        """Apply the local experts to ``rows [R, H]`` grouped by expert, ``counts [E_local]`` of each."""
         raise NotImplementedError
 
     def route(self, indices: Tensor, ranks: int, *, capacity: float | None = None) -> Route:
-        """The way of the rows of one call, see :class:`~overlap1f1b.moe.route.Route`."""
+        """Return the route of the rows of one call, see :class:`~overlap1f1b.moe.route.Route`."""
         return self.route_kind(indices, self.experts, ranks, self.kernels, capacity=capacity)
 
     def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
-        """:meth:`compute` on rows that a route has grouped: ``[R, H] → [R, H]``, or ``[R, W]`` that carry weights."""
+        """Apply :meth:`compute` to rows that a route has grouped: ``[R, H] → [R, H]``, or ``[R, W]`` with weights."""
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts)
@@ -117,13 +116,13 @@ class GroupedExperts(Experts):
         intermediate: I.
         weights_in: Where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up · p``
             as in Megatron-Core, a row carries its weight to its expert; the sum of what comes back is plain, and its
-            backward needs none of that.
+            backward does not need the returned rows.
         group: Ranks that share the experts.
-        kernels: What it runs by.
+        kernels: Choice between Triton and torch.
 
     Raises:
-        ValueError: E is not divisible by the ranks; weights in the activation of a subclass with a ``compute`` of its
-            own. When called: shapes or dtypes other than these, an expert that is none.
+        ValueError: E is not divisible by the ranks, or ``weights_in="activation"`` of a subclass with its own
+            ``compute``. In a call: wrong shapes or dtypes, or an unknown expert.
     """
 
     def __init__(
@@ -154,10 +153,12 @@ class GroupedExperts(Experts):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Normal weights. All E experts are drawn and this rank's kept: one seed gives one model on any ranks."""
+        """Draw normal weights. All E experts are drawn and this rank's kept: one seed gives one model on any ranks."""
         mine = self.exchange.rank
         for weight in (self.gate_up, self.down):
-            for expert in range(self.experts):  # one draw each: normal_ fills in blocks, so the parts would differ
+            for expert in range(
+                self.experts
+            ):  # one draw for each, since normal_ fills in blocks: else parts would differ
                 drawn = torch.empty(weight.shape[1:], dtype=torch.float32).normal_(std=std, generator=generator)
                 if expert // self.local_experts == mine:
                     weight[expert % self.local_experts].copy_(drawn)
@@ -171,7 +172,7 @@ class GroupedExperts(Experts):
         return type(self).compute is GroupedExperts.compute
 
     def compute(self, rows: Tensor, counts: Sequence[int], weights: Tensor | None = None) -> Tensor:
-        """The local experts on ``rows [R, H]``, by ``weights [R]`` in the activation if there are any."""
+        """Apply the local experts to ``rows [R, H]``, with ``weights [R]`` in the activation if given."""
         gate_up = self.product(rows, self.gate_up, counts)
         end = counts.total if isinstance(counts, ExpertRows) else None
         return self.product(swiglu(gate_up, self.kernels, weights, end), self.down, counts)
@@ -183,8 +184,8 @@ class GroupedExperts(Experts):
         return self.compute(rows, route.expert_rows, weights)
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        # Not in forward, for which the engine puts in its own. Shapes and dtypes are known on the host; values are not:
-        # to look at them here would make every call wait for a GPU (Route finds experts that are none, for nothing).
+        # Not in forward, which the engine replaces. The host knows shapes and dtypes but not values: reading these
+        # would let every call wait for a GPU. Unknown experts are found by Route.
         hidden = self.gate_up.shape[2]
         if indices.dim() != 2 or indices.dtype != torch.int64:
             raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
@@ -201,10 +202,10 @@ class GroupedExperts(Experts):
 
 
 def check_weights_in(value: WeightsIn) -> WeightsIn:
-    """The same.
+    """Return ``value`` if it is allowed.
 
     Raises:
-        ValueError: Another.
+        ValueError: It is not.
     """
     if value not in get_args(WeightsIn):
         raise ValueError(f"weights_in={value!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
@@ -216,7 +217,7 @@ def _described(tensor: Tensor) -> str:
 
 
 class Gather(torch.autograd.Function):
-    """Tokens as the rows to send; with weights, where rows carry them."""
+    """Rows to send from tokens, and from weights if rows carry them."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
@@ -229,7 +230,7 @@ class Gather(torch.autograd.Function):
 
 
 class Aggregate(torch.autograd.Function):
-    """The sum of what came back."""
+    """Weighted sum of the returned rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route) -> Tensor:
@@ -243,7 +244,7 @@ class Aggregate(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """An exchange waited for at once; its backward is the exchange with the sizes swapped."""
+    """Exchange that is waited for at once; its backward is the exchange with the sizes swapped."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
@@ -269,7 +270,7 @@ class _Group(torch.autograd.Function):
 
 
 class _Ungroup(torch.autograd.Function):
-    """Grouped rows as they were received."""
+    """Grouped rows in the order in which they were received."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:

@@ -1,4 +1,4 @@
-"""The MoE layer: a router, the experts, and an optional expert that every token uses."""
+"""The MoE layer: router, experts, and an optional shared expert that every token uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden: H.
         intermediate: Size between the products.
-        kernels: What the activation runs by.
+        kernels: Choice between Triton and torch.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class MoE(nn.Module):
     >>> y = moe(x)  # [B, S, H] or [T, H], as x
 
     ``self.experts`` is called in one place, the seam: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
-    [T, H]``. The engine replaces that callable, and with it the exchange that it hides.
+    [T, H]``. The engine replaces that callable to hide the exchange in it.
 
     Args:
         hidden: H.
         intermediate: I, of each expert.
-        router: How tokens choose experts, and how many there are.
-        shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
+        router: Number of experts and how tokens choose them.
+        shared_intermediate: Intermediate size of the shared expert, 0 for none.
         weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         group: Ranks that share the experts.
-        kernels: What router, experts and activations run by, so that all layers of a model choose alike.
+        kernels: Choice between Triton and torch for router, experts and activations; shared by the layers of a model.
 
     Raises:
-        ValueError: The experts cannot be divided evenly over the ranks; ``weights_in`` is neither.
+        ValueError: The experts cannot be divided evenly over the ranks; ``weights_in`` is unknown.
     """
 
     def __init__(
@@ -88,5 +88,5 @@ class MoE(nn.Module):
         indices, weights = self.router(tokens)
         y = self.experts(tokens, indices, weights)  # the seam
         if self.shared is not None:
-            y = y + self.shared(tokens)  # after the seam, so that the dispatch does not wait for it
+            y = y + self.shared(tokens)  # after the seam: the dispatch must not wait for it
         return y.reshape(x.shape)

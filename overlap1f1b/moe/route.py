@@ -1,4 +1,4 @@
-"""What one microbatch must remember of one call of the experts: which row went where."""
+"""The route of rows in one call of experts by one microbatch: which row goes where, and how it comes back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from overlap1f1b.kernels.choice import Kernels, run
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
-from overlap1f1b.kernels.packing import pack_slots
-from overlap1f1b.kernels.permute import spread_rows
-from overlap1f1b.kernels.slots import invert, place_slots, sort_slots
-from overlap1f1b.kernels.take import put_rows, take_rows
+from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows, spread_weighted, take_rows
+from overlap1f1b.kernels.slots import invert, pack_slots, place_slots, sort_slots
 from overlap1f1b.transport.exchange import EqualSplits
 from overlap1f1b.transport.streams import HostCopy
 
@@ -23,29 +21,29 @@ from overlap1f1b.transport.streams import HostCopy
 class Route:
     """Splits and permutations of ``indices [T, K]`` over E experts, which are spread evenly over the ranks.
 
-    The way of a row: token → slot order (sorted by expert, so by rank) → exchange → grouped by local expert → experts
-    → back. :meth:`arrive` must have been called with the received counts before rows are grouped.
+    A row goes from its token into slot order (sorted by expert, and so by rank), through the exchange, into groups by
+    local expert, through the experts, and back. Before rows are grouped, :meth:`arrive` takes the received counts.
 
-    By default it is exact: every rank sends as many rows as there are, so the host must know how many. With a
-    ``capacity`` every rank sends every other the same number, ``⌈capacity · T · K / ranks⌉``, filled up with zeros:
-    nothing waits for the host, and ranks must have equally many tokens. Rows that find no room are left out, and
-    :attr:`dropped` says so.
+    Without a capacity every rank sends as many rows as were routed, and the host must know how many. With a
+    ``capacity`` every rank sends every rank the same number, ``⌈capacity · T · K / ranks⌉``, filled up with zeros: then
+    nothing waits for the host, and ranks must have equally many tokens. Rows without room are left out and counted in
+    :attr:`dropped`.
 
     Args:
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
-        kernels: What rows are moved by; torch by default.
-        capacity: Room for rows, as a multiple of what each rank would be sent if all were sent alike; None for exact.
+        kernels: Choice between Triton and torch; torch without it.
+        capacity: Room for rows, as a multiple of an even share of each rank; None for exact sizes.
 
     Attributes:
-        keeps_returned: Whether the backward of :meth:`aggregate` needs the rows that came back.
-        counts: ``[E]`` int64, rows that are sent to each expert.
-        dropped: ``[E]`` int64, rows that found no room; None where all do.
-        host: The counts on their way to the host, if an exchange has sent them there.
+        keeps_returned: Whether the backward of :meth:`aggregate` needs the returned rows.
+        counts: ``[E]`` int64, rows sent to each expert.
+        dropped: ``[E]`` int64, rows without room; None without a capacity.
+        host: Copies of the counts on their way to the host, if the exchange makes them.
 
     Raises:
-        ValueError: ``indices`` name an expert that is none. On CUDA that is an assertion of the device.
+        ValueError: ``indices`` name an unknown expert. On CUDA an assertion of the device fails instead.
     """
 
     keeps_returned = True
@@ -65,7 +63,7 @@ class Route:
         self.send: list[int] = []
         self.receive: list[int] = []
         self._arrived: Tensor | None = None  # rows by source and local expert
-        self._counted: list[list[int]] | None = None  # the same on the host, where it must know
+        self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
         if not indices.is_cuda:
             _check(indices, experts)
         if capacity is not None:
@@ -81,22 +79,22 @@ class Route:
 
     @property
     def padded(self) -> bool:
-        """Whether what is sent has rows that are none."""
+        """Whether sent rows include padding."""
         return self.dropped is not None
 
     def arrive(self, counts: Tensor, timeout: timedelta | None = None) -> None:
-        """Takes the received ``counts [ranks, E / ranks]``; what the host must know of them it waits for here."""
+        """Take the received ``counts [ranks, E / ranks]``; wait for them if the host must know sizes."""
         self._arrived = counts
         if self.padded:
             return
         if self.ranks == 1 and self.host is None:
-            if counts.is_cuda:  # without a wait: the device itself objects
+            if counts.is_cuda:  # checked by the device, without a wait
                 torch._assert_async(self.counts.sum() == self.order.shape[0], "indices name an expert that is none")
             self.send = self.receive = [self.order.shape[0]]
             return
         sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout)
         self.send = sent.view(self.ranks, -1).sum(1).tolist()
-        if sum(self.send) != self.order.shape[0]:  # a slot without an expert has no row: nothing would say so
+        if sum(self.send) != self.order.shape[0]:  # a slot of no expert has no row, and would be lost silently
             raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.counts.numel() - 1}")
         self._counted = received.tolist()
         self.receive = [sum(rows) for rows in self._counted]
@@ -104,7 +102,7 @@ class Route:
 
     @property
     def expert_rows(self) -> ExpertRows:
-        """Received rows of each local expert."""
+        """Number of received rows of each local expert."""
         assert self._arrived is not None
         counted = self._counted
         host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
@@ -112,13 +110,13 @@ class Route:
 
     @cached_property
     def _regroup(self) -> Tensor | None:
-        """Received rows lie by (source, expert), experts want them by (expert, source): whence each comes, or −1."""
+        """Received position of each grouped row, or −1: from order (source, expert) to order (expert, source)."""
         assert self._arrived is not None
         ranks, local = self._arrived.shape
         if (ranks == 1 or local == 1) and not self.padded:
             return None
         rows = sum(self.receive)
-        # Where the rows of each (source, expert) begin, and where those of each (expert, source) end.
+        # Where rows of each (source, expert) begin as received, and where rows of each (expert, source) end as grouped.
         within = self._arrived.cumsum(1) - self._arrived
         if self.padded:
             first = torch.arange(ranks, device=within.device) * self.receive[0]
@@ -135,28 +133,28 @@ class Route:
 
     @cached_property
     def _ungroup(self) -> Tensor:
-        """Of a padded route: where each received row lies among the grouped ones, or −1."""
+        """Grouped position of each received row of a padded route, or −1."""
         index = self._regroup
         assert index is not None
         rows = len(index)
-        places = index.new_full((rows + 1,), -1)  # the last takes what came from nowhere
+        places = index.new_full((rows + 1,), -1)  # the last entry takes rows without a source
         places[index.masked_fill(index < 0, rows)] = torch.arange(rows, device=index.device)
         return places[:rows]
 
     def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """``[T, H] → [rows, H]``, the rows to send."""
+        """Return the rows to send ``[rows, H]`` of ``tokens [T, H]``."""
         return run(self.kernels, spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
 
     def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[rows, H] → [T, H]``, and the gradient ``[T, K]`` of the weights where rows carry them, else None."""
+        """Return the gradient ``[T, H]`` of the tokens, and ``[T, K]`` of the weights if rows carry them, else None."""
         return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
 
     def group(self, rows: Tensor) -> Tensor:
-        """Received rows ``[R, H]`` grouped by expert."""
+        """Group received rows ``[R, H]`` by expert."""
         return rows if self._regroup is None else run(self.kernels, take_rows, rows, self._regroup, self.padded)
 
     def ungroup(self, rows: Tensor) -> Tensor:
-        """Grouped rows ``[R, H]`` as they were received."""
+        """Return grouped rows ``[R, H]`` to the order in which they were received."""
         if self._regroup is None:
             return rows
         if self.padded:
@@ -164,11 +162,11 @@ class Route:
         return run(self.kernels, put_rows, rows, self._regroup)
 
     def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Returned rows ``[rows, H]`` and ``weights [T, K]`` → ``[T, H]``."""
+        """Sum returned rows ``[rows, H]`` by ``weights [T, K]`` to ``[T, H]``."""
         return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
 
     def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients ``[rows, H]`` of what came back and, unless rows have carried them, ``[T, K]`` of the weights."""
+        """Return gradients ``[rows, H]`` of returned rows and ``[T, K]`` of weights, None if rows carry them."""
         assert rows is not None
         return run(self.kernels, spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
 
@@ -177,3 +175,34 @@ def _check(indices: Tensor, experts: int) -> None:
     if indices.numel() and not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}")
+
+
+class WeightedRoute(Route):
+    """A :class:`Route` whose rows carry their weights to the experts: ``[rows, W]``, H elements and then the weight.
+
+    Returned rows are summed without weights. So the backward of the sum is a permutation, and the returned rows need
+    not be kept. The gradient of a weight comes back behind the gradient of its row. There is no further exchange; each
+    row sent to the experts and its gradient is 16 bytes longer (up to 31 if rows are no multiple of 16).
+    """
+
+    keeps_returned = False
+
+    def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        self._hidden, self._dtype = tokens.shape[1], weights.dtype
+        return run(self.kernels, spread_weighted, tokens, weights, self.order, self.inverse, self.padded)
+
+    def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, weights = opened(grad_rows, self._hidden, self._dtype)
+        of_slots = run(self.kernels, take_rows, weights.unsqueeze(1), self.inverse, self.padded)
+        return super().gather_backward(rows)[0], of_slots.view(-1, self.top_k)
+
+    def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Split grouped rows ``[R, W]`` into ``[R, H]`` and their weights ``[R]``, in autograd."""
+        of_rows, weights = OpenRows.apply(rows, self._hidden, self._dtype)
+        return of_rows, weights
+
+    def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, None, self.padded)
+
+    def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        return run(self.kernels, spread_rows, grad, self.order, self.inverse, self.top_k, self.padded), None

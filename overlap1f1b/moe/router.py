@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight."""
+"""The router: chooses experts for each token, and their weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Score = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How tokens choose experts.
+    """Number of experts, and how tokens choose them.
 
     Args:
         experts: E.
         top_k: K, experts per token.
         score: ``"softmax"`` over the experts (Switch, Mixtral, Qwen), or ``"sigmoid"`` of each (DeepSeek-V3).
-        normalize: Whether the weights of a token are divided by their sum. With K = 1 they are not, since the quotient
-            would be 1 and the router without a gradient.
+        normalize: Whether the weights of a token are divided by their sum. Ignored with K = 1, where the quotient
+            would be 1 and the router would have no gradient.
         scaling: Factor on the weights, after the normalisation.
         groups: Parts of equal size into which the experts are divided; a token may only use ``top_groups`` of them.
         top_groups: Groups per token.
@@ -35,7 +35,7 @@ class RouterConfig:
         z_coefficient: Factor of the z-loss, 0 for none.
 
     Raises:
-        ValueError: Values that no router can have, with what is allowed.
+        ValueError: A value that no router can have.
     """
 
     experts: int
@@ -70,25 +70,24 @@ class RouterConfig:
 
     @property
     def rule(self) -> Rule:
-        """The choice of experts without the losses."""
+        """The rule of the choice, without losses."""
         normalize = self.normalize and self.top_k > 1
         return Rule(self.top_k, self.score == "softmax", normalize, self.scaling, self.groups, self.top_groups)
 
 
 class Router(AuxiliaryCarrier):
-    """Scores of all experts for each token, and the choice of the K best.
+    """Router: scores all experts for each token and chooses the K best.
 
     >>> router = Router(64, RouterConfig(experts=8, top_k=2))
     >>> indices, weights = router(tokens)  # [T, H] → [T, K] int64, [T, K] in the tokens' dtype
 
-    Scores are computed in float32, the product of the gate included, whatever the dtype of the tokens or an autocast
-    (in float64 for float64 tokens). A token's experts are listed best first; of equally good ones the first is taken,
-    on every device, so a choice is the same on all ranks.
+    Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
+    experts are listed best first. Of equal scores the first is taken on every device, so all ranks choose alike.
 
-    While training, the auxiliary losses are attached to the weights, times ``loss_scale`` (see
-    :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and the choices counted in ``load``.
+    In training mode, auxiliary losses are attached to the weights, times ``loss_scale`` (see
+    :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and choices are counted in ``load``.
 
-    Without an auxiliary loss, balance comes from ``correction_bias`` (Wang et al. 2024; DeepSeek-V3, 2.1.2), which is
+    Balance without an auxiliary loss comes from ``correction_bias`` (Wang et al. 2024; DeepSeek-V3, 2.1.2), which is
     added to the scores for the choice but not to the weights. It is zero until :meth:`update_correction_bias`:
 
     >>> for module in model.modules():  # once a step, on all ranks
@@ -97,10 +96,10 @@ class Router(AuxiliaryCarrier):
 
     Args:
         hidden: H.
-        config: The rules of the choice.
-        kernels: What the choice runs by.
-        dtype: Of the gate's weight.
-        device: Of everything.
+        config: Number of experts and rules of the choice.
+        kernels: Choice between Triton and torch.
+        dtype: Dtype of the gate's weight.
+        device: Device of parameters and buffers.
     """
 
     correction_bias: Tensor
@@ -119,7 +118,7 @@ class Router(AuxiliaryCarrier):
         self.config, self.kernels = config, kernels or Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
-        # A count of this rank alone, so no part of a checkpoint.
+        # Not in checkpoints: it counts this rank's choices alone.
         load = torch.zeros(config.experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
 
@@ -147,24 +146,24 @@ class Router(AuxiliaryCarrier):
 
     @torch.no_grad()
     def update_correction_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
-        """Moves the bias of each expert by ``rate``, up if it had less than the mean load and down if more.
+        """Move the bias of each expert by ``rate``: up if its load was below the mean, down if above.
 
-        The load is what was counted since the last update, summed over the ranks of ``group``; it starts again from
-        zero. Recomputed forwards count twice, for all experts alike.
+        The load is counted since the last update and summed over the ranks of ``group``; then it is reset to zero.
+        Recomputed forwards count twice, for all experts alike.
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)
-        missing = self.load.sum() - self.load * self.config.experts  # integers: exact for any load
+        missing = self.load.sum() - self.load * self.config.experts  # in integers, so exact
         self.correction_bias.add_(missing.sign(), alpha=rate)
         self.load.zero_()
 
     def reset_balance(self) -> None:
-        """No bias, nothing counted."""
+        """Set bias and load to zero."""
         self.correction_bias.zero_()
         self.load.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `model.bfloat16()` would round the bias to steps larger than its updates: it stays float32.
+        # The bias stays float32: `model.bfloat16()` would round it to steps larger than its updates.
         bias = self.correction_bias
         super()._apply(fn, recurse)
         if self.correction_bias.dtype.itemsize < torch.float32.itemsize:
@@ -176,7 +175,7 @@ class Router(AuxiliaryCarrier):
 
 
 def _count(indices: Tensor, experts: int) -> Tensor:
-    """How often each expert occurs, ``[E]`` int64. (``bincount`` would wait for a CUDA device.)"""
+    """Return how often each expert occurs, ``[E]`` int64. ``bincount`` would wait for a CUDA device."""
     flat = indices.reshape(-1)
     counts = torch.zeros(experts, dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))

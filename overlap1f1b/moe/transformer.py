@@ -1,4 +1,4 @@
-"""A small decoder-only MoE transformer: what examples train, tests compare and benchmarks time."""
+"""A small decoder-only MoE transformer for examples, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class MoEConfig:
         experts: E.
         top_k: K.
         intermediate: I, of each expert.
-        shared_intermediate: Intermediate size of the expert that every token uses, 0 for none.
-        dense_layers: First layers that have one dense MLP instead of experts.
-        dense_intermediate: Its intermediate size.
+        shared_intermediate: Intermediate size of the shared expert, which every token uses; 0 for none.
+        dense_layers: Number of first layers with one dense MLP instead of experts.
+        dense_intermediate: Intermediate size of the dense MLP.
         sequence: Largest S.
         rope_theta: Base of the rotary angles.
         rms_eps: Epsilon of the normalisations.
@@ -45,10 +45,10 @@ class MoEConfig:
         score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
         weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
-        kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; the layers choose together.
+        kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
 
     Raises:
-        ValueError: Values that no model can have, with what is allowed.
+        ValueError: A value that no model can have.
     """
 
     vocabulary: int = 256
@@ -77,7 +77,7 @@ class MoEConfig:
     kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
-        _ = self.router, Kernels(self.kernels), check_weights_in(self.weights_in)  # which check their parts
+        _ = self.router, Kernels(self.kernels), check_weights_in(self.weights_in)  # these check their parts
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
@@ -99,7 +99,7 @@ class MoEConfig:
 
     @property
     def router(self) -> RouterConfig:
-        """The part that concerns the router."""
+        """The router's part of the configuration."""
         return RouterConfig(
             experts=self.experts,
             top_k=self.top_k,
@@ -116,8 +116,8 @@ class MoEConfig:
 class Rotary(nn.Module):
     """Rotary positions (Su et al. 2021): element ``i`` of a head turns with element ``i + D/2``, as in Llama.
 
-    The table ``[2, S, D/2]`` of cosines and sines follows from the arguments, so it is in no checkpoint, and it is
-    built again wherever the module moves: ``model.bfloat16()`` does not round the angles.
+    The table ``[2, S, D/2]`` of cosines and sines follows from the arguments. So it is not in checkpoints, and it is
+    built again when the module moves: ``model.bfloat16()`` does not round the angles.
 
     Args:
         sequence: Largest S.
@@ -151,7 +151,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, N, S, D]`` → the same, turned by position."""
+        """Return ``x [B, N, S, D]`` turned by position."""
         S = x.shape[-2]
         if self.sequence < S:
             raise ValueError(f"{S} positions in a model with sequence={self.sequence}; allowed: 1 to {self.sequence}")
@@ -208,7 +208,7 @@ class Head(nn.Module):
 
 
 class MoETransformer(nn.Sequential):
-    """A decoder-only transformer with experts, as a chain of modules that each map one tensor to one tensor.
+    """Decoder-only transformer with experts: a chain of modules that each map one tensor to one tensor.
 
     >>> model = MoETransformer(MoEConfig(layers=2))
     >>> logits = model(tokens)  # [B, S] int64 → [B, S, V]
@@ -217,9 +217,9 @@ class MoETransformer(nn.Sequential):
     The children are ``embedding``, ``layer0``, ``layer1``, … and ``head``.
 
     Args:
-        config: Sizes.
+        config: Sizes and options.
         group: Ranks that share the experts of each layer.
-        seed: Of the weights; see :meth:`reset_parameters`.
+        seed: Seed of the weights, see :meth:`reset_parameters`.
 
     Raises:
         ValueError: The experts cannot be divided evenly over the ranks.
@@ -255,11 +255,11 @@ class MoETransformer(nn.Sequential):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = 0) -> None:
-        """Normal weights of deviation 0.02, of those that write to the residual 0.02 / √(2 · layers) (GPT-2).
+        """Draw normal weights of deviation 0.02, or 0.02 / √(2 · layers) if they write to the residual (GPT-2).
 
-        They are drawn in float32 on the CPU, so that the model follows from configuration and seed alone: it is the
-        same on every device and for every number of ranks that share the experts. Without a seed, torch's default
-        generator is used as it stands; ranks must then have seeded it alike.
+        They are drawn in float32 on the CPU, so that the model depends on configuration and seed alone, not on the
+        device or the number of ranks that share the experts. Without a seed, torch's default generator is used, which
+        ranks must have seeded alike.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -283,22 +283,8 @@ class MoETransformer(nn.Sequential):
                 case GroupedExperts():
                     module.down.mul_(residual)
 
-    def flops_per_token(self, sequence: int | None = None) -> int:
-        """Operations of matrix products, forward and backward, for each token of a sequence (default: the largest).
-
-        Six for each weight that the token meets, and ``12 · layers · H · S`` for attention, counted as if it were not
-        causal (PaLM, appendix B).
-        """
-        c = self.config
-        S = c.sequence if sequence is None else sequence
-        attention = 2 * c.hidden * c.hidden * (1 + (c.kv_heads or c.heads) / c.heads)
-        dense = 3 * c.hidden * c.dense_intermediate
-        moe = c.hidden * (c.experts + 3 * (c.top_k * c.intermediate + c.shared_intermediate))
-        met = c.layers * attention + c.dense_layers * dense + (c.layers - c.dense_layers) * moe
-        return round(6 * (met + c.hidden * c.vocabulary) + 12 * c.layers * c.hidden * S)
-
     def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
-        """A child, or those of a slice, which keep their names, as a plain ``nn.Sequential``."""
+        """Return a child, or an ``nn.Sequential`` of the children of a slice, which keep their names."""
         if isinstance(idx, slice):
             return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
         return super().__getitem__(idx)

@@ -11,9 +11,9 @@ from torch import Tensor
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.kernels import choice
 from overlap1f1b.kernels.choice import Kernels, run, use_kernels
+from overlap1f1b.kernels.grouped_mm import add_weight_grad_
+from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import place_slots
-from overlap1f1b.kernels.take import take_rows
-from overlap1f1b.kernels.weight_grad import add_weight_grad_
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from tests.kernels.against import DEVICE
 
@@ -62,7 +62,7 @@ def _stand_in(*args: Any) -> str:
     return "by Triton"
 
 
-_stand_in.__module__ = "overlap1f1b.kernels.triton.take"
+_stand_in.__module__ = "overlap1f1b.kernels.triton.permute"
 
 
 def test_auto_times_a_class_of_shapes_once(timed: list[Any]) -> None:

@@ -12,13 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
+    add_weight_grad_,
     grouped_mm,
     grouped_mm_input_grad,
     grouped_mm_weight_grad,
     offsets,
     product_dtype,
 )
-from overlap1f1b.kernels.weight_grad import add_weight_grad_
 
 
 class Root(NamedTuple):
