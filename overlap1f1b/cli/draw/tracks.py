@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from overlap1f1b.plan import Resource
-from overlap1f1b.schedule import Pair, Step, actions_of
+from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
 from overlap1f1b.simulation.drawing import stacked, staged
 from overlap1f1b.simulation.drawing import text_of as text_of_node
@@ -72,7 +72,7 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
     return [
         Track(
             f"rank {rank}",
-            [Cell(_text(span.step, chunked), span.start, span.end, _style(span.step)) for span in spans],
+            [Cell(_text(span.slot, chunked), span.start, span.end, _style(span.slot)) for span in spans],
         )
         for rank, spans in enumerate(timeline.ranks)
     ]
@@ -93,13 +93,13 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
     return tracks
 
 
-def _text(step: Step, chunked: bool) -> str:
+def _text(slot: Slot, chunked: bool) -> str:
     """``F5``, ``B0‖F5``; with the stage in front where a rank holds several: ``4F5``, ``6B0‖0F4``."""
-    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(step))
+    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
 
 
-def _style(step: Step) -> str:
-    return "pair" if isinstance(step, Pair) else step.kind.value
+def _style(slot: Slot) -> str:
+    return "pair" if isinstance(slot, Pair) else slot.kind.value
 
 
 def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
