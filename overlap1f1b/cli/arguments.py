@@ -12,6 +12,15 @@ from typing import Any
 import tyro
 
 
+_WRONG_TYPE = {
+    r"no type matching INT could be instantiated from \[(.*)\]": "a whole number",
+    r"no type matching FLOAT could be instantiated from \[(.*)\]": "a number",
+    r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
+    r"could not convert string to float: (.*)": "a number",
+}
+"""What tyro says of a value of the wrong type, and what is allowed."""
+
+
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
     """Return the options of the verb that comes first; ``--help`` is printed and ends the process.
 
@@ -37,7 +46,7 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         if not error.code or first not in verbs:
             sys.stderr.write(said.getvalue())
             raise
-        raise ValueError(f"{_one_line(said.getvalue())}; allowed: see {prog} {first} --help") from None
+        raise ValueError(f"{_one_line(said.getvalue())}; see {prog} {first} --help") from None
     sys.stderr.write(said.getvalue())
     return options
 
@@ -47,6 +56,8 @@ def _one_line(box: str) -> str:
     _, *lines, _ = box.strip().splitlines()
     paragraph, *others = re.split(r"\n[─-]+\n", "\n".join(line.strip("│| ") for line in lines))
     sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).rstrip(".").replace("{None}|", "")
+    for pattern, kind in _WRONG_TYPE.items():
+        sentence = re.sub(rf"Error parsing (\S+): {pattern}", rf"\1 \2; allowed: {kind}", sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
     names = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
     return sentence + (f"; perhaps {', '.join(names)}" if names else "")

@@ -16,11 +16,11 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("plan --ranks x", ["--ranks", "INT", "'x'"]),
-        ("plan --ranks=2.5", ["--ranks", "INT", "'2.5'"]),
-        ("plan --ranks ''", ["--ranks", "INT", "''"]),
+        ("plan --ranks x", ["error: --ranks 'x'; allowed: a whole number; see overlap1f1b plan --help"]),
+        ("plan --ranks=2.5", ["--ranks", "a whole number", "'2.5'"]),
+        ("plan --ranks ''", ["--ranks", "a whole number", "''"]),
         ("plan --compare 1f1b zb_h1 --extra_warmup a", ["--extra-warmup", "'a'"]),
-        ("plan --schedule 1f1b --forward fast", ["--forward", "FLOAT", "'fast'"]),
+        ("plan --schedule 1f1b --forward fast", ["--forward", "a number", "'fast'"]),
         ("plan --ranks", ["--ranks", "Missing value"]),
         ("plan --csv --tables", ["--csv", "Missing value"]),
         ("plan --foo 3", ["Unrecognized options: --foo"]),
@@ -29,8 +29,8 @@ Capture = pytest.CaptureFixture[str]
         ("plan --no-search", ["Unrecognized options: --no-search", "--search"]),
         ("plan 1f1b", ["Unrecognized options: 1f1b"]),
         ("plan --search 3", ["Unrecognized options: 3"]),
-        ("train --ranks x", ["--ranks", "int", "'x'"]),
-        ("train --lr high", ["--lr", "float", "'high'"]),
+        ("train --ranks x", ["--ranks", "a whole number", "'x'"]),
+        ("train --lr high", ["error: --lr 'high'; allowed: a number; see overlap1f1b train --help"]),
         ("train --router top", ["--router", "'top'", "'softmax', 'sigmoid'"]),
         ("train --text a b --stepz 3", ["Unrecognized options: --stepz", "--steps"]),
         ("bench --compute slow", ["--compute", "'slow'", "'real', 'timed'"]),
@@ -69,5 +69,5 @@ def test_the_line_says_where_the_options_are() -> None:
 
     verbs = {"draw": Options, "paint": Options}
     assert parse(["draw", "--sides", "3", "4"], verbs, prog="p", description="") == Options((3, 4))
-    with pytest.raises(ValueError, match=r"^[^\n╭│─]*--sides[^\n╭│─]*; allowed: see p draw --help$"):
+    with pytest.raises(ValueError, match=r"^[^\n╭│─]*--sides[^\n╭│─]*; see p draw --help$"):
         parse(["draw", "--sides", "3"], verbs, prog="p", description="")
