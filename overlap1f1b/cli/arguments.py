@@ -11,7 +11,6 @@ from typing import Any
 
 import tyro
 
-
 _WRONG_TYPE = {
     r"no type matching INT could be instantiated from \[(.*)\]": "a whole number",
     r"no type matching FLOAT could be instantiated from \[(.*)\]": "a number",
@@ -55,7 +54,7 @@ def _one_line(box: str) -> str:
     """Return the first sentence of tyro's box, drawn in Unicode or ASCII, and the names of similar options."""
     _, *lines, _ = box.strip().splitlines()
     paragraph, *others = re.split(r"\n[─-]+\n", "\n".join(line.strip("│| ") for line in lines))
-    sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).rstrip(".").replace("{None}|", "")
+    sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).lstrip("- ").rstrip(".").replace("{None}|", "")
     for pattern, kind in _WRONG_TYPE.items():
         sentence = re.sub(rf"Error parsing (\S+): {pattern}", rf"\1 \2; allowed: {kind}", sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
