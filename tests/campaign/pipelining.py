@@ -1,4 +1,4 @@
-"""Cases of torch.distributed.pipelining's schedules with the engine registered."""
+"""Cases of torch.distributed.pipelining's schedules, with the engine registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.pauses import pauses
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank."""
+    """Return the problems of a case on this rank."""
     (layout,), microbatches, problems = case.layouts, case.data.microbatches, []
     mesh = init_device_mesh("cpu", (layout.pp, layout.ep), mesh_dim_names=("pp", "ep"))
     at, shard = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
@@ -55,5 +55,5 @@ def play(rank: int, size: int, case: Case) -> list[str]:
 
 
 def _weights(case: Case) -> list[float]:
-    """So that every stage has experts: the embedding and the head count for nothing."""
+    """Return weights for the split that give every stage experts: embedding and head weigh nothing."""
     return [0.0, *[1.0] * len(case.model.layers), 0.0]

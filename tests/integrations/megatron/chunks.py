@@ -27,7 +27,7 @@ Item = tuple[Tensor, Tensor]
 
 
 class Part(nn.Module):
-    """A model chunk: some modules of the whole, the embedding and the head apart from the layers."""
+    """A model chunk: some modules of the model, with embedding and head apart from the layers."""
 
     def __init__(self, modules: list[nn.Module], config: object, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Listed(nn.Sequential):
 
 
 class Wrapped(nn.Module):
-    """As a data-parallel wrapper does."""
+    """Wraps a module as a data-parallel wrapper does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Wrapped(nn.Module):
 def build(
     stages: int, group: Any = None, config: object = None, block: type[models.Block] = models.Block
 ) -> list[Part]:
-    """The whole model in as many chunks."""
+    """Return the whole model in this number of chunks."""
     every = list(models.build(group, layers=LAYERS, block=block))
     parts = split_blocks(every, stages)
     return [Part(part, config, first=i == 0, last=i == stages - 1) for i, part in enumerate(parts)]
@@ -101,7 +101,7 @@ def items(microbatches: int, *, sequence: int = 7, varied: bool = False, seed: i
 
 
 def plain(parts: list[Part], data: list[Item], scale: float = 1.0) -> list[Tensor]:
-    """A loop over the microbatches; returns the losses."""
+    """Run a plain loop over the microbatches; return the losses."""
     losses = []
     for tokens, target in data:
         x = tokens
@@ -137,7 +137,7 @@ def with_config(**fields: Any) -> tuple[ForwardBackward, Part, SimpleNamespace]:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> SimpleNamespace:
-    """A module of Megatron-Core that is imported already."""
+    """Register a stand-in for a module of Megatron-Core, as if it were imported."""
     module = SimpleNamespace(**members)
     monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
     return module

@@ -18,7 +18,7 @@ HIDDEN, VOCABULARY, SEQUENCE, BATCH = 32, 48, 12, 2
 
 
 class OnCPU(TorchFunctionMode):
-    """Makes on the CPU what asks for CUDA."""
+    """Creates tensors on the CPU that are requested on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -31,7 +31,7 @@ class OnCPU(TorchFunctionMode):
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[Any]:
-    """Megatron-Core with its groups made; they are gone afterwards."""
+    """Make Megatron-Core's groups inside the context, and destroy them after it."""
     stream = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, synchronize=_nothing, wait=_nothing)
     stream.record_event = lambda *_: stream  # which stands in for an event, too
     for name, value in {
@@ -67,7 +67,7 @@ def _nothing(*_: object, **__: object) -> None: ...
 
 
 def build(*, mixed: Callable[[], nn.Module] | None = None, layers: int = 2, pp: int = 1, **fields: Any) -> nn.Module:
-    """This pipeline rank's chunk; ``mixed`` makes what takes the place of every layer's MLP."""
+    """Return this pipeline rank's chunk; ``mixed`` makes a replacement for every layer's MLP."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -108,7 +108,7 @@ def build(*, mixed: Callable[[], nn.Module] | None = None, layers: int = 2, pp: 
 
 
 def fuse_weight_gradients() -> None:
-    """Stands in for Apex's kernel: the backward itself adds to the main gradient."""
+    """Replace Apex's kernel: the backward itself adds to the main gradient."""
     from megatron.core.tensor_parallel import layers
 
     def add(rows: Tensor, grad: Tensor, main: Tensor) -> None:
@@ -119,7 +119,7 @@ def fuse_weight_gradients() -> None:
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
-    """A microbatch each."""
+    """Return the inputs of each microbatch."""
     generator = torch.Generator().manual_seed(4)
     drawn = [torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(count)]
     mask = torch.ones(SEQUENCE, SEQUENCE).tril().logical_not()[None, None]
@@ -130,17 +130,17 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 
 
 def mean(output: Tensor) -> Any:
-    """A loss by microbatches."""
+    """Return the mean loss and a report."""
     return output.mean(), {"loss": float(output.mean())}
 
 
 def by_tokens(output: Tensor) -> Any:
-    """A loss by tokens."""
+    """Return the sum of losses, the tokens, and a report."""
     return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {"loss": float(output.sum())}
 
 
 def call(function: Any, model: nn.Module, microbatches: int, loss_func: Any = mean, **more: Any) -> list[float]:
-    """A step; returns what ``loss_func`` reported."""
+    """Run a step; return the reported losses."""
 
     def forward_step(iterator: Any, chunk: nn.Module) -> Any:
         return chunk(**next(iterator)), partial(loss_func)
@@ -153,7 +153,7 @@ def call(function: Any, model: nn.Module, microbatches: int, loss_func: Any = me
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """What an optimizer would be given: ``.grad`` that was not added to the main gradient already, and that."""
+    """Return the gradients for an optimizer: the main gradient, and ``.grad`` unless it was added to it."""
     found = {}
     for name, parameter in model.named_parameters():
         total = torch.zeros_like(parameter)

@@ -101,7 +101,7 @@ def test_a_wrapped_chunk_is_looked_into() -> None:
 
 
 class Skips(Part):
-    """The last layer's input goes round it, too."""
+    """An early tensor skips the last layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -129,7 +129,7 @@ class Passes(Part):
 
 
 class Borrows(Part):
-    """A layer that uses another one's parameter."""
+    """The output uses a layer's parameter."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * self.layers[0].norm.weight.sum()  # type: ignore[operator, union-attr]
@@ -263,7 +263,7 @@ def test_a_main_gradient_that_would_be_added_twice_is_refused() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Norm and projection inside a checkpoint that runs a backward of its own, and experts if asked for."""
+    """Runs a module inside a checkpoint that runs its own backward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ from tests.ranks import Ranks
 
 
 def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int, wholes: list[bool]) -> list[str]:
-    """Return what differs from a plain loop: with chunks that are cut, and with chunks that are left whole."""
+    """Return the differences from a plain loop, for chunks that are cut and chunks that are left whole."""
     mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
     problems: list[str] = []
     reference = build(pp * chunks)
@@ -80,7 +80,7 @@ def _compare_step(
     losses: list[Tensor],
     own: list[dict[str, Tensor]],
 ) -> list[str]:
-    """Return what differs in one step: training, evaluation, non-loss data."""
+    """Return the differences in one step: training, evaluation, non-loss data."""
     (pp, ep), rank, shard = mesh.shape, mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     problems = []
     for part in mine:
@@ -131,13 +131,13 @@ CASES_4 = [
 
 @pytest.mark.parametrize(("schedule", "pp", "ep", "chunks"), CASES_2)
 def test_two_ranks(ranks2: Ranks, schedule: str, pp: int, ep: int, chunks: int) -> None:
-    assert ranks2.run(_compare, schedule, pp, ep, chunks, [False, True], timeout=120) == [[]] * 2
+    assert ranks2.run(_compare, schedule, pp, ep, chunks, [False, True], timeout=240) == [[]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "pp", "ep", "chunks"), CASES_4)
 def test_four_ranks(ranks4: Ranks, schedule: str, pp: int, ep: int, chunks: int) -> None:
-    assert ranks4.run(_compare, schedule, pp, ep, chunks, [False], timeout=120) == [[]] * 4
+    assert ranks4.run(_compare, schedule, pp, ep, chunks, [False], timeout=240) == [[]] * 4
 
 
 @pytest.mark.parametrize("microbatches", [1, 5])
@@ -292,7 +292,7 @@ def test_encoder_and_decoder(ranks4: Ranks, by_list: bool) -> None:
 
 
 class Shared(models.Block):
-    """Two ranks have one half of the tokens' features each, and put them together by collectives of their own."""
+    """Each of two ranks has half of the tokens' features; collectives inside the block combine them."""
 
     tp: Any = None
 

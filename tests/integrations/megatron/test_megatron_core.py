@@ -86,7 +86,7 @@ def test_groups_are_megatrons_own_by_default() -> None:
 
 
 class Mixed(nn.Module):
-    """Experts of this project in the place of a layer's MLP."""
+    """An MLP made of this project's experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def test_only_last_contributions_are_outside_of_no_sync(grad_sync: bool) -> None
 
 
 class Attaches(Part):
-    """Its output carries losses of Megatron-Core's kind; it notes their scales in the backward."""
+    """Notes the scales of Megatron-Core's attached losses in the backward."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = super().forward(tokens)

@@ -50,7 +50,7 @@ class Step:
         assert (len(losses) > 0) == last
 
     def differs(self, other: Step) -> list[str]:
-        """What is not bit-equal."""
+        """Return the names of values that are not bit-equal."""
         found = models.equal(self.gradients, other.gradients)
         if (self.output is None) != (other.output is None) or (
             self.output is not None and not torch.equal(self.output, other.output)
@@ -61,7 +61,7 @@ class Step:
 
 
 def mesh(size: int, ep: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Pipeline group and expert group of this rank."""
+    """Return the pipeline group and the expert group of this rank."""
     both = init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("pp", "ep"))
     return both.get_group("pp"), both.get_group("ep") if ep > 1 else None
 
@@ -129,7 +129,7 @@ def test_schedules_without_pairs(ranks4: Ranks, name: str) -> None:
 
 
 def _table(rank: int, size: int, text: str | None, path: str) -> list[str]:
-    """The same with a table: one of ours, or a text of rows."""
+    """Return the differences of a step from torch's, with a table: one of our programs, or a text of rows."""
     pp, group = mesh(size, 2)
     chunks = 1 if text else 2
     program = o1.build_schedule("combined_1f1b", ranks=2, microbatches=5, chunks=2)
@@ -221,7 +221,7 @@ def test_single_modules_and_options_of_a_step(ranks4: Ranks) -> None:
 
 
 class Two(nn.Module):
-    """Passes on two tensors, the second of which takes part every other stage."""
+    """Passes two tensors on; every second stage uses the second one."""
 
     def __init__(self, part: nn.Module, stage: int) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_two_tensors_cross_a_boundary(ranks4: Ranks) -> None:
 
 
 def _evaluated(rank: int, size: int, name: str) -> bool:
-    """Outputs of ``eval`` between steps, which changes no gradient."""
+    """Whether ``eval`` between steps returns the right outputs and changes no gradient."""
     pp, group = mesh(size, 2)
     model = models.build(group, layers=5)
     stages = stages_of(pp, cut(model), V if name == "ScheduleDualPipeV" else LOOP)
@@ -294,7 +294,7 @@ def test_eval_between_steps(ranks4: Ranks, name: str) -> None:
 
 
 def against_plain(rank: int, model: nn.Sequential, stages: list[PipelineStage]) -> list[str]:
-    """What differs from plain autograd, where torch's own runtime fails."""
+    """Return the differences from plain autograd, for cases in which torch's own runtime fails."""
     data = models.batch(4)
     losses, _ = models.plain_gradients(model, *data, 4)
     expected = {f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()}
@@ -330,7 +330,7 @@ class Expanding(nn.Module):
 
 
 def _stride_0(rank: int, size: int) -> list[str]:
-    """A gradient of stride 0 between stages, which torch's own runtime hands to gloo, which refuses it."""
+    """Send a gradient of stride 0 between stages; torch's own runtime passes it to gloo, which refuses it."""
     pp, _ = mesh(size, 1)
     parts = cut(models.build(layers=5))
     parts[1] = nn.Sequential(Expanding(), *parts[1])
@@ -358,7 +358,7 @@ def alone() -> Iterator[None]:
 
 
 def built(*parts: nn.Module, microbatches: int = 4) -> ScheduleDualPipeV:
-    """A schedule of one rank."""
+    """Return a schedule of one rank."""
     parts = parts or (models.build()[:2], models.build()[2:])
     stages = [PipelineStage(part, i, len(parts), CPU) for i, part in enumerate(parts)]
     return ScheduleDualPipeV(stages, microbatches, models.loss_fn)

@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": V, "d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "output_router_logits": True,
 }  # fmt: skip
-"""By the names that configurations use; each is set where a configuration has it."""
+"""Sizes by the names that configurations use; each is set if a configuration has it."""
 
 _FULL_HEADS = {"num_key_value_heads": 4}
 _GEMMA4 = {
@@ -89,11 +89,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QWEN4,
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What does not fit one of them."""
+"""Sizes for models that need others."""
 
 
 def names() -> list[str]:
-    """Model types whose modelling code defines experts."""
+    """Return the model types whose modelling code defines experts."""
     found, models = [], Path(transformers.models.__path__[0])
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if name in CONFIG_MAPPING:
@@ -104,7 +104,7 @@ def names() -> list[str]:
 
 
 def build(name: str, dtype: torch.dtype) -> Any:
-    """A tiny model of a type, its experts run one by one."""
+    """Return a tiny model of a type, whose experts run one by one."""
     default: Any = CONFIG_MAPPING[name]()
     if not name.endswith("_text"):
         default = getattr(default, "text_config", default)

@@ -118,7 +118,7 @@ def test_adapters_are_not_saved(kind: str, tmp_path: Path) -> None:
 
 
 def _save(rank: int, size: int, folder: Path) -> str:
-    """Every rank says so, also the one whose stage has no adapter."""
+    """Every rank raises, also the one whose stage has no adapter."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     stages = split_model(linear(tiny.build("mixtral")), build_schedule("1f1b", ranks=size, microbatches=2), mesh)
     with pytest.raises(ValueError, match="is an adapter") as caught:

@@ -32,11 +32,11 @@ REFUSED = {
     "llama4_text": NO_SEAM,
     "zaya": PASSES_MORE,  # layers hand states of their routers on
 }
-"""Why, by what the message must say."""
+"""Pattern of the message for each refused architecture."""
 
 SINGLE = {"inkling2_text"}  # its own forward fails in float64
 OLD = {"aria_text", "dbrx", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
-"""In transformers 5.17 other experts, or a loss of the router that its own forward fails at."""
+"""Architectures that in transformers 5.17 have other experts, or whose own forward fails with a router's loss."""
 ROUNDED = {"beam", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
 CUT = {
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "dbrx", "deepseek_v2",

@@ -81,7 +81,7 @@ def on_meta(folder: Path, program: Program, mesh: Any = None) -> SplitModel:
 
 
 def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor], int, int]]:
-    """Losses over stages and expert ranks of what was read, and how many bytes were read and are held."""
+    """Return, for each folder, the losses over stages and expert ranks, and the bytes that were read and are held."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     results = []
@@ -102,7 +102,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
 
 @pytest.mark.slow
 def test_each_rank_reads_its_part(ranks4: Ranks, tmp_path: Path) -> None:
-    """Of folders with one file, as transformers writes them, and with several."""
+    """Folders have one file, as transformers writes them, or several."""
     expected = []
     folders = []
     for index, (name, options) in enumerate(MODELS):
@@ -119,7 +119,7 @@ def test_each_rank_reads_its_part(ranks4: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), MODELS, ids=IDS)
 def test_logits_are_those_of_from_pretrained(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """What transformers saved we load, and what we saved it loads, to the same files and the same bits."""
+    """Folders that transformers saved are loaded, and transformers loads ours, with equal files and bits."""
     model = tiny.build(name, **options).eval()
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=2)
     model.save_pretrained(tmp_path / "own")
@@ -142,7 +142,7 @@ def test_logits_are_those_of_from_pretrained(name: str, options: dict[str, Any],
 
 
 def test_the_layout_of_the_modules_is_read_too(tmp_path: Path) -> None:
-    """And weights that are there already are overwritten in place."""
+    """Existing weights are overwritten in place."""
     model = tiny.build("mixtral", tie_word_embeddings=True)
     model.config.save_pretrained(tmp_path)
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
@@ -223,7 +223,7 @@ def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[
 
 
 def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
-    """Tied inside the one stage; the configurations are those that transformers writes."""
+    """The one stage holds both ends of a tie; the configurations equal transformers' own."""
     options = {"tie_word_embeddings": True}
     model = tiny.build("mixtral", **options).to(torch.bfloat16)
     model.generation_config.update(do_sample=True, temperature=0.5)

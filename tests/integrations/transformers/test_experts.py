@@ -149,7 +149,7 @@ def test_parameters_beside_the_layers() -> None:
 
 
 def _gradients(rank: int, size: int, folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """Logits and gradients of a model that ``from_pretrained`` spreads, by who brings its experts their tokens."""
+    """Return logits and gradients of a model that ``from_pretrained`` spreads, by the name of the exchange."""
     from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "ACCELERATE_USE_CPU": "1"}

@@ -58,7 +58,7 @@ class Run:
 
 
 def _over_four(rank: int, size: int, start: Path, folder: Path) -> dict[str, list[float]]:
-    """Goes on from one rank's checkpoint over stages and experts, over copies of them, and with both ends on a rank."""
+    """Continue one rank's checkpoint over stages and experts, over copies of them, and with both ends on a rank."""
     losses = {}
     source = start
     for name, schedule, layout in (

@@ -28,7 +28,7 @@ MICROBATCHES = 4
 
 
 def parts_of(stages: SplitModel) -> dict[str, tuple[int, int]]:
-    """(rank, ranks) that share the experts a parameter belongs to."""
+    """Return this rank's index and the number of ranks that share a parameter's experts."""
     return {
         f"{path}.{label}": (module.exchange.rank, module.exchange.ranks)
         for stage in stages.values()
@@ -39,7 +39,7 @@ def parts_of(stages: SplitModel) -> dict[str, tuple[int, int]]:
 
 
 def problems_of(stages: SplitModel, expected: dict[str, Tensor], limit: float) -> list[str]:
-    """Where this rank's gradients differ from those of one process."""
+    """Return the names of this rank's gradients that differ from one process's."""
     found, parts = dict(stages.named_parameters()), parts_of(stages)
     problems = [f"{name} is not a parameter of the model" for name in found.keys() - expected.keys()]
     for name in found.keys() & expected.keys():
@@ -83,7 +83,7 @@ def test_recomputed_layers_are_bit_equal(name: str) -> None:
 
 
 def _recomputed(rank: int, size: int) -> list[tuple[list[str], int]]:
-    """Of each mode, gradients that differ from those of none, and the number of exchanges."""
+    """Return, for each mode, the gradients that differ from mode none's, and the number of exchanges."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
     tokens, labels = tiny.batch(8, seed=mesh["ep"].get_local_rank())
@@ -153,7 +153,7 @@ def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict
 
 
 def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:
-    """What else a model is called with: padding on the left and on the right, sequences packed in one row."""
+    """Return other arguments of a model: padding on the left and on the right, sequences packed in one row."""
     left, right, positions = torch.ones(rows, tiny.S), torch.ones(rows, tiny.S), torch.arange(tiny.S).repeat(rows, 1)
     for row in range(rows):
         left[row, : row % 4], right[row, tiny.S - row % 3 :] = 0, 0
@@ -248,7 +248,7 @@ def test_dropout_and_jitter_have_a_stream_of_their_own() -> None:
 
 
 def test_names_and_memory() -> None:
-    """The parts of all ranks make up the model; what a rank does not hold takes no memory."""
+    """The parts of all ranks make up the model; parts of other ranks take no memory."""
     whole = tiny.build("mixtral", tie_word_embeddings=True)
     program = build_schedule("1f1b", ranks=2, microbatches=2)
     names = set()

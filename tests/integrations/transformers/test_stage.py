@@ -28,7 +28,7 @@ MICROBATCHES = 3
 
 
 def given_of(rows: int = 6) -> tuple[dict[str, Tensor], Tensor]:
-    """Padded on the left, and labels."""
+    """Return a batch padded on the left, and labels."""
     tokens, labels = tiny.batch(rows)
     mask = torch.ones(rows, tiny.S, dtype=torch.int64)
     for row in range(rows):
@@ -38,7 +38,7 @@ def given_of(rows: int = 6) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def forms(given: Mapping[str, Tensor], left_out: tuple[str, ...]) -> dict[str, Any]:
-    """The same inputs in all forms that a step takes."""
+    """Return the same inputs in all forms that a step takes."""
     named: dict[str, Tensor | None] = {n: None if n in left_out else v for n, v in given.items()}
     parts = [
         {n: None if v is None else v.chunk(MICROBATCHES)[i] for n, v in named.items()} for i in range(MICROBATCHES)
@@ -75,7 +75,7 @@ def test_every_form_gives_the_models_own_gradients(left_out: tuple[str, ...]) ->
 
 
 def _pipeline(rank: int, size: int, dynamic: bool) -> list[str]:
-    """Steps that are given more and less, over ranks; every second microbatch without a mask in the last ones."""
+    """Run steps with more and with fewer inputs over ranks; in the last ones every second microbatch has no mask."""
     pp = 2
     mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=pp, microbatches=MICROBATCHES)

@@ -40,13 +40,13 @@ COMMON = {
 
 
 def configuration(name: str, **options: Any) -> Any:
-    """Of a model."""
+    """Return the configuration of a tiny model."""
     kind, sizes = MODELS[name]
     return getattr(transformers, kind)(**{**COMMON, **sizes, **options})
 
 
 def build(name: str, *, double: bool = False, seed: int = 3, **options: Any) -> Any:
-    """A model of the same weights every time."""
+    """Return a model with the same weights every time."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(configuration(name, **options))
     if double:
@@ -55,7 +55,7 @@ def build(name: str, *, double: bool = False, seed: int = 3, **options: Any) -> 
 
 
 def batch(rows: int, *, seed: int = 5) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, the first of which do not count."""
+    """Return tokens and labels; the first labels do not count."""
     tokens = torch.randint(3, V, (rows, S), generator=torch.Generator().manual_seed(seed))
     labels = tokens.clone()
     labels[:, :2] = -100
@@ -65,7 +65,7 @@ def batch(rows: int, *, seed: int = 5) -> tuple[Tensor, Tensor]:
 def own_gradients(
     model: nn.Module, inputs: Mapping[str, Tensor], labels: Tensor, microbatches: int, scale: float = 1.0
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses of the model's own ``forward(labels=…)`` for each microbatch, and the gradients of their mean so far."""
+    """Return the losses of ``forward(labels=…)`` for each microbatch, and the gradients of their mean."""
     losses = []
     parts = {name: value.chunk(microbatches) for name, value in inputs.items()}
     for index, part in enumerate(labels.chunk(microbatches)):
@@ -77,12 +77,12 @@ def own_gradients(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name, tied parameters under each; zeros where there is none."""
+    """Return gradients by all names of a parameter; zeros for a missing gradient."""
     named = model.named_parameters(remove_duplicate=False)
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative, in norm; absolute where zero is expected."""
+    """Return the relative difference in norm; the absolute one if zero is expected."""
     norm = float(expected.norm())
     return float((found - expected).norm()) / (norm or 1.0)
