@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from overlap1f1b.kernels.routing import Rule
-from overlap1f1b.kernels.triton import combine, packing, permute, routing, slots, swiglu, take, weight_grad
+from overlap1f1b.kernels.triton import combine, grouped_mm, permute, routing, slots, swiglu
 from overlap1f1b.kernels.triton.launch import SUMMED, TILE, tile
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
@@ -99,7 +99,7 @@ def whole(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        (take.take_rows, (half(T, H), whole(T))),
+        (permute.take_rows, (half(T, H), whole(T))),
         (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K)),
         (permute.spread_weighted, (half(T, H), half(T, K), whole(T * K), whole(T * K))),
         (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T, K))),
@@ -123,12 +123,12 @@ def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any
 @pytest.mark.slow
 def test_all_others_compile(compiled: Any) -> None:
     rule = Rule(K, normalize=True)
-    compiled(take.put_rows, half(T, H), whole(T))
+    compiled(permute.put_rows, half(T, H), whole(T))
     assert [k.name for k in compiled(slots.place_slots, whole(T, K), E)] == ["_count", "_offsets", "_place"]
-    compiled(packing.pack_places, whole(T * K), whole(T * K), whole(E), 8, T * K)
+    compiled(slots.pack_places, whole(T * K), whole(T * K), whole(E), 8, T * K)
     compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
     compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
     main, ends = torch.empty(2, 2 * INTERMEDIATE, H), whole(2)
-    ((_, ptx),) = compiled(weight_grad.add_weight_grad_, main, half(T, 2 * INTERMEDIATE), half(T, H), ends)
+    ((_, ptx),) = compiled(grouped_mm.add_weight_grad_, main, half(T, 2 * INTERMEDIATE), half(T, H), ends)
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
     assert not re.search(r"\b(atom|red)\.", ptx)

@@ -1,0 +1,58 @@
+"""A mesh: coordinates, groups and labels whatever its order of ranks, and values compared over all ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.mesh import Mesh, Together
+from tests.ranks import Ranks
+
+TURNED = [[3, 1], [2, 0]]  # ranks of a mesh that is not in ascending order
+
+
+def _coordinates(rank: int, size: int) -> dict[str, Any]:
+    mesh = Mesh(DeviceMesh("cpu", torch.tensor(TURNED), mesh_dim_names=("pp", "ep")))
+    return {
+        "at": (mesh.rank("pp"), mesh.rank("dp"), mesh.rank("ep")),
+        "label": mesh.label,
+        "ep": mesh.gathered("ep", rank),
+        "pp": mesh.gathered("pp", rank),
+        "dp": mesh.gathered("dp", rank),
+        "ranks": (mesh.ranks(pp=[0], over=("ep",)), mesh.ranks(pp=[0, 1], over=())),
+        "numbers": [mesh.number(pp) for pp in range(2)],
+        "all": mesh.combined([rank], lambda _, parts: [one for part in parts for one in part]),
+        "compared": (mesh.compared(1.0)(), mesh.compared(float(rank == 2))()),
+        "together": Together(mesh, "it fails").each(lambda: rank * 10),
+    }
+
+
+def test_coordinates_of_a_mesh_in_any_order(ranks4: Ranks) -> None:
+    found = ranks4.run(_coordinates)
+    for pp, row in enumerate(TURNED):
+        for ep, rank in enumerate(row):
+            mine = found[rank]
+            column = [TURNED[0][ep], TURNED[1][ep]]
+            assert mine["at"] == (pp, 0, ep)
+            assert mine["label"] == f"rank pp {pp}, ep {ep}"
+            assert (mine["ep"], mine["pp"], mine["dp"]) == (row, column, [rank])
+            assert mine["ranks"] == ([1, 3], sorted(column))
+            assert mine["numbers"] == [sorted(column).index(one) for one in column]
+            assert mine["all"] == [3, 1, 2, 0]
+            assert mine["compared"] == (True, False)
+            assert mine["together"] == [0, 10, 20, 30]
+
+
+def test_one_rank_is_a_mesh() -> None:
+    mesh = Mesh(None)
+    assert [mesh.size(dimension) for dimension in ("pp", "dp", "ep")] == [1, 1, 1]
+    assert (mesh.label, mesh.several, mesh.group("ep"), mesh.on_gloo) == ("rank 0", False, None, False)
+    assert mesh.gathered("ep", 7) == [7]
+    assert mesh.compared(3.0)()
+    with pytest.raises(ValueError, match=re.escape("over 2 pipeline ranks on a mesh with 1 along 'pp'")):
+        mesh.check(build_schedule("1f1b", ranks=2, microbatches=2))
