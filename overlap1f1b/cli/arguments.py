@@ -54,7 +54,8 @@ def _one_line(box: str) -> str:
     """Return the first sentence of tyro's box, drawn in Unicode or ASCII, and the names of similar options."""
     _, *lines, _ = box.strip().splitlines()
     paragraph, *others = re.split(r"\n[─-]+\n", "\n".join(line.strip("│| ") for line in lines))
-    sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).lstrip("- ").rstrip(".").replace("{None}|", "")
+    text = re.sub(r"-{4,}", "", paragraph.split("\n\n", 1)[0])
+    sentence = " ".join(text.split()).rstrip(".").replace("{None}|", "")
     for pattern, kind in _WRONG_TYPE.items():
         sentence = re.sub(rf"Error parsing (\S+): {pattern}", rf"\1 \2; allowed: {kind}", sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
