@@ -1,4 +1,4 @@
-"""What the actions of a program are made of, on the ranks where its stages lie."""
+"""The nodes of a program's actions, transfers between ranks included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overlap1f1b.schedule import Action, Kind, Placement
 from overlap1f1b.schedule.values import check_size
 
 Shapes = StageShape | Sequence[StageShape]
-"""The blocks of every stage alike, or those of each."""
+"""The blocks of every stage, or a sequence with the blocks of each stage."""
 
 
 class Chains:
@@ -34,7 +34,7 @@ class Chains:
 
     Args:
         placement: Which rank holds which stage.
-        shape: Blocks of every stage, or a sequence of those of each stage.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
 
     Raises:
         ValueError: Shapes for another number of stages, a stage without blocks, a block alone where its stage is meant,
@@ -49,7 +49,7 @@ class Chains:
         self.weight, self.receive = cache(self._weight), cache(self._receive)
 
     def _of(self, action: Action) -> tuple[Node, ...]:
-        """The nodes of an action in order; weight gradients are apart, of a B too: see :meth:`weight`."""
+        """Return the nodes of an action in order, without the weight gradients of a B: see :meth:`weight`."""
         shape = self.shapes[action.stage]
         if action.kind is Kind.W:
             inputs = backward_chain(action, shape)
@@ -64,11 +64,11 @@ class Chains:
         return tuple(chain)
 
     def _weight(self, node: Node) -> Node | None:
-        """The weight gradient that a node of a backward makes possible, if there is one."""
+        """Return the weight gradient that becomes possible after a node of a backward, if any."""
         return weight_node(node, self.shapes[node.stage])
 
     def _local_needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions of the same rank, and not of a neighbour's, that an action needs whole; a B counts as an I."""
+        """Return the actions of the same rank that must end before an action; a B counts as an I."""
         if action.kind is Kind.W:
             return (action._replace(kind=Kind.I),)
         forward = action.kind is Kind.F
@@ -79,12 +79,12 @@ class Chains:
         return tuple(needs)
 
     def peer(self, node: Node) -> int:
-        """The other rank of a send or receive."""
+        """Return the other rank of a send or receive."""
         towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
     def _receive(self, node: Node) -> Node:
-        """The node that receives what this one sends."""
+        """Return the RECEIVE node of a SEND node."""
         forward = node.kind is Kind.F
         stage = node.stage + (1 if forward else -1)
         block = 0 if forward else len(self.shapes[stage]) - 1

@@ -1,4 +1,4 @@
-"""The rules that a plan keeps, checked before anything runs."""
+"""The rules of a plan, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlap1f1b.schedule import Kind
 
 
 def check(plan: Plan) -> None:
-    """Raises ``ValueError`` for the first broken rule, naming rank, position and node.
+    """Raise ``ValueError`` for the first broken rule, naming rank, position and node.
 
     Rules: every node of every action exactly once, on the rank of its stage; each after what it needs there;
     microbatches pass every node that sums gradients in the program's order, so that sums keep theirs; reductions after
@@ -40,7 +40,7 @@ def _name(plan: Plan, rank: int) -> str:
 
 
 def _check_memory(plan: Plan, rank: int) -> None:
-    """Activations live to the end of a B, but to the weight gradient where the program splits the backward."""
+    """Check both peaks. Activations live to the end of a B, or to the W of a backward that the program splits."""
     splits = plan.program.splits(rank)
     alive, limit = plan.held(rank) if splits else plan.live(rank), plan.program.peak_activations[rank]
     if alive > limit and not plan.program.forward_only:
@@ -71,7 +71,7 @@ def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) 
 
 
 def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
-    """For every node of a rank's step the nodes of the rank that must stand before it."""
+    """Return, for every node of a rank's step, the nodes of the rank that must stand before it."""
     needs: dict[Node, list[Node]] = {}
     previous: dict[tuple[object, ...], Node] = {}  # the node of the microbatch before, for nodes that sum gradients
     reductions: dict[Node, list[Node]] = {}
@@ -102,7 +102,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
 
 
 def _summing(node: Node, kind: Kind, chains: Chains) -> Iterator[Node]:
-    """The node, and the weight gradient that a B has with it."""
+    """Yield the node, and the weight gradient that belongs to it in a B."""
     yield node
     if kind is Kind.B and (weight := chains.weight(node)) is not None:
         yield weight

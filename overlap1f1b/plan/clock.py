@@ -1,4 +1,4 @@
-"""When nodes run, played one after another over the lanes."""
+"""The clock that plays nodes one after another over the resources of a rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
 
 
 def destination(node: Node) -> Key:
-    """The chain that receives what a node sends."""
+    """Return the chain that receives the message of a SEND node."""
     _, kind, microbatch, _, _, stage, pipe = node
     return pipe, stage + (1 if kind is _F else -1), microbatch, kind
 
 
 class Span(NamedTuple):
-    """A node on its lane from ``start`` to ``end``."""
+    """A node on its resource from ``start`` to ``end``."""
 
     node: Node
     start: float
@@ -39,9 +39,9 @@ class Clock:
     """Plays the nodes of a rank in issue order.
 
     The issuing thread computes. It launches an exchange or a send without waiting for it, and waits where a compute
-    node needs a result. A lane runs its nodes in the order of their launch. A dispatch needs counts: the lane waits for
-    them, or, if ``counts_block``, the issuing thread does. Where a transfer between stages and an exchange share links,
-    each has half of one as long as both are there; this delays what follows, not what has already been played.
+    node needs a result. A resource runs its nodes in the order of their launch. A dispatch needs counts: the resource
+    waits for them, or, with ``counts_block``, the issuing thread. If a transfer between stages and an exchange share
+    links, each gets half of the rate while both run; this delays later nodes only.
 
     Args:
         costs: How long each node takes.
@@ -75,7 +75,7 @@ class Clock:
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
-        """Time at which everything that the node needs is there; infinite while nobody has sent it."""
+        """Return the time at which all inputs of a node are here; infinite while one has not been sent."""
         op, kind, microbatch, _, _, stage, pipe = node
         if op is _REDUCE or op is _RECEIVE or op in RECOMPUTES:  # launched, or issued, where they stand
             return 0.0
@@ -93,12 +93,12 @@ class Clock:
         return max(forward, self.ready.get((pipe, stage + 1, microbatch, kind), 0.0))
 
     def start(self, node: Node) -> float:
-        """Earliest start of a node if it were issued now."""
+        """Return the earliest start of a node if it were issued now."""
         needed = self.needed(node)
         return needed if needed > self.now else self.now
 
     def play(self, node: Node, needed: float | None = None) -> Span:
-        """Issues the node; ``needed`` is what :meth:`needed` has said of it, if that is known."""
+        """Issue a node; ``needed`` is the result of :meth:`needed`, if it is known."""
         op, kind, microbatch, _, _, stage, pipe = node
         if op is _RECEIVE:
             self.awaited.add((pipe, stage, microbatch, kind))
@@ -121,7 +121,7 @@ class Clock:
         return Span(node, start, end)
 
     def _send(self, node: Node, launched: float) -> tuple[float, float]:
-        """Start and end of a transfer to the rank of the next stage, or of the one before."""
+        """Return start and end of a transfer to the rank of the next or previous stage."""
         key = pipe, stage, _, _ = destination(node)
         to = self.placement.rank(pipe, stage)
         start = max(launched, self.sent.get(to, 0.0))
@@ -136,7 +136,7 @@ class Clock:
         return start, end
 
     def _cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
-        """Its time, and that on every link: the same for every microbatch."""
+        """Return a node's time, and its time on every link; both are the same for every microbatch."""
         place = node[:2] + node[3:]
         known = self.known.get(place)
         if known is None:
@@ -145,7 +145,7 @@ class Clock:
         return known
 
     def _travel(self, node: Node, launched: float, free: list[float]) -> tuple[float, float]:
-        """First start and last end over the links, each of which is first in, first out."""
+        """Return the first start and the last end over the links; each link is first in, first out."""
         costs = self._cost(node)[1]
         shares = self.costs.shared_links and node.op is not Op.COUNTS
         if len(costs) == len(free) == 1 and not shares:
@@ -167,7 +167,7 @@ class Clock:
 def play_ranks(
     ranks: Sequence[Sequence[Node]], placement: Placement, costs: NodeCosts, *, counts_block: bool = False
 ) -> list[list[Span]]:
-    """The spans of every rank, each of which waits where it computes with what another has not sent yet.
+    """Return the spans of every rank. A rank waits at a compute node whose input has not been sent.
 
     Raises:
         ValueError: Ranks wait for each other; names the first node that waits.

@@ -1,4 +1,4 @@
-"""From a program to the fastest plan that is known for it."""
+"""The compiler: from a program to the fastest known plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
 
 LARGE = 20_000
-"""Nodes of a step beyond which a plan is compiled with fewer tries."""
+"""Number of nodes in a step beyond which fewer variants are tried."""
 
 PATIENCES = (0.0, 0.2, 0.4, 0.6)
 """Tried shares of a weight gradient's time that a wait must last for the gradient to be issued in it."""
@@ -25,7 +25,7 @@ DEFERRED = (1, 2)
 
 
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
-    """The plan of a program: the order of every node on every rank.
+    """Return the plan of a program: the order of every node on every rank.
 
     A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
     keeps the fastest: list scheduling is greedy, and a smaller k is now and then better. Each number is tried with
@@ -41,7 +41,7 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     Args:
         program: Checked, on any number of ranks.
         shape: Blocks of every stage, or a sequence of those of each.
-        costs: Of the nodes.
+        costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k.
         counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
 
@@ -83,9 +83,9 @@ def _candidates(
 
 
 def _receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
-    """The same order, with receives moved ahead so that each rank receives in the order in which its peers send.
+    """Move receives ahead, so that each rank receives in the order in which its peers send.
 
-    Receives take no time of the rank's, so nothing else moves.
+    A receive takes no time on its rank, so nothing else moves.
     """
     sent: dict[tuple[int, int], list[Node]] = {}
     for rank, nodes in enumerate(ranks):

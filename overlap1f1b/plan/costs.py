@@ -12,11 +12,11 @@ CostKey = tuple[Op, Kind, int, int, int]
 """Sub-op, kind, stage, block, seam."""
 
 Cost = float | tuple[float, ...]
-"""A time, or of an exchange the time on each of the links that it uses side by side."""
+"""A time; for an exchange perhaps the time on each link that it uses."""
 
 
 def cost_key(node: Node) -> CostKey:
-    """What the cost of a node is kept by: it is the same for every microbatch and pipe; of a transfer for the stage."""
+    """Return the key of a node's cost: the same for every microbatch and pipe; for a transfer its stage."""
     if node.op is Op.SEND:
         return Op.SEND, node.kind, node.stage, 0, 0
     return node.op, node.kind, node.stage, node.block, node.seam
@@ -59,11 +59,11 @@ class NodeCosts:
             raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
     def __call__(self, node: Node) -> float:
-        """Its time; of an exchange on its slowest link."""
+        """Return the time of a node; for an exchange that of its slowest link."""
         return max(self.links(node))
 
     def links(self, node: Node) -> tuple[float, ...]:
-        """Its cost on every link; one for a compute node."""
+        """Return the cost on every link; one number for a compute node."""
         cost = self.by_node.get(cost_key(node))
         if cost is None:
             cost = self.by_op.get((node.op, node.kind), 0.0)
@@ -84,9 +84,9 @@ class NodeCosts:
         send: float = 0.0,
         shared_links: bool = False,
     ) -> NodeCosts:
-        """Every block alike; input and weight gradients each cost what the forward does, as matrix products do.
+        """Return equal costs for every block; input and weight gradients each cost as much as the forward.
 
-        So does what is computed again.
+        Recomputation costs as much as the forward, too.
         """
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}

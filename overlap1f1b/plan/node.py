@@ -1,4 +1,4 @@
-"""Sub-op nodes: what an action is made of, and which lane each runs on."""
+"""Sub-op nodes: the parts of an action, and the resource on which each runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from overlap1f1b.schedule import Action, Kind
 class Op(StrEnum):
     """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts.
 
-    ``SEND`` and ``RECEIVE`` pass activations and gradients on between stages of different ranks. ``RECOMPUTE_…`` is the
-    forward of that sub-op once more, as a part of the backward: what was dropped is there again.
+    ``SEND`` and ``RECEIVE`` pass activations and gradients between stages of different ranks. ``RECOMPUTE_…`` runs the
+    forward of that sub-op again, as a part of the backward, because its activations were dropped.
     """
 
     DENSE = "dense"
@@ -30,11 +30,11 @@ class Op(StrEnum):
     RECOMPUTE_ATTENTION = "recompute_attention"
     RECOMPUTE_EXPERTS = "recompute_experts"
 
-    __hash__ = str.__hash__  # as that of Kind
+    __hash__ = str.__hash__  # see Kind
 
 
 class Resource(StrEnum):
-    """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour apart."""
+    """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour."""
 
     COMPUTE = "compute"
     EXCHANGE = "exchange"
@@ -105,7 +105,7 @@ class Node(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number below 2³¹ that an exchange has on every rank, and no other exchange that is in flight with it."""
+        """Tag of an exchange, below 2³¹: the same on every rank, and unique among exchanges in flight."""
         number = ((self.microbatch % 512) * 256 + self.stage % 256) * 256 + self.block % 256
         return (number * 8 + self.seam % 8) * 8 + 2 * _ROUND_TRIP.index(self.op) + (self.kind is Kind.F)
 
@@ -115,14 +115,14 @@ class Node(NamedTuple):
 
 
 class BlockShape(NamedTuple):
-    """What the plan must know of a block.
+    """The properties of a block that a plan depends on.
 
     Args:
         seams: Calls of experts in the block's forward; 0 for a dense block.
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
         reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
             contribution.
-        recompute: What its forward drops for its backward to compute again.
+        recompute: Which activations its forward drops, so that its backward computes them again.
     """
 
     seams: int
@@ -132,11 +132,11 @@ class BlockShape(NamedTuple):
 
     @property
     def own(self) -> Op:
-        """What the block computes outside the experts."""
+        """Sub-op of the block outside the experts."""
         return Op.ATTENTION if self.seams else Op.DENSE
 
     def drops(self, op: Op) -> bool:
-        """Whether the forward of a sub-op keeps nothing for the backward."""
+        """Return whether the forward of a sub-op keeps nothing for the backward."""
         return op in _DROPPED[self.recompute]
 
 
@@ -144,7 +144,7 @@ StageShape = tuple[BlockShape, ...]
 
 
 def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """The nodes of a forward, each needing the one before it."""
+    """Yield the nodes of a forward; each needs the one before it."""
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index, block in enumerate(shape):
         yield Node(block.own, Kind.F, block=index, **at)
@@ -154,10 +154,10 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """The nodes of an input gradient, each needing the one before it.
+    """Yield the nodes of an input gradient; each needs the one before it.
 
-    What was dropped is computed again where it is needed first, and needs no exchange itself: the experts' part beside
-    the exchange that brings their gradient, all else perhaps before the gradient of the stage's output is there.
+    Dropped activations are computed again before their first use. Recomputation needs no exchange: for the experts it
+    runs beside the exchange that brings their gradient, for the rest even before the gradient of the stage's output.
     """
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index in reversed(range(len(shape))):
@@ -172,7 +172,7 @@ def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:
-    """The weight-gradient node that a node of the backward chain makes possible, if there is one."""
+    """Return the weight-gradient node that becomes possible after a node of the backward chain, if any."""
     if node.kind is Kind.I and (
         node.op is Op.EXPERTS or (node.op in (Op.ATTENTION, Op.DENSE) and shape[node.block].split)
     ):
@@ -181,17 +181,17 @@ def weight_node(node: Node, shape: StageShape) -> Node | None:
 
 
 Recompute = Literal["none", "experts", "attention", "block"]
-"""What is dropped: nothing; what the experts compute; all else in a block (of a dense block everything); or both."""
+"""Dropped activations: none; those of the experts; the rest of a block (all of a dense block); or both."""
 
 
 def parse_recompute(value: str) -> Recompute:
-    """The mode of a text.
+    """Parse a recompute mode.
 
     >>> parse_recompute("block")
     'block'
 
     Raises:
-        ValueError: No mode.
+        ValueError: An unknown mode.
     """
     for mode in get_args(Recompute):
         if value == mode:

@@ -11,21 +11,21 @@ from overlap1f1b.schedule import Action, Kind, Pair, Slot
 
 
 def serial(actions: Iterable[Action], chains: Chains) -> Iterator[Node]:
-    """Each action's nodes, then the next action's; of a B each weight gradient right after its input gradient."""
+    """Yield one action's nodes after another; in a B each weight gradient follows its input gradient."""
     for action in actions:
         yield from _with_weights(chains.of(action), action, chains)
 
 
 def pairs(slots: Iterable[Slot], chains: Chains) -> Iterator[Node]:
-    """Serial, but the members of a pair interleaved layer by layer in Megatron-Core's fixed order.
+    """Yield the serial order with the members of a pair interleaved by layer in Megatron-Core's fixed order.
 
     ::
 
         exchange  | combine.b   | dispatch.f | dispatch.b             | combine.f                  |
         compute   | attention.f | experts.b  | experts.w  experts.f   | attention.b  attention.w   |
 
-    A forward's first layer meets a backward's last one; where one member has more layers, the rest runs alone. What is
-    sent between stages belongs to its own member, not to the end of the pair.
+    A forward's first layer meets a backward's last one; if one member has more layers, the rest runs alone. A transfer
+    between stages belongs to its own member, not to the end of the pair.
     """
     for slot in slots:
         if isinstance(slot, Pair):
@@ -37,7 +37,7 @@ def pairs(slots: Iterable[Slot], chains: Chains) -> Iterator[Node]:
 
 
 def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
-    """The same order, each reduced block's reduction launched right after the last contribution to its gradients."""
+    """Add the reduction of each reduced block right after the last contribution to its gradients."""
     nodes = list(nodes)
     if not any(block.reduced for shape in chains.shapes for block in shape):
         return nodes
@@ -64,7 +64,7 @@ def _with_weights(nodes: Iterable[Node], action: Action, chains: Chains) -> Iter
 
 
 def _layers(action: Action, chains: Chains) -> list[tuple[Node, ...]]:
-    """The action's chain cut into parts of one exchange round trip; dense blocks go with the part beside them."""
+    """Split an action's chain into parts of one exchange round trip; dense blocks join the part beside them."""
     chain = chains.of(action)
     aggregates = [index for index, node in enumerate(chain) if node.op is Op.AGGREGATE]
     cuts = [index + 1 for index in aggregates[:-1]] if action.kind is Kind.F else aggregates[1:]
@@ -72,7 +72,7 @@ def _layers(action: Action, chains: Chains) -> list[tuple[Node, ...]]:
 
 
 def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, chains: Chains) -> Iterator[Node]:
-    """One layer of each: the parts between exchanges alternate, backward first."""
+    """Interleave one layer of each member: the parts between exchanges alternate, backward first."""
 
     def weighted(nodes: Iterable[Node]) -> Iterator[Node]:
         return _with_weights(nodes, action, chains)
@@ -93,6 +93,6 @@ def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, ch
 
 
 def _parts(nodes: Sequence[Node]) -> list[list[Node]]:
-    """The nodes cut after each exchange of rows."""
+    """Split the nodes after each exchange of rows."""
     cuts = [index + 1 for index, node in enumerate(nodes) if node.op in (Op.DISPATCH, Op.COMBINE)]
     return [list(nodes[a:b]) for a, b in pairwise([0, *cuts, len(nodes)])]

@@ -18,15 +18,15 @@ Overlap = Literal["serial", "pairs"] | int
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes of a step in issue order on every pipeline rank; the ranks that share a collective share a rank's plan.
+    """The nodes of a step in issue order on every pipeline rank; ranks that share a collective share a plan.
 
     Args:
         program: What the plan carries out.
-        overlap: The setting that it was compiled for.
-        order: What it became, the best of the candidates: ``serial``, ``pairs`` or ``k=…``.
+        overlap: The setting for which it was compiled.
+        order: The best of the candidates: ``serial``, ``pairs`` or ``k=…``.
         shapes: Blocks of each stage.
         ranks: ``ranks[r]`` is every node of the step on rank ``r``.
-        predicted: Makespan by the costs that it was compiled with, in their unit.
+        predicted: Makespan by the costs of the compilation, in their unit.
     """
 
     program: Program
@@ -55,35 +55,35 @@ class Plan:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def without_reductions(self) -> Plan:
-        """The same order with nothing to sum over ranks."""
+        """Return the same order without reductions over ranks."""
         shapes = tuple(tuple(block._replace(reduced=False) for block in shape) for shape in self.shapes)
         ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)
         return replace(self, shapes=shapes, ranks=ranks)
 
     @property
     def peak_activations(self) -> int:
-        """Most (stage, microbatch) of a rank between the start of their forward and the end of their backward."""
+        """Peak number of (stage, microbatch) between forward and end of backward, over all ranks."""
         return max(map(self.live, range(len(self.ranks))))
 
     @property
     def peak_held(self) -> int:
-        """The same, with those that wait for weight gradients alone."""
+        """Peak number of (stage, microbatch) between forward and last weight gradient, over all ranks."""
         return max(map(self.held, range(len(self.ranks))))
 
     def live(self, rank: int) -> int:
-        """Most (stage, microbatch) of one rank between forward and the end of backward at any moment."""
+        """Return the peak number of (stage, microbatch) of a rank between forward and end of backward."""
         return _peak(self.ranks[rank], lambda node: node.kind is Kind.I and node.op is not Op.SEND)
 
     def held(self, rank: int) -> int:
-        """The same, with those that wait for weight gradients alone."""
+        """Return the peak number of (stage, microbatch) of a rank between forward and last weight gradient."""
         return _peak(
             self.ranks[rank], lambda node: node.kind is not Kind.F and node.op not in (Op.REDUCE, Op.SEND, Op.RECEIVE)
         )
 
     def waiting(self, rank: int) -> int:
-        """Most (stage, microbatch) of one rank between their input gradient and their weight gradients at any moment.
+        """Return the peak number of (stage, microbatch) of a rank between input gradient and weight gradients.
 
-        Those that the program splits: weight gradients of a B are its own, and held with its activations.
+        Only backwards that the program splits count: the weight gradients of a B are held with its activations.
         """
         split = {action[1:] for action in self.program.actions(rank) if action.kind is Kind.I}
         left = Counter(
@@ -108,12 +108,12 @@ class Plan:
 
 
 def ends_backward(node: Node) -> bool:
-    """Whether it is the last that an input gradient computes."""
+    """Return whether a node is the last computation of an input gradient."""
     return node.kind is Kind.I and node.block == 0 and node.op in (Op.ATTENTION, Op.DENSE)
 
 
 def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
-    """Most (stage, microbatch) that are open at once, from their first computation to their last ending node."""
+    """Return the peak of (stage, microbatch) that are open, from first computation to last ending node."""
     computing = [node for node in nodes if node.op not in (Op.SEND, Op.RECEIVE, Op.REDUCE)]
     left = Counter(map(_place, filter(ends, computing)))
     forward_only = not left
@@ -137,13 +137,13 @@ def _place(node: Node) -> tuple[int, int, int]:
 
 
 def parse_overlap(value: str | int) -> Overlap:
-    """The overlap setting of a text or number.
+    """Parse an overlap setting.
 
     >>> parse_overlap("3"), parse_overlap("pairs")
     (3, 'pairs')
 
     Raises:
-        ValueError: Anything but ``serial``, ``pairs`` and whole numbers from 1.
+        ValueError: The value is not ``serial``, ``pairs`` or a whole number from 1.
     """
     text = str(value)
     if text == "serial":

@@ -21,7 +21,7 @@ from overlap1f1b.schedule import Action, Kind
 
 PREFIX = "o1 "
 FORMAT, VERSION = "overlap1f1b-spans", 1
-"""Of the records that the engine writes and a report reads, whose spans have these names, too."""
+"""Format of the records that the engine writes and a report reads; their spans have these names, too."""
 NodeRangeKind = Literal["node", "flight", "wait"]
 
 _NODE = re.compile(
@@ -35,7 +35,7 @@ _OPS = {op.value: op for op in Op}
 
 
 class Label(NamedTuple):
-    """Who writes: the first range of a profile.
+    """The label of a rank: the first range of its profile.
 
     >>> str(Label(3, {"pp": (1, 2), "ep": (1, 2)}))
     'o1 rank 3: pp 1/2, ep 1/2'
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 
 
 class StepRange(NamedTuple):
-    """A step.
+    """The range of a training step.
 
     >>> str(StepRange(17))
     'o1 step 17'
@@ -94,7 +94,7 @@ Range = Label | StepRange | NodeRange | ActionRange
 
 
 def parse_range(text: str) -> Range | None:
-    """The range of a name, the reverse of ``str``; None for a name that is not in the grammar.
+    """Parse the name of a range, the reverse of ``str``; None for a name that is not in the grammar.
 
     >>> parse_range("o1 step 17")
     StepRange(number=17)
@@ -137,7 +137,7 @@ def _action(text: str) -> ActionRange | None:
 
 
 def parse_node(text: str) -> Node | None:
-    """The node of its text, the reverse of ``str``; None for anything else.
+    """Parse a node, the reverse of ``str``; None for any other text.
 
     >>> str(parse_node("experts.w[1] m3"))
     'experts.w[1] m3'

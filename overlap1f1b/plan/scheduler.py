@@ -1,4 +1,4 @@
-"""List scheduling: several consecutive actions open at once, each next node chosen by when it can start."""
+"""List scheduling: several consecutive actions are open at once; the node that can start first comes next."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _COMPUTE = Resource.COMPUTE
 
 
 class Policy(NamedTuple):
-    """How the list scheduler chooses.
+    """The settings of the list scheduler.
 
     Args:
         open_actions: k, the number of consecutive actions that are open at once.
         counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
-        deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone; none
-            where the program itself places weight gradients, since its activations contain those that wait.
-        patience: Share of a weight gradient's time that a wait must last for the gradient to be issued in it; in a
-            shorter wait the gradient would hold up the node that is waited for by more than it saves.
+        deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone. Unused
+            if the program places weight gradients itself, since its activations include the waiting ones.
+        patience: Share of a weight gradient's time that a wait must last for the gradient to be issued in it. In a
+            shorter wait the gradient would delay the awaited node by more than it saves.
     """
 
     open_actions: int
@@ -67,7 +67,7 @@ class _Open:
 
 
 class ListScheduler:
-    """Orders the nodes of one rank's actions; the order is the result, the times are only its means.
+    """Orders the nodes of one rank's actions; the result is the order, not the times.
 
     Of the next nodes of the open actions the one that can start first is issued, of equals that of the older action.
     A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
@@ -119,7 +119,7 @@ class ListScheduler:
         self.passed: dict[tuple[object, ...], int] = {}  # microbatches that have passed a backward node
 
     def run(self) -> list[Node]:
-        """The nodes in issue order, for a rank that needs nothing of others."""
+        """Return the nodes in issue order, for a rank that needs nothing of other ranks."""
         while not self.ended:
             waits = self.step(_FOREVER)
             assert waits is None, "a plan always has a node that can be issued"
@@ -131,10 +131,10 @@ class ListScheduler:
         return not (self.open or self.waiting or self.weights)
 
     def step(self, horizon: float) -> float | None:
-        """Issues the next compute node with the launches before it, if it starts by ``horizon``.
+        """Issue the next compute node with the launches before it, if it starts by ``horizon``.
 
-        Beyond it another rank may still send something that can start earlier; then the result is the time to which the
-        rank would wait, infinite if nothing is here.
+        Later another rank may still send something that can start earlier. Then return the time until which the rank
+        would wait, infinite if nothing is here.
         """
         self._open_next()
         self._launch()
@@ -176,7 +176,7 @@ class ListScheduler:
         return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is _F
 
     def _choose(self) -> tuple[_Open | None, float]:
-        """The action whose next node can start first, the older one on a tie, and when."""
+        """Return the action whose next node can start first (the older one on a tie), and its start."""
         chosen, earliest = None, _FOREVER
         older_forwards = 0  # that have not begun, and need room before younger ones
         older_inputs = 0  # input gradients that have not ended, likewise
@@ -195,7 +195,7 @@ class ListScheduler:
         return chosen, earliest
 
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
-        """Whether the actions of this rank that it needs have ended and, of a forward, whether there is room."""
+        """Return whether the needed actions of this rank have ended and, for a forward, whether there is room."""
         for needed in entry.needs:
             if needed in self.unfinished:
                 return False
@@ -205,11 +205,11 @@ class ListScheduler:
         return len(self.live) + older_forwards < self.peak and len(self.held) + older_forwards < limit
 
     def _has_room(self, older_inputs: int) -> bool:
-        """Whether another input gradient may end and leave its weight gradient waiting."""
+        """Return whether another input gradient may end and leave its weight gradient waiting."""
         return len(self.late) + older_inputs < self.peak_weights
 
     def _in_turn(self, weight: Node) -> bool:
-        """Whether the earlier microbatches have passed this node, so that sums of gradients keep their order."""
+        """Return whether the earlier microbatches have passed this node, so that sums keep their order."""
         return self.passed.get(_place(weight), 0) == self.weight_turn[_microbatch(weight)]
 
     def _advance(self, entry: _Open) -> None:
@@ -249,7 +249,7 @@ class ListScheduler:
             self.held.add(key)  # of a backward alone the forward was not seen
 
     def _fill(self, until: float) -> bool:
-        """Issues the oldest weight gradient in turn, if there is one and the wait is long enough for it."""
+        """Issue the oldest weight gradient in turn, if there is one and the wait is long enough."""
         node = next(filter(self._in_turn, self.weights), None)
         if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
@@ -274,7 +274,7 @@ class ListScheduler:
                 self.held.discard(key)
 
     def _await_counts(self, until: float) -> bool:
-        """Lets the issuing thread wait for counts, if they come before any compute node can start."""
+        """Let the issuing thread wait for counts, if they arrive before any compute node can start."""
         dispatches = [entry for entry in self.open if self._awaits_counts(entry.next)]
         entry = min(dispatches, key=lambda e: self.clock.needed(e.next), default=None)
         if entry is None or self.clock.needed(entry.next) >= until:
@@ -284,12 +284,12 @@ class ListScheduler:
 
 
 def _direction(action: Action) -> tuple[bool, int, int, int]:
-    """Forward or not, stage, microbatch and pipe: a B and an I are one."""
+    """Return whether it is a forward, stage, microbatch and pipe; a B and an I are the same."""
     return (action.kind is Kind.F, *action[1:])
 
 
 def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int, int, int], int]:
-    """The place of each microbatch among the actions of these kinds of its (pipe, stage)."""
+    """Return the position of each microbatch among the actions of these kinds on its (pipe, stage)."""
     count: Counter[tuple[int, int]] = Counter()
     turns = {}
     for action in actions:
@@ -300,7 +300,7 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
 
 
 def _place(node: Node) -> tuple[object, ...]:
-    """The node without its microbatch."""
+    """Return the node without its microbatch."""
     return node[:2] + node[3:]
 
 
@@ -309,9 +309,9 @@ def _microbatch(what: Action | Node) -> tuple[int, int, int]:
 
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
-    """The nodes of every rank in issue order.
+    """Return the nodes of every rank in issue order, all ranks scheduled in one common time.
 
-    The rank whose time is earliest issues its next node; it waits no further than the time of the others, since one of
+    The rank whose time is earliest issues its next node. It never waits beyond the time of the others, since one of
     them may send something that can start before.
     """
     arrivals: dict[Key, float] = {}

@@ -1,4 +1,4 @@
-"""A step as bars on lanes, for every kind of picture."""
+"""The bars of a step for every kind of picture, with the clocks of all ranks aligned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from overlap1f1b.simulation.trace import Event
 LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
 MEASURED, PREDICTED = "measured", "predicted"
 FINEST = 2000
-"""Part of a step that is the shortest gap which is drawn between kernels without a range."""
+"""A gap between kernels without a range is drawn if it is longer than the step divided by this."""
 _STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
 
 
 class Bar(NamedTuple):
-    """One node, or one stream's kernel, of a rank; times in milliseconds from the start of the step.
+    """A node of a rank, or kernels of a stream; times in milliseconds from the start of the step.
 
     ``process`` is the rank, with ``predicted`` behind it where it was simulated; ``style`` names a colour; bars of one
     ``group`` send to each other.
@@ -44,12 +44,12 @@ class Bar(NamedTuple):
 
     @property
     def event(self) -> Event:
-        """As in a Chrome trace."""
+        """The bar as an event of a Chrome trace."""
         return Event(self.process, self.lane, str(self.what), self.start, self.end)
 
 
 def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
-    """The bars of one step of all ranks that have it, on one clock.
+    """Return the bars of one step of all ranks that have it, on one clock.
 
     A node's kernels make one bar, from the first to the last.
     """
@@ -67,7 +67,7 @@ def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
 
 
 def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]) -> list[Bar]:
-    """The bars of simulated ranks, beside the measured ones."""
+    """Return the bars of simulated ranks."""
     bars = []
     for recording in ranks:
         timeline = timelines[recording.rank or 0]
@@ -81,7 +81,7 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
 
 
 def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
-    """From everything that travels to what consumes it: the next of its chain, or the receive on another rank."""
+    """Return (transfer, consumer): the next bar of its chain, or the receive on another rank."""
     chains: dict[object, list[Bar]] = {}
     received: dict[object, Bar] = {}
     sends: list[tuple[object, Bar]] = []
@@ -101,12 +101,12 @@ def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
 
 
 def _replica(recording: Recording) -> tuple[object, ...]:
-    """What ranks that send to each other have in common."""
+    """Return the mesh position that ranks share if they send to each other."""
     return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
 
 
 def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
-    """Text and colour."""
+    """Return text and style."""
     if isinstance(what, Node):
         return text_of(what, staged=several), _STYLES.get(what.resource, what.kind.value)
     return "", "other" if lane == "compute" else "exchange"
@@ -117,7 +117,7 @@ def _staged(names: Iterable[What]) -> bool:
 
 
 def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]]:
-    """A node from its first kernel to its last; what else a stream did, drawn together where gaps are too short."""
+    """Yield nodes from first to last kernel, and other kernels of a stream, joined over short gaps."""
     if not len(spans):
         return
     finest = int(spans.end.max() - spans.start.min()) // FINEST
@@ -136,7 +136,7 @@ Landed = Mapping[object, int]
 
 
 def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
-    """What to add to the times of each rank, in nanoseconds, so that the first rank's step starts at 0.
+    """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
 
     Ranks that share experts receive the rows of an exchange at about the same time, and a transfer lands where it is
     sent to when it does where it comes from: the median over these is the difference of two clocks. A rank that has
@@ -158,7 +158,7 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
 
 
 def _landings(recording: Recording, step: StepRecord) -> Landed:
-    """When what ranks have in common had arrived."""
+    """Return when each transfer that ranks have in common had arrived."""
     group = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "ep"))
     replica = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
     ends: dict[int, int] = {}
@@ -178,6 +178,6 @@ def _landings(recording: Recording, step: StepRecord) -> Landed:
 
 
 def _gap(known: Landed, new: Landed) -> int | None:
-    """How far the clock of one is ahead of the other's."""
+    """Return how far the first clock is ahead of the second; None if nothing is in common."""
     gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
     return int(np.floor(median(gaps))) if gaps else None

@@ -1,4 +1,4 @@
-"""How much of a rank's exchange was hidden, when, and why the rank did not compute."""
+"""Figures of a rank: how much of its exchange was hidden, the longest exposed exchanges, and why it was idle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PHASES = ("warm_up", "steady", "cool_down")
 
 
 class OverlapFigures(NamedTuple):
-    """Exchange of some time, in nanoseconds.
+    """Exchange and its exposed part, in nanoseconds.
 
     >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
     0.75
@@ -43,21 +43,21 @@ class OverlapFigures(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """The part with compute beside it."""
+        """Exchange with compute beside it."""
         return self.exchange - self.exposed
 
     @property
     def hidden_fraction(self) -> float:
-        """That part's share; 1 where nothing is exchanged."""
+        """Share of the exchange with compute beside it; 1 without an exchange."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
     def plus(self, other: OverlapFigures) -> OverlapFigures:
-        """Both together."""
+        """Return the sum of two."""
         return OverlapFigures(self.exchange + other.exchange, self.exposed + other.exposed)
 
 
 class Lanes:
-    """A step of a rank as intervals in which its lanes work.
+    """The intervals in which the resources of a rank work in one step.
 
     Args:
         recording: The rank.
@@ -69,7 +69,7 @@ class Lanes:
 
     @cached_property
     def compute(self) -> Intervals:
-        """Compute."""
+        """Intervals with compute."""
         return self.step.compute.covered
 
     @cached_property
@@ -108,12 +108,12 @@ class Lanes:
 
     @property
     def overlap(self) -> OverlapFigures:
-        """Of the whole step."""
+        """Exchange of the whole step."""
         return OverlapFigures(length(self.exchange), length(self.exposed))
 
     @property
     def by_phase(self) -> dict[str, OverlapFigures]:
-        """Of each phase; their sum is that of the step."""
+        """Exchange of each phase; the sum is that of the step."""
         return {
             name: OverlapFigures(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
             for name, edges in self.phases.items()
@@ -121,7 +121,7 @@ class Lanes:
 
     @property
     def by_sub_op(self) -> dict[str, OverlapFigures]:
-        """Of each kind of exchange by itself; where two kinds are in flight at once, the time counts for both."""
+        """Exchange of each sub-op; if two sub-ops are in flight at once, the time counts for both."""
         flights, names = self.step.flights, self.recording.names
         sub_ops = dict.fromkeys(names[what].name for what in np.unique(flights.what).tolist())
         found = {}
@@ -134,7 +134,7 @@ class Lanes:
 
     @property
     def open_actions(self) -> int:
-        """Most forwards and backwards of a microbatch on a stage that were under way at once."""
+        """Peak of forwards and backwards under way at once."""
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in zip(issued.what.tolist(), issued.start.tolist(), issued.end.tolist(), strict=True):
@@ -149,7 +149,7 @@ class Lanes:
 
 @dataclass(frozen=True, eq=False)
 class RankFigures:
-    """A rank over its steps, sums in nanoseconds.
+    """Sums of a rank over its steps, in nanoseconds.
 
     Args:
         recording: The rank.
@@ -177,16 +177,16 @@ class RankFigures:
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """Number of the rank."""
         return self.recording.rank or 0
 
     def per_step_ms(self, time: float) -> float:
-        """A sum as the mean over steps, in milliseconds."""
+        """Return a sum as the mean over steps, in milliseconds."""
         return time / self.steps / 1e6
 
 
 def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> RankFigures:
-    """The figures of a rank over its steps, or some of them."""
+    """Return the figures of a rank over its steps, or over some of them."""
     lanes = [Lanes(recording, step) for step in (recording.steps if steps is None else steps)]
     by_sub_op: dict[str, OverlapFigures] = {}
     by_phase: dict[str, OverlapFigures] = {}
@@ -214,7 +214,7 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
 
 
 def _queued(lanes: Lanes) -> int:
-    """Time in which an exchange could have started, and nothing but another microbatch's compute was on the device.
+    """Return the time in which an exchange could have started but another microbatch's compute was on the device.
 
     It can start when it is launched and what its own chain computes before it has ended.
     """
@@ -240,7 +240,7 @@ def _chain(what: object) -> object:
 
 
 def _kind(what: object) -> str:
-    """Forward, input or weight gradient of a node; what is computed again belongs to neither phase."""
+    """Return the kind of a node; empty for recomputation, which belongs to no phase."""
     return what.kind.value if isinstance(what, Node) and what.op not in RECOMPUTES else ""
 
 
@@ -259,7 +259,7 @@ IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
 def idle_time(
     recording: Recording, step: StepRecord, window: tuple[int, int], compute: Intervals, exposed: Intervals
 ) -> dict[str, int]:
-    """Nanoseconds of a step without compute, by reason; each counts for one reason.
+    """Return the nanoseconds of a step without compute, by reason; each counts for one reason.
 
     An exchange in flight comes first. Then the pipeline: the thread waits for another stage, or, on a device, the next
     kernel has been launched and a transfer is under way. What is left is the host's: it has not issued anything.
@@ -285,7 +285,7 @@ def idle_time(
 
 
 def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
-    """The parts of idle time in which the kernel that ends it has been launched already; all of it if none does."""
+    """Return the idle time in which the next kernel has been launched already; all of it if there is no next."""
     order = np.argsort(start, kind="stable")
     start, launched = start[order], np.append(launched[order], np.iinfo(np.int64).min)
     after = np.searchsorted(start, idle[:, 1])
@@ -293,7 +293,7 @@ def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
 
 
 class Exposed(NamedTuple):
-    """One of them; times in nanoseconds, ``start`` from that of the step.
+    """A time with exchange and without compute, in nanoseconds; ``start`` counts from the start of the step.
 
     ``in_flight`` is what travelled, longest first; ``waited_for`` the one that the rank waited for; ``next`` what was
     computed then.
@@ -310,7 +310,7 @@ class Exposed(NamedTuple):
 
 
 def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:
-    """The longest over all steps of all ranks."""
+    """Return the longest exposed exchanges over all steps of all ranks."""
     found = [(duration, lanes, place) for lanes in _all(ranks) for duration, place in _candidates(lanes, count)]
     return [_described(lanes, place) for _, lanes, place in nlargest(count, found, key=lambda one: one[0])]
 
@@ -352,5 +352,5 @@ def _described(lanes: Lanes, place: int) -> Exposed:
 
 
 def _within(spans: Spans, start: int, end: int) -> Times:
-    """How much of the spans lies between two times; negative where nothing does."""
+    """Return how much of each span lies between two times; negative if nothing does."""
     return np.minimum(spans.end, end) - np.maximum(spans.start, start)

@@ -1,4 +1,7 @@
-"""Interval arithmetic over columns of a million spans; times are whole nanoseconds, so results are exact."""
+"""Interval arithmetic over columns of a million spans; times are whole nanoseconds, so results are exact.
+
+``simulation.timeline`` has its own on lists of floats, because that floor loads no NumPy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ NONE: Intervals = np.empty((0, 2), np.int64)
 
 
 def union(start: Times, end: Times) -> Intervals:
-    """What the spans cover.
+    """Return the union of spans.
 
     >>> union(np.array([3, 0, 1]), np.array([4, 1, 2])).tolist()
     [[0, 2], [3, 4]]
@@ -32,12 +35,12 @@ def union(start: Times, end: Times) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    """Their total length."""
+    """Return the total length of intervals."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def intersection(a: Intervals, b: Intervals) -> Intervals:
-    """What both cover.
+    """Return the intersection of two unions.
 
     >>> intersection(np.array([[0, 2], [3, 6]]), np.array([[1, 4]])).tolist()
     [[1, 2], [3, 4]]
@@ -46,7 +49,7 @@ def intersection(a: Intervals, b: Intervals) -> Intervals:
 
 
 def difference(a: Intervals, b: Intervals) -> Intervals:
-    """What ``a`` covers and ``b`` does not.
+    """Return the part of ``a`` outside ``b``.
 
     >>> difference(np.array([[0, 6]]), np.array([[1, 2], [4, 9]])).tolist()
     [[0, 1], [2, 4]]
@@ -55,18 +58,18 @@ def difference(a: Intervals, b: Intervals) -> Intervals:
 
 
 def joined(*parts: Intervals) -> Intervals:
-    """What at least one of them covers."""
+    """Return the union of several unions."""
     every = np.concatenate(parts)
     return union(every[:, 0], every[:, 1])
 
 
 def clipped(intervals: Intervals, start: int, end: int) -> Intervals:
-    """The part from ``start`` to ``end``."""
+    """Return the part from ``start`` to ``end``."""
     return intersection(intervals, np.array([[start, end]], np.int64)) if end > start else NONE
 
 
 def covered(start: Times, end: Times, by: Intervals) -> Times:
-    """How much of each span the intervals cover.
+    """Return how much of each span the intervals cover.
 
     >>> covered(np.array([0, 5]), np.array([4, 6]), np.array([[1, 2], [3, 9]])).tolist()
     [2, 1]
@@ -75,7 +78,7 @@ def covered(start: Times, end: Times, by: Intervals) -> Times:
 
 
 def _before(times: Times, intervals: Intervals) -> Times:
-    """Covered time before each of the times."""
+    """Return the covered time before each of the times."""
     if not len(intervals):
         return np.zeros(len(times), np.int64)
     whole = np.concatenate(([0], np.cumsum(intervals[:, 1] - intervals[:, 0])))
@@ -86,7 +89,7 @@ def _before(times: Times, intervals: Intervals) -> Times:
 
 
 def _swept(a: Intervals, b: Intervals, wanted: int) -> Intervals:
-    """Where the sum of 1 inside ``a`` and 2 inside ``b`` is ``wanted``."""
+    """Return where the sum of 1 inside ``a`` and 2 inside ``b`` is ``wanted``."""
     if not len(a) or not len(b):
         return a if wanted == 1 else NONE
     times = np.concatenate((a.ravel(), b.ravel()))

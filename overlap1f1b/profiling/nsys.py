@@ -24,12 +24,12 @@ _PROCESS = 1 << 24  # a global thread is that of a process in its lower 24 bits
 
 
 def read_nsys(path: Path) -> list[Capture]:
-    """What the export notes of each process, in the order of their first range.
+    """Read the events of each process, in the order of their first range.
 
     Tables are created by nsys only where there is something to note, so each may be missing.
 
     Raises:
-        ValueError: No such export, or a damaged one.
+        ValueError: The file is no such export, or damaged.
     """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -77,9 +77,9 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
 
 
 def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str, int, int, int]]:
-    """Our ranges: their text stands in the row or, where it was registered, among the strings.
+    """Yield the ranges of overlap1f1b; their text stands in the row or, if it was registered, among the strings.
 
-    One that was open when the capture ended has no end; only a label can do without.
+    A range that was open when the capture ended has no end; it is skipped unless it is a label.
     """
     text, strings = "e.text", ""
     if named:

@@ -1,4 +1,4 @@
-"""The step that the measured order and times of nodes should have given."""
+"""Prediction: the simulated step for the measured order and times of nodes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from overlap1f1b.simulation import Timeline
 
 
 def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
-    """The simulated timelines of one step, by rank, in milliseconds.
+    """Return the simulated timelines of one step, by rank, in milliseconds.
 
     Every rank's nodes are played in the order in which they were issued. A compute node takes its mean over the
-    microbatches; what travels takes the shortest of its times, since the others may have waited for their turn or for
-    the other rank; of both the slowest rank counts. Ranks that share their experts play the same plan, so one of them
-    is played for each pipeline rank.
+    microbatches. A transfer takes the shortest of its times, since longer ones may include waiting. For both, the
+    slowest rank counts. Ranks that share experts play the same plan, so one of them is played for each pipeline rank.
 
     Args:
-        ranks: Of one run.
-        number: Of the step.
+        ranks: The ranks of one run.
+        number: Number of the step.
 
     Raises:
         ValueError: No ranges, a step that a rank does not have, or a pipeline rank that is missing.
@@ -58,7 +57,7 @@ def _step(recording: Recording, number: int) -> StepRecord:
 
 
 def _order(recording: Recording, step: StepRecord) -> tuple[Node, ...]:
-    """Nodes by issue; those without a launch of their own by their departure."""
+    """Return the nodes in issue order; nodes without a launch of their own stand at their departure."""
     late = step.flights[~np.isin(step.flights.what, step.issued.what)]
     spans = step.issued + late
     order = np.argsort(spans.start, kind="stable")
@@ -80,7 +79,7 @@ def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:
 
 
 def _times(recording: Recording, step: StepRecord) -> Mapping[Node, float]:
-    """Milliseconds that each node occupied its lane."""
+    """Return the milliseconds for which each node occupied its resource."""
     times: dict[Node, float] = {}
     for spans in (step.compute, step.flights):
         for what, start, end in spans.whole:
@@ -91,7 +90,7 @@ def _times(recording: Recording, step: StepRecord) -> Mapping[Node, float]:
 
 
 def _placement(orders: Sequence[Sequence[Node]]) -> Placement:
-    """Which rank holds which stage, as its nodes say."""
+    """Return the placement that the nodes imply."""
     held = {(node.pipe, node.stage): rank for rank, order in enumerate(orders) for node in order}
     pipes, stages = max(pipe for pipe, _ in held) + 1, max(stage for _, stage in held) + 1
     return Placement(tuple(tuple(held[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))

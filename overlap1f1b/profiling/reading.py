@@ -1,4 +1,4 @@
-"""Files of any kind, one a rank, and sets of them."""
+"""Reads files of any kind, one a rank, and sets of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
-"""Of the files that are read of a folder."""
+"""Endings of the files that are read from a folder."""
 MOST_RANKS = 1 << 20
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
@@ -44,22 +44,22 @@ class Recordings:
 
     @property
     def partial(self) -> bool:
-        """Whether figures of some ranks are missing."""
+        """Whether some ranks are missing."""
         return bool(self.missing or self.left_out)
 
 
 Progress = Callable[[Path, int, int], None]
-"""Told a file, the bytes of it that were read, and its size."""
+"""``(file, bytes read so far, its size)``."""
 
 
 def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings:
-    """The ranks of files, and of folders that hold some.
+    """Read the ranks of files and folders.
 
     Files that cannot be read are left out as long as one can be. Of a trace and a record of a rank side by side, as
     ``overlap1f1b profile`` writes them, the trace counts.
 
     Raises:
-        ValueError: None can be read, or two are of one rank; names the file.
+        ValueError: No file can be read, or two files are of one rank; names the file.
     """
     files = [file for path in paths for file in _files(Path(path))]
     found: list[Recording] = []
@@ -78,10 +78,10 @@ def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings
 
 
 def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recording]:
-    """The ranks of one file; several in an export of nsys that watched several processes.
+    """Read the ranks of one file; an export of nsys may hold several processes.
 
     Raises:
-        ValueError: It is missing, empty, truncated, nothing that this can read, or more than it reads: ``MOST_EVENTS``
+        ValueError: The file is missing, empty, truncated, of an unknown kind, or more than it reads: ``MOST_EVENTS``
             events or spans, ``MOST_VALUE`` characters of one, ``MOST_TEXT`` characters.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
@@ -128,14 +128,14 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
 
 
 def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
-    """Those of processes with something to report: a launcher has neither ranges nor kernels."""
+    """Return processes with something to report: a launcher has neither ranges nor kernels."""
     if len(captures) == 1:
         return [recording_of(captures[0])]
     return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
 
 
 def _placed(recording: Recording) -> Recording:
-    """Refuses a place that no rank has."""
+    """Refuse a rank or mesh position that cannot be."""
     rank, world = recording.rank or 0, recording.world
     off = [name for name, (at, size) in recording.mesh.items() if not 0 <= at < size]
     if off or rank < 0 or (world is not None and not rank < world <= MOST_RANKS):

@@ -88,7 +88,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """One step of a rank.
+    """The spans of one step of a rank.
 
     Args:
         number: As its range says; counted from 0 where there is none.
@@ -111,7 +111,7 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One rank.
+    """The steps of one rank.
 
     Args:
         path: The file.
@@ -137,22 +137,22 @@ class Recording:
     by: Literal["range", "stream"] = "range"
     notes: tuple[str, ...] = ()
 
-    def on(self, spans: Spans, *lanes: Resource) -> Spans:
-        """Those of some lanes; streams without ranges count as exchange."""
-        chosen = [lane_of(what) in lanes for what in self.names]
+    def on(self, spans: Spans, *resources: Resource) -> Spans:
+        """Return the spans of some resources; streams without ranges count as exchange."""
+        chosen = [lane_of(what) in resources for what in self.names]
         return spans[np.array(chosen, bool)[spans.what]]
 
     def exchanges(self, step: StepRecord) -> Spans:
-        """Exchanges in flight."""
+        """Return the exchanges in flight."""
         return self.on(step.flights, *EXCHANGES)
 
     def transfers(self, step: StepRecord) -> Spans:
-        """Transfers between pipeline stages in flight."""
+        """Return the transfers between pipeline stages in flight."""
         return self.on(step.flights, Resource.PEER)
 
 
 def lane_of(what: What) -> Resource:
-    """The lane of a span that travels."""
+    """Return the resource of a span in flight."""
     return what.resource if isinstance(what, Node) else Resource.EXCHANGE
 
 
@@ -171,11 +171,11 @@ class Columns:
         self._flat = array("q")
 
     def append(self, row: tuple[int, ...]) -> None:
-        """Adds a row."""
+        """Add a row."""
         self._flat.extend(row)
 
     def extend(self, rows: Iterable[tuple[int, ...]]) -> None:
-        """Adds many."""
+        """Add many rows."""
         for row in rows:
             self._flat.extend(row)
 
@@ -214,5 +214,5 @@ class Capture:
     world: int | None = None
 
     def add_range(self, name: str, thread: int, start: int, end: int) -> None:
-        """Notes a range."""
+        """Note a range."""
         self.ranges.append((self.names.setdefault(name, len(self.names)), thread, start, end))

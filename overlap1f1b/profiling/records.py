@@ -1,4 +1,4 @@
-"""Our own records: spans that the engine noted, without a profiler."""
+"""Records of the engine: spans that it noted without a profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST = 1e9  # seconds that fit into whole nanoseconds
 
 
 class RecordedSteps:
-    """The steps of a file of ours, taken span by span; what is wrong with one is told when the record is read."""
+    """The steps of a record, taken span by span; an error in a span is raised when the record is read."""
 
     def __init__(self) -> None:
         self._names = _Names()
@@ -31,7 +31,7 @@ class RecordedSteps:
         self._wrong: Exception | None = None
 
     def take(self, element: Any) -> None:
-        """A span ``[kind, node, start, end]``, times in seconds from the start of its step."""
+        """Take a span ``[kind, node, start, end]``, times in seconds from the start of its step."""
         if self._wrong is None:
             try:
                 kind, text, start, end = element
@@ -40,7 +40,7 @@ class RecordedSteps:
                 self._wrong = error
 
     def end(self, others: Any) -> None:
-        """The rest of the step that had the spans so far: its number and its seconds."""
+        """End the step of the spans so far; take its number and its seconds."""
         if self._wrong is None:
             try:
                 begin = self._steps[-1].end if self._steps else 0
@@ -50,7 +50,7 @@ class RecordedSteps:
         self._spans = _Columns()
 
     def record(self, path: Path, content: Mapping[str, Any]) -> Recording:
-        """The rank of the file.
+        """Return the rank of the file.
 
         Args:
             path: The file, for messages.
@@ -107,7 +107,7 @@ class _Names:
 
 
 def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> StepRecord:
-    """One step; its clock starts at ``begin``."""
+    """Return one step; its clock starts at ``begin``."""
     if content.get("spans"):
         raise TypeError("spans are no list")
     times, seconds = np.array([spans.start, spans.end], float), float(content["seconds"])

@@ -1,4 +1,4 @@
-"""The steps of a rank, from what a profiler noted."""
+"""The steps of a rank from a profiler's events: each kernel belongs to the range in which it was launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecor
 
 
 def recording_of(capture: Capture) -> Recording:
-    """The rank that a capture describes.
+    """Return the rank that a capture describes.
 
     What was launched for a compute node is compute, on whatever stream. What was launched for an exchange or a transfer
     is its flight, but for kernels on the stream that computes, which pack and unpack; where it has nothing elsewhere it
@@ -47,7 +47,7 @@ class _Builder:
         self.main = self._compute_stream()
 
     def _compute_stream(self) -> int:
-        """The stream with most kernels of compute nodes; of all, where none has a range."""
+        """Return the stream with most kernels of compute nodes; with most kernels if none has a range."""
         streams = self.kernels.stream
         if not len(streams):
             return -1
@@ -105,7 +105,7 @@ class _Builder:
         return StepRecord(number, begin, end, issued, compute, flights, waits)
 
     def _split(self, here: slice) -> tuple[Spans, Spans]:
-        """Kernels of a step that compute, and those that travel."""
+        """Return the kernels of a step that compute, and those of transfers."""
         owner, stream, start, end, launched = (column[here] for column in self.kernels)
         main, named = stream == self.main, owner >= 0
         travels = named & ~self.on_compute[owner]
@@ -127,7 +127,7 @@ class _Builder:
                 self.notes.append(note)
 
     def _streams(self, stream: Index) -> NDArray[np.int64]:
-        """Names of kernels without a range."""
+        """Return the names of kernels without a range, as indices."""
         numbers, place = np.unique(stream, return_inverse=True)
         for number in numbers.tolist():
             if Stream(number) not in self.names:
@@ -137,13 +137,13 @@ class _Builder:
 
 
 def _between(spans: Spans, begin: int, end: int) -> Spans:
-    """Those that start in it."""
+    """Return the spans that start between two times."""
     first, last = np.searchsorted(spans.start, (begin, end)).tolist()
     return spans[np.arange(first, last)]
 
 
 def _without(spans: Spans, waits: Spans) -> Spans:
-    """The spans cut where the thread waits inside them."""
+    """Remove from spans the time in which the thread waits."""
     there = waits.covered
     inside = covered(spans.start, spans.end, there) > 0
     kept = spans[~inside]
@@ -165,18 +165,18 @@ class Ranges(NamedTuple):
     end: Times
 
     def chosen(self, which: NDArray[np.bool_] | Index) -> Ranges:
-        """Some of them."""
+        """Return some of the ranges."""
         return Ranges(*(column[which] for column in self))
 
     @property
     def spans(self) -> Spans:
-        """The same by start."""
+        """The ranges as spans, ordered by start."""
         order = np.argsort(self.start, kind="stable")
         return Spans.of(self.what[order], self.start[order], self.end[order])
 
 
 class Kernels(NamedTuple):
-    """What ran on the device, by launch, with the node in whose range that was, or -1."""
+    """Kernels on the device, ordered by launch; ``owner`` is the node in whose range the launch was, or -1."""
 
     owner: Index
     stream: Index
@@ -222,7 +222,7 @@ class Table:
 
 
 def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
-    """Every kernel with the node that it was launched for, and what is to be said of that.
+    """Return every kernel with the node for which it was launched, and notes for the reader.
 
     That is the innermost range around the launch on the thread that launched it; where that thread has none, as
     autograd's, the one that is open on the issuing thread.
@@ -254,7 +254,7 @@ def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
 
 
 def _innermost(ranges: Ranges, times: Times) -> Index:
-    """The node of the innermost range around each time, or -1; ranges of one thread lie one inside another."""
+    """Return the node of the innermost range around each time, or -1; ranges of one thread are nested."""
     if not len(ranges.what) or not len(times):
         return np.full(len(times), -1, np.int64)
     order = np.lexsort((-ranges.end, ranges.start))

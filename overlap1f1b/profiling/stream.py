@@ -1,4 +1,4 @@
-"""JSON that is too large to be held: one event of ``traceEvents`` at a time."""
+"""JSON files too large to be held: one event at a time, and the events of torch.profiler's Chrome traces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from overlap1f1b.profiling.recording import Capture
 
 _CHUNK = 1 << 22
 MOST_EVENTS = 10_000_000
-"""Events or spans that are read of a file."""
+"""Limit of events or spans in a file."""
 MOST_VALUE = 1 << 24
-"""Characters beyond which no more is read of one event, or another value."""
+"""Limit of characters in one event, or in another value."""
 MOST_TEXT = 1 << 33
-"""Characters that are read of a file."""
+"""Limit of characters in a file."""
 _BLANK = re.compile(r"[\s,]*")
 _VALUE = json.JSONDecoder()
 
@@ -26,13 +26,13 @@ TRUNCATED = "it is truncated, its end is missing"
 
 
 class Nested(Protocol):
-    """Takes the elements of a top-level array whose elements hold an array each: the spans of steps."""
+    """Takes a top-level array whose elements hold an array each: steps with their spans."""
 
     def take(self, element: Any) -> None:
-        """An element of an inner array."""
+        """Take an element of an inner array."""
 
     def end(self, others: Any) -> None:
-        """The other values of what held it, behind its last element; a value that is no object whole."""
+        """End an inner array; take the other values of its object, or a value that is no object."""
 
 
 def read_events(
@@ -43,7 +43,7 @@ def read_events(
     nested: Mapping[str, tuple[str, Nested]] = MappingProxyType({}),
     seen: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Passes every element of one top-level array on, and returns the other top-level values, with True for the array.
+    """Pass on every element of one top-level array; return the other top-level values, with True for the array.
 
     A file that is an array itself is that array.
 
@@ -89,7 +89,7 @@ class _Reader:
         return others
 
     def _keys(self) -> Iterator[Any]:
-        """The keys of the object that begins here, each where its value begins."""
+        """Yield the keys of the object that begins here, each at the start of its value."""
         self._at += 1
         while self._peek() != "}":
             name = self._value()
@@ -130,7 +130,7 @@ class _Reader:
         self._at += 1
 
     def _take_whole(self, take: Callable[[Event], None]) -> int:
-        """Passes on elements as far as the text goes; of numbers nobody knows whether they end with it."""
+        """Pass on elements as far as the text goes; a number may continue behind it."""
         text, at, end, taken = self._text, self._at, len(self._text), 0
         decode, skip = _VALUE.raw_decode, _BLANK.match
         while True:
@@ -148,7 +148,7 @@ class _Reader:
             take(value)
 
     def _peek(self) -> str:
-        """The next character that is neither blank nor comma."""
+        """Return the next character that is neither blank nor comma."""
         while True:
             found = _BLANK.match(self._text, self._at)
             assert found is not None
@@ -160,7 +160,7 @@ class _Reader:
             self._fill()
 
     def _value(self) -> Any:
-        """The value that begins here, and goes behind it."""
+        """Return the value that begins here, and move behind it."""
         while True:
             try:
                 value, end = _VALUE.raw_decode(self._text, self._at)
@@ -173,7 +173,7 @@ class _Reader:
             self._fill()
 
     def _fill(self) -> None:
-        """Reads on, as much again as there is."""
+        """Read on, as much again as there is."""
         left = self._text[self._at :]
         if len(left) > MOST_VALUE:
             raise ValueError(f"it has a value of more than {MOST_VALUE} characters; allowed: at most so many")
@@ -189,11 +189,11 @@ _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"})
 _DEVICE_RANGES = "gpu_user_annotation"
 MOST_NAME = 1000
-"""Characters that the name of a range may have."""
+"""Limit of characters in the name of a range."""
 
 
 def taker(capture: Capture) -> Callable[[Event], None]:
-    """What notes an event: ranges of ours, kernels, copies, and the calls that launched them; the rest is passed over.
+    """Return a function that notes an event: our ranges, kernels, copies, and their launches; the rest is skipped.
 
     Times in the file are microseconds.
     """
@@ -225,12 +225,12 @@ def taker(capture: Capture) -> Callable[[Event], None]:
 
 
 def add_place(capture: Capture, content: Mapping[str, Any]) -> None:
-    """Notes the rank and the number of ranks, which torch.profiler writes where there is a process group."""
+    """Note rank and number of ranks, which torch.profiler writes if there is a process group."""
     place = content.get("distributedInfo")
     if isinstance(place, dict):
         capture.rank, capture.world = place.get("rank"), place.get("world_size")
 
 
 def is_trace(content: Mapping[str, Any]) -> bool:
-    """Whether a file's top level is that of a Chrome trace."""
+    """Return whether a file's top level is that of a Chrome trace."""
     return "traceEvents" in content

@@ -1,4 +1,4 @@
-"""What the figures say in one sentence, and what to try next."""
+"""The verdict in one sentence, and advice for what to try next."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ WORTH = 0.05
 
 @dataclass(frozen=True)
 class Sums:
-    """All ranks together, in nanoseconds.
+    """Sums over all ranks, in nanoseconds.
 
     Args:
-        ranks: Of which there are one or more.
+        ranks: One or more ranks.
     """
 
     ranks: Sequence[RankFigures]
 
     @property
     def time(self) -> int:
-        """Of all steps."""
+        """Time of all steps."""
         return sum(rank.time for rank in self.ranks)
 
     @property
     def compute(self) -> int:
-        """In which something was computed."""
+        """Time with compute."""
         return sum(rank.compute for rank in self.ranks)
 
     @property
     def queued(self) -> int:
-        """In which exchanges waited on their device behind compute."""
+        """Time in which exchanges waited on the device behind compute."""
         return sum(rank.queued for rank in self.ranks)
 
     @property
     def overlap(self) -> OverlapFigures:
-        """The exchange."""
+        """The exchange of all ranks."""
         return _sum(rank.overlap for rank in self.ranks)
 
     @property
     def by_sub_op(self) -> dict[str, OverlapFigures]:
-        """That of each kind of exchange."""
+        """The exchange by sub-op."""
         names = sorted({name for rank in self.ranks for name in rank.by_sub_op})
         return {name: _sum(rank.by_sub_op.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
 
     @property
     def by_phase(self) -> dict[str, OverlapFigures]:
-        """That of each phase."""
+        """The exchange by phase."""
         names = [name for name in PHASES if any(name in rank.by_phase for rank in self.ranks)]
         return {name: _sum(rank.by_phase.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
 
     @property
     def idle(self) -> dict[str, int]:
-        """In which nothing was computed, by reason."""
+        """Time without compute, by reason."""
         return {name: sum(rank.idle[name] for rank in self.ranks) for name in self.ranks[0].idle}
 
     @property
     def open_actions(self) -> int:
-        """Most that a rank had under way at once; 0 without ranges."""
+        """Peak of actions under way on a rank; 0 without ranges."""
         return max(rank.open_actions for rank in self.ranks)
 
     def part(self, time: float) -> float:
-        """Share of the steps."""
+        """Return a time as a share of the steps."""
         return time / self.time if self.time else 0.0
 
 
@@ -79,7 +79,7 @@ def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
 
 
 def verdict(sums: Sums) -> str:
-    """One sentence: is the exchange hidden, and if not, where it is not."""
+    """Return one sentence: whether the exchange is hidden, and if not, where it is exposed."""
     overlap = sums.overlap
     if not overlap.exchange:
         return "Nothing was exchanged in these steps, so there was nothing to hide."
@@ -94,7 +94,7 @@ def verdict(sums: Sums) -> str:
 
 
 def _where(sums: Sums) -> str:
-    """The phase and the sub-op with most of it."""
+    """Return the phase and the sub-op with most exposed exchange."""
     parts = []
     if any(part.exposed for part in sums.by_phase.values()):
         phase, part = max(sums.by_phase.items(), key=lambda item: item[1].exposed)
@@ -106,7 +106,7 @@ def _where(sums: Sums) -> str:
 
 
 def advice(sums: Sums) -> list[str]:
-    """What to try next, the largest loss first; empty where none is worth it."""
+    """Return what to try next, the largest loss first; empty if no loss is worth it."""
     tips: list[tuple[float, str]] = []
     overlap, idle = sums.overlap, sums.idle
     exposed = sums.part(overlap.exposed)
@@ -134,7 +134,7 @@ def advice(sums: Sums) -> list[str]:
 
 
 def _against_exposure(sums: Sums) -> str:
-    """What would hide more."""
+    """Return what would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
     device = any(rank.recording.device for rank in sums.ranks)
     if opened == 1:

@@ -1,4 +1,4 @@
-"""When the actions of a Program run, played over its ranks."""
+"""Costs of actions, and the timeline of a Program played with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlotSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """An activation or gradient on its way: ``action`` is the one that made it."""
+    """An activation or gradient in transfer; ``action`` made it."""
 
     action: Action
     source: int
@@ -53,32 +53,32 @@ class ProgramTimeline:
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     def spans(self, rank: int) -> tuple[SlotSpan, ...]:
-        """What a rank does, in order."""
+        """Return the spans of a rank, in order."""
         return self.ranks[rank]
 
     def busy(self, rank: int) -> float:
-        """Time in which a rank works."""
+        """Return the time in which a rank works."""
         return sum(span.end - span.start for span in self.ranks[rank])
 
     def bubble(self, rank: int) -> float:
-        """Time of the makespan in which a rank does nothing."""
+        """Return the part of the makespan in which a rank does nothing."""
         return self.makespan - self.busy(rank)
 
     def gaps(self, rank: int) -> float:
-        """Time between a rank's first and last action in which it does nothing."""
+        """Return the idle time between a rank's first and last action."""
         spans = self.ranks[rank]
         return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
 
     def peak_activations(self, rank: int) -> float:
-        """Most activations alive at once, in those of a rank's whole share and one microbatch."""
+        """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
         return self._peak(rank, lambda alive, _: alive)
 
     def peak_weights(self, rank: int) -> float:
-        """Most weight gradients that wait at once between I and W, in the same unit."""
+        """Return the peak of weight gradients that wait between I and W, in the same unit."""
         return self._peak(rank, lambda _, pending: pending)
 
     def peak_memory(self, rank: int) -> float:
-        """Most memory of activations at once, in the unit of the costs: between I and W only a part is held."""
+        """Return the peak memory of activations, in the unit of the costs; between I and W only a part is held."""
         activation, freed = self.costs.activation, 1.0 - self.costs.held
         return activation * self._peak(rank, lambda alive, pending: alive - freed * pending)
 
@@ -97,7 +97,7 @@ class ProgramTimeline:
         return peak * placement.ranks / placement.stages
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
-        """Writes a trace for Perfetto or chrome://tracing: a process a rank, a track for compute and for each lane.
+        """Write a trace for Perfetto or chrome://tracing: a process a rank, a track for compute and for each lane.
 
         Args:
             path: The JSON file.
@@ -116,10 +116,10 @@ class ProgramTimeline:
 
 
 def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
-    """The timeline of a checked program.
+    """Return the timeline of a checked program.
 
-    Both members of a pair start when both can and end together. What an action or a pair makes leaves when it ends, and
-    is there ``costs.send`` later; transfers from one rank to another follow each other. Time is linear in the actions.
+    Both members of a pair start when both can, and end together. The output of an action or a pair leaves at its end and
+    arrives ``costs.send`` later; transfers from one rank to another follow each other. Time is linear in the actions.
     """
     placement, count = program.placement, program.microbatches
     stages, share = placement.stages, placement.share
@@ -167,7 +167,7 @@ class Costs:
         forward: F.
         backward: B, input and weight gradients together.
         weight: W, the part of B that computes weight gradients; the input gradient takes ``backward − weight``.
-        pair: What a fused pair takes as a part of the sum of its members: F&B / (F+B).
+        pair: Time of a fused pair, as a part of the sum of its members: F&B / (F+B).
         send: Time of one transfer between two ranks; transfers from one rank to another go one after the other.
         activation: Memory of the activations of one microbatch on a rank, in any unit.
         held: Part of it that is kept between I and W.
@@ -203,7 +203,7 @@ class Costs:
             raise ValueError(f"held={self.held}; allowed: a part of the activations, 0 to 1")
 
     def of(self, slot: Slot, share: float = 1.0) -> float:
-        """The time of an action or pair on a stage that is a given part of a rank's share."""
+        """Return the time of an action or pair on a stage that is a given part of a rank's share."""
         if isinstance(slot, Pair):
             return self.pair * (self.of(slot.forward, share) + self.of(slot.backward, share))
         whole = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward - self.weight, Kind.W: self.weight}

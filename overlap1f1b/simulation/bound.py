@@ -1,4 +1,4 @@
-"""A time that no plan of a program can beat, known without compiling one."""
+"""A lower bound of the makespan of any plan of a program, without compiling one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlap1f1b.schedule.rows import flow
 
 
 class _Chain(NamedTuple):
-    """What an action takes from its first computation to its last, and what it loads onto either lane."""
+    """Time of an action from its first computation to its last, and its load on each resource."""
 
     whole: float
     compute: float
@@ -25,7 +25,7 @@ class _Chain(NamedTuple):
 
 
 def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -> float:
-    """A lower bound of the makespan of what :func:`overlap1f1b.plan.compile` returns. Time is linear in the actions.
+    """Return a lower bound of the makespan of the compiled plan. Time is linear in the number of actions.
 
     >>> from overlap1f1b.plan import BlockShape, compile
     >>> from overlap1f1b.schedule import build_schedule
@@ -42,8 +42,8 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
 
     Args:
         program: Checked.
-        shape: Blocks of every stage, or a sequence of those of each.
-        costs: Of the nodes.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
+        costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k, which includes pairs.
     """
     chains = Chains(program.placement, shape)
@@ -56,7 +56,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
         return _chain(Action(Kind.F if forward else Kind.B, stage, 0, pipe), chains, costs)
 
     rows = [
-        _Row(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
+        _RankBound(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
         for rank, peak in enumerate(program.peak_activations)
     ]
     ends: dict[tuple[bool, int, int, int], float] = {}  # of every forward and input gradient
@@ -74,12 +74,12 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     return max((row.end for row in rows), default=0.0)
 
 
-class _Row:
-    """The actions of one rank, as early as they can be.
+class _RankBound:
+    """The actions of one rank, each as early as possible.
 
     Args:
         window: How many may be open at once.
-        peak: How many activations may be alive, on a rank of one stage; None where nothing follows from it.
+        peak: How many activations may be alive on a rank of one stage; None if that gives no bound.
     """
 
     def __init__(self, window: int, peak: int | None) -> None:
@@ -92,7 +92,7 @@ class _Row:
         self.last = 0.0
 
     def run(self, chain: _Chain, forward: bool, ready: float) -> float:
-        """Adds the next action, and returns its end."""
+        """Add the next action, and return its end."""
         if forward and self.peak is not None and self.forwards >= self.peak:
             ready = max(ready, self.inputs[self.forwards - self.peak])
         if len(self.latest) == self.window:
@@ -112,12 +112,12 @@ class _Row:
 
     @property
     def end(self) -> float:
-        """When all of them can have ended."""
+        """Earliest time at which all actions can have ended."""
         return max(self.last, self.weights.end, self.exchange.end)
 
 
 class _Load:
-    """What the actions of a rank load onto one lane."""
+    """The load of a rank's actions on one resource."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -131,12 +131,12 @@ class _Load:
 
     @property
     def end(self) -> float:
-        """When all of it can be done."""
+        """Earliest time at which all of the load can be done."""
         return max(0.0, self.offset + self.sum)
 
     @property
     def opens(self) -> float:
-        """When so much of it can be done that another action may open."""
+        """Earliest time at which so much can be done that another action may open."""
         return max(0.0, self.offset + self.sum - (self.window - 1) * self.longest)
 
 

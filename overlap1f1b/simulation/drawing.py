@@ -1,4 +1,4 @@
-"""Spans of a rank in rows of text."""
+"""Drawing in text: spans stacked in rows, one letter a sub-op."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ LETTERS = {
     Op.RECOMPUTE_ATTENTION: "A",
     Op.RECOMPUTE_EXPERTS: "E",
 }
-"""What stands for each sub-op in a drawing."""
+"""The letter of each sub-op in a drawing."""
 
 
 def text_of(node: Node, *, staged: bool) -> str:
-    """``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient,
-    ``er2`` its forward once more.
+    """Return the short name of a node.
 
-    Where a rank holds several stages, the stage stands in front, ``'`` behind it marks the second pipe: ``3'E2``.
+    ``E2`` is the forward of microbatch 2 on the experts, ``e2`` its input gradient, ``ew2`` its weight gradient,
+    ``er2`` its recomputation. If a rank holds several stages, the stage stands in front, and ``'`` marks the second
+    pipe: ``3'E2``.
     """
     letter = LETTERS[node.op]
     text = letter if node.kind is Kind.F else letter.lower()
@@ -54,12 +55,12 @@ def text_of(node: Node, *, staged: bool) -> str:
 
 
 def staged(spans: Iterable[Span]) -> bool:
-    """Whether the nodes are of several stages or pipes."""
+    """Return whether the nodes belong to several stages or pipes."""
     return len({(span.node.stage, span.node.pipe) for span in spans}) > 1
 
 
 def stacked(spans: Iterable[T]) -> list[list[T]]:
-    """The spans in as few rows as there are at once at most, each by time and without an overlap.
+    """Stack spans in as few rows as possible; the spans of a row are in order and do not overlap.
 
     >>> from overlap1f1b.simulation.trace import Event
     >>> times = {"a": (0, 3), "b": (1, 2), "c": (3, 4)}
@@ -83,7 +84,7 @@ def stacked(spans: Iterable[T]) -> list[list[T]]:
 
 
 def draw(spans: Sequence[Span], width: int) -> str:
-    """One line for each lane, further ones where its spans overlap; lanes that are never used are left out."""
+    """Return a line for each resource, and further lines if its spans overlap; unused resources are left out."""
     end = max((span.end for span in spans), default=0.0)
     scale = width / end if end else 0.0
     several = staged(spans)

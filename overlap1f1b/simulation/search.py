@@ -1,4 +1,4 @@
-"""What a simulated program comes to in a few figures, so that programs can be ranked."""
+"""Search for the fastest schedule for given ranks, microbatches, costs and memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from overlap1f1b.simulation.timeline import PlanTimeline
 
 
 class Played(Protocol):
-    """A timeline over ranks, whatever its costs were given for."""
+    """A timeline over ranks, of actions or of nodes."""
 
     @property
     def makespan(self) -> float:
         """End of the last span."""
 
     def busy(self, rank: int) -> float:
-        """Time in which a rank computes."""
+        """Return the time in which a rank computes."""
 
     def bubble(self, rank: int) -> float:
-        """Time of the makespan in which it does not."""
+        """Return the part of the makespan in which a rank does not compute."""
 
     def peak_activations(self, rank: int) -> float:
-        """Most activations alive at once, in those of a rank's whole share and one microbatch."""
+        """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
 
 
 @dataclass(frozen=True, order=True)
@@ -60,7 +60,7 @@ class Outcome:
 
     @classmethod
     def of(cls, program: Program, timeline: Played) -> Outcome:
-        """The figures of a program's timeline."""
+        """Return the figures of a program's timeline."""
         ranks = range(len(program.ranks))
         whole = timeline.makespan * len(ranks)
         return cls(
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def copies_of(program: Program) -> int:
-    """How many ranks hold the parameters of a stage.
+    """Return the number of ranks that hold the parameters of a stage.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> copies_of(build_schedule("dualpipe", ranks=4, microbatches=8))
@@ -115,7 +115,7 @@ class Candidate:
         return self.schedule + (":" + ",".join(words) if words else "")
 
     def build(self, ranks: int, microbatches: int, *, forward_only: bool = False) -> Program:
-        """Its program, or the forwards of it.
+        """Return its program, or the forwards of it.
 
         Raises:
             ValueError: An impossible combination.
@@ -139,24 +139,24 @@ class Model(Protocol):
         """The overlaps that can be tried."""
 
     def play(self, program: Program, overlap: Overlap | None) -> Played:
-        """Its timeline."""
+        """Return a program's timeline."""
 
     def known_peak(self, program: Program) -> float:
-        """Peak activations that it will have at least, known without playing it."""
+        """Return a lower bound of the peak of activations, without playing the program."""
 
     def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """A time that its makespan is not under, known without playing it."""
+        """Return a lower bound of the makespan, without playing the program."""
 
 
 @dataclass(frozen=True)
 class ActionModel:
-    """Programs played by whole actions, which know no overlap but that of pairs."""
+    """Plays programs by whole actions, which overlap in pairs only."""
 
     costs: Costs = field(default_factory=Costs)
     overlaps: tuple[None, ...] = (None,)
 
     def play(self, program: Program, overlap: Overlap | None = None) -> ProgramTimeline:
-        """Its timeline.
+        """Return a program's timeline.
 
         Raises:
             ValueError: An overlap, which actions do not have.
@@ -166,23 +166,23 @@ class ActionModel:
         return simulate(program, self.costs)
 
     def known_peak(self, program: Program) -> float:
-        """The peak that the program declares: it is played in its order. Of forwards alone nothing stays alive."""
+        """Return the declared peak, since actions run in the program's order; forwards alone keep nothing alive."""
         return 0.0 if program.forward_only else max(program.peak_activations) * program.placement.share
 
     def bound(self, program: Program, overlap: Overlap | None = None) -> float:
-        """Nothing is known: playing actions takes no longer than finding a bound would."""
+        """Return 0: to play actions takes no longer than to find a bound."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class NodeModel:
-    """Programs played by sub-op nodes on lanes for compute, exchange and peers.
+    """Plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
-        costs: Of the nodes.
+        costs: Costs of the nodes.
         layers: Blocks of a rank, divided evenly over its chunks; of two pipes each has them.
         default: Overlap of candidates that name none.
-        overlaps: Those that a search tries.
+        overlaps: The overlaps that a search tries.
     """
 
     costs: NodeCosts
@@ -191,7 +191,7 @@ class NodeModel:
     overlaps: tuple[Overlap, ...] = OVERLAPS
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
-        """Its timeline.
+        """Return a program's timeline.
 
         Raises:
             ValueError: Layers that cannot be divided over the chunks.
@@ -200,11 +200,11 @@ class NodeModel:
         return simulate(program, self.costs, overlap=overlap, layers=self._layers_of_a_stage(program))
 
     def known_peak(self, program: Program) -> float:
-        """Nothing is known: a plan may keep fewer activations alive than its program declares."""
+        """Return 0: a plan may keep fewer activations alive than its program declares."""
         return 0.0
 
     def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """See :func:`overlap1f1b.simulation.bound.bound`."""
+        """Return the bound of :func:`overlap1f1b.simulation.bound.bound`."""
         shape = (BlockShape(seams=1),) * self._layers_of_a_stage(program)
         return bound(program, shape, self.costs, self.default if overlap is None else overlap)
 
@@ -218,7 +218,7 @@ class NodeModel:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search has found.
+    """The result of a search.
 
     Args:
         found: Candidates within the memory limit, fastest first; of equals the one with less memory, then with fewer
@@ -242,7 +242,7 @@ def candidates(
     extra_warmup: Sequence[int] = EXTRA_WARMUP,
     overlaps: Sequence[Overlap | None] = (None,),
 ) -> Iterator[Candidate]:
-    """Every combination that the schedules know; those that fix chunks or have no warm-up to extend, once at most.
+    """Yield every combination that the schedules take; a schedule without an option appears once at most.
 
     >>> [str(candidate) for candidate in candidates(schedules=["zb_h1", "zb_v"], chunks=[1, 2])]
     ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
@@ -266,7 +266,7 @@ def search(
     top: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Ranking:
-    """Simulates the candidates and ranks them.
+    """Simulate the candidates and rank them.
 
     >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel(), memory=4)
     >>> [(str(candidate), round(outcome.makespan, 6)) for candidate, outcome in ranking.found[:2]]
@@ -332,11 +332,11 @@ def _bound(program_of: Callable[[Candidate], Program], candidate: Candidate, mod
 
 
 def _outcome(candidate: Candidate, program: Program, model: Model, limit: float) -> Outcome | float:
-    """The figures of a program, or its peak alone where that is over the limit before anything is played."""
+    """Return the figures of a program, or only its peak if that is known to be over the limit."""
     peak = model.known_peak(program)
     return peak if peak > limit else Outcome.of(program, model.play(program, candidate.overlap))
 
 
 def _rounded(time: float) -> float:
-    """Without the noise of sums of floats, which would order equals by chance."""
+    """Round a time, so that the noise of float sums does not order equal times."""
     return float(f"{time:.9g}")

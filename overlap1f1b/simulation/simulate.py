@@ -1,4 +1,4 @@
-"""What a program or a plan would cost."""
+"""The simulator: the timeline of a program or a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def simulate(
     layers: int | None = None,
     counts_block: bool = False,
 ) -> PlanTimeline | ProgramTimeline:
-    """The timeline of a program's actions, or of the nodes of a plan: one that is given, or the best for a program.
+    """Return the timeline of a program's actions, or of the nodes of a plan (given, or compiled for a program).
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("zb_h1", ranks=8, microbatches=32)
@@ -48,10 +48,10 @@ def simulate(
     1018.0
 
     Args:
-        what: What is played; a program is checked first.
+        what: The program or plan to play; a program is checked first.
         costs: Costs of actions, or of nodes.
-        overlap: Of a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
-        layers: Of a program with costs of nodes: blocks of a stage, each with experts; by default 1.
+        overlap: For a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
+        layers: For a program with costs of nodes: blocks of a stage, each with experts; by default 1.
         counts_block: With costs of nodes: whether the thread that issues a plan waits for counts itself.
 
     Raises:
@@ -75,7 +75,7 @@ def simulate(
 
 
 def _refuse_meaningless(what: object, costs: object, **given: object) -> None:
-    """What would otherwise be passed over in silence."""
+    """Refuse arguments that would have no effect."""
     for name, value in given.items():
         if value is None:
             continue

@@ -1,4 +1,4 @@
-"""Spans on lanes, and how much of the exchange they hide. One vocabulary for what is simulated and what is measured."""
+"""Timelines of nodes, simulated or measured: spans on resources, and how much of the exchange is hidden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint sorted intervals that cover the same points.
+    """Return disjoint sorted intervals that cover the same points.
 
     >>> union([(3, 4), (0, 1), (1, 2)])
     [(0, 2), (3, 4)]
@@ -31,12 +31,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum((end - start for start, end in intervals), 0.0)
 
 
 def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """What two lists of disjoint sorted intervals have in common.
+    """Return the intersection of two lists of disjoint sorted intervals.
 
     >>> intersection([(0, 2), (3, 6)], [(1, 4)])
     [(1, 2), (3, 4)]
@@ -73,9 +73,9 @@ class Timeline:
         """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
-    def busy(self, *lanes: Resource) -> list[Interval]:
-        """Disjoint intervals in which one of the lanes works."""
-        return union((span.start, span.end) for span in self.spans if span.node.resource in lanes)
+    def busy(self, *resources: Resource) -> list[Interval]:
+        """Return the disjoint intervals in which one of the resources works."""
+        return union((span.start, span.end) for span in self.spans if span.node.resource in resources)
 
     @property
     def exchange(self) -> float:
@@ -84,17 +84,17 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Time in which an exchange is in flight and the compute lane does nothing."""
+        """Time in which an exchange is in flight and nothing is computed."""
         in_flight = self.busy(Resource.EXCHANGE, Resource.CONTROL)
         return length(in_flight) - length(intersection(in_flight, self.busy(Resource.COMPUTE)))
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the exchange time, over the whole step, that has compute beside it; 1 where nothing is exchanged."""
+        """Share of the step's exchange time with compute beside it; 1 without an exchange."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
     def draw(self, width: int = 100) -> str:
-        """The lanes as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
+        """Draw the resources as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
 
         ::
 
@@ -112,7 +112,7 @@ class Timeline:
         return draw(self.spans, width)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
-        """Writes a trace for Perfetto or chrome://tracing: a track for each lane.
+        """Write a trace for Perfetto or chrome://tracing: a track for each lane.
 
         Args:
             path: The JSON file.
@@ -122,7 +122,7 @@ class Timeline:
         write_trace(self.events(rank), path, unit_us=unit_us)
 
     def events(self, rank: int) -> list[Event]:
-        """The spans as they stand in a trace."""
+        """Return the spans as events of a trace."""
         return [Event(f"rank {rank}", s.node.resource.value, str(s.node), s.start, s.end) for s in self.spans]
 
 
@@ -148,29 +148,29 @@ class PlanTimeline:
         return max((rank.makespan for rank in self.ranks), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Time in which a rank computes."""
+        """Return the time in which a rank computes."""
         return length(self.ranks[rank].busy(Resource.COMPUTE))
 
     def bubble(self, rank: int) -> float:
-        """Time of the makespan in which a rank computes nothing."""
+        """Return the part of the makespan in which a rank computes nothing."""
         return self.makespan - self.busy(rank)
 
     def exposed(self, rank: int) -> float:
-        """Time in which an exchange of a rank is in flight and the rank computes nothing."""
+        """Return the time in which an exchange of a rank is in flight and the rank computes nothing."""
         return self.ranks[rank].exposed
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of all ranks' exchange time that has compute beside it; 1 where nothing is exchanged."""
+        """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
         exchange = sum(rank.exchange for rank in self.ranks)
         return 1.0 - sum(rank.exposed for rank in self.ranks) / exchange if exchange else 1.0
 
     def peak_activations(self, rank: int) -> float:
-        """Most activations alive at once until their backward, in those of a rank's whole share and one microbatch."""
+        """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
         return self.plan.live(rank) * self.plan.program.placement.share
 
     def draw(self, width: int = 100) -> str:
-        """The lanes of every rank as text, all on one scale; see :meth:`Timeline.draw`."""
+        """Draw every rank as text, all on one scale; see :meth:`Timeline.draw`."""
         check_size("width", width)
         makespan = self.makespan
         drawn = []
@@ -180,7 +180,7 @@ class PlanTimeline:
         return "\n".join(drawn)
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
-        """Writes a trace for Perfetto or chrome://tracing: a process a rank, a track a lane.
+        """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a lane.
 
         Args:
             path: The JSON file.
@@ -191,6 +191,6 @@ class PlanTimeline:
 
 
 def play_nodes(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> PlanTimeline:
-    """The timelines of a plan's nodes: compute, exchange, counts and transfers between stages side by side."""
+    """Return the timelines of a plan's nodes: compute, exchange, counts and transfers run side by side."""
     spans = play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
     return PlanTimeline(plan, tuple(Timeline(tuple(rank)) for rank in spans))

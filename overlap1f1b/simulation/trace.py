@@ -25,7 +25,7 @@ class Event(NamedTuple):
 def write_trace(
     events: Iterable[Event], path: str | Path, *, unit_us: float = 1000.0, flows: Iterable[tuple[Event, Event]] = ()
 ) -> None:
-    """Writes the events as JSON; where spans of one track overlap, later ones move to further tracks beside it.
+    """Write the events as JSON; if spans of one track overlap, the later ones move to further tracks.
 
     Times are rounded to nanoseconds, the finest that viewers know, so that rounding makes no two spans overlap.
     Processes and threads are numbered from 1, since Perfetto takes 0 for the idle process.
@@ -64,13 +64,13 @@ def write_trace(
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
-    """Records of a name, and of a place in the order of those that have one."""
+    """Yield the records of a name and of its position in the order of the tracks."""
     for key, args in ((f"{what}_name", {"name": name}), (f"{what}_sort_index", {"sort_index": tid or pid})):
         yield {"ph": "M", "name": key, "pid": pid, "tid": tid, "args": args}
 
 
 def _arrow(number: int, source: dict[str, Any], target: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Both ends of a flow, each at a time inside its slice, since that is how viewers find it."""
+    """Yield both ends of an arrow, each at a time inside its slice, as viewers need."""
     last = source["ts"] + max(0.0, source["dur"] - 0.001)
     begin = max(source["ts"], min(last, target["ts"]))
     for phase, at, slice_ in (("s", begin, source), ("f", target["ts"], target)):
