@@ -119,8 +119,8 @@ def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
     """Return the timeline of a checked program.
 
     Both members of a pair start when both can, and end together. The output of an action or a pair leaves at its end
-    and arrives ``costs.send`` later; transfers from one rank to another follow each other. Time is linear in the number of
-    actions.
+    and arrives ``costs.send`` later. Transfers from one rank to another follow each other. Time is linear in the number
+    of actions.
     """
     placement, count = program.placement, program.microbatches
     stages, share = placement.stages, placement.share
