@@ -115,6 +115,7 @@ class Engine:
         self._warm = self._failed = False
         self._check_parameters = check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
+            # 1. All ranks were given the same options.
             program.check()
             if program.forward_only:
                 raise ValueError(
@@ -138,6 +139,7 @@ class Engine:
                     exchange=None if exchange is None else type(exchange).__name__,
                 )
             )
+            # 2. Groups of ranks: for exchanges, and for sums of gradients.
             self.mesh.check(program)
             self.rank = rank = self.mesh.rank("pp")
             kind = self.mesh.device_type
@@ -147,6 +149,7 @@ class Engine:
             replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
             own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
             experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
+            # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
                 placement,
@@ -163,11 +166,12 @@ class Engine:
             self.mesh.agree(structure(self.stages))
             self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
             self.shapes = all_shapes(self.stages, placement, self.mesh)
-            # A rank's own stages may all be frozen, and a model that is can be evaluated.
+            # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = self.mesh.combined(
                 any(p.requires_grad for p in self.parameters()), lambda _, every: any(every)
             )
-            background = self._shared_links = self.mesh.on_gloo  # which uses one interface for all its groups
+            # 4. Transfers between stages, and sums of gradients.
+            background = self._shared_links = self.mesh.on_gloo  # gloo uses one network interface for all groups
             device = next(iter(self.stages.values())).device
             watch = cuda_watch(device) if device.type == "cuda" else None
             stamp = None if watch is None else watch.stamp
@@ -191,9 +195,10 @@ class Engine:
                 lane=Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
                 shards=Lane("shards", limit, self.failures, background=device.type == "cpu", abort=self.sharding.abort),
             )
-            if reduce:  # it sets gradients aside before all others, and is the last to add to them
+            if reduce:  # the first to set gradients aside, and the last to add to them
                 self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
             self._first_replica = replicas[0]
+            # 5. The player, and the plans that it plays.
             self.player = Player(
                 limit,
                 self.failures,
