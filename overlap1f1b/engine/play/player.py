@@ -50,7 +50,7 @@ class PlayObserver(Observer, Protocol):
 class Player:
     """Runs the plan in order. While a CPU thread waits it may run weight gradients early: see :class:`Filler`.
 
-    It does not while nodes are measured, or where ``around`` or the program itself sets the order of weight gradients.
+    It runs none early while nodes are measured, or if ``around`` or the program itself sets their order.
 
     Args:
         timeout: Limit of every wait for another rank.

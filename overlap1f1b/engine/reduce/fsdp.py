@@ -320,7 +320,7 @@ class ShardedReducer:
             flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
-        """Wait for all reductions, start those over one rank, which have no node, and give the modules back."""
+        """Start the reductions that have no node (over one rank), wait for all, and give the modules back to FSDP2."""
         while self._order:
             group, places = self._order.pop()
             stage, block = max(places)

@@ -132,7 +132,7 @@ class WeightQueue:
             self._waiting.append((weight, gradient))
 
     def keep(self, gradients: Gradients) -> None:
-        """Keep gradients that are computed already: a parameter may have one besides that of a split layer."""
+        """Keep gradients that are computed already, to be added to the queued gradients of the same parameters."""
         self._ready = gradients
 
     def compute(self) -> Gradients:

@@ -1,10 +1,11 @@
 """One block for one microbatch, cut where the block calls its experts.
 
-A block's forward is an ordinary ``nn.Module.forward``; the residual around the experts is not cut. With the block's
+A block's forward is an ordinary ``nn.Module.forward``; ``Blocks.installed`` makes its calls of experts suspend. The
+residual around the experts is not cut. With the block's
 input ``x`` detached, the tensors that go to the experts detached, and the experts' result a fresh leaf ``y``, the
 backward has three phases:
 
-1. ``gy = grad(out, y, g)`` walks the graph between ``y`` and ``out``, and leaves no other trace;
+1. ``gy = grad(out, y, g)`` walks the graph between ``y`` and ``out``, and frees or accumulates nothing;
 2. aggregate, combine, experts and dispatch run backward; their graph is cut off from everything else;
 3. ``grad([out, tokens, weights], [g, g_tokens, g_weights])`` by ``x`` and the parameters walks the rest, once.
 
@@ -295,7 +296,7 @@ class BlockRun:
     def aggregate_b(self, received: Tensor | None) -> None:
         """Compute the gradients of the rows that the last open call returned (phase 1).
 
-        ``received`` are the gradients of the rows that the call behind it sent; None at the last call of the block.
+        ``received`` are the gradients of the rows that the block's next call sent; None at its last call.
         """
         if self.in_backward:
             assert received is not None
@@ -386,7 +387,7 @@ class BlockRun:
         self._leave(ends=self.block == 0)
 
     def _split_backward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return gradients of the leaves; leave the parameters' to the weight node, or add them if there is none."""
+        """Return gradients of the leaves; keep the parameters' gradients for the weight node, or add them without one."""
         parameters, shape = self.stage.block_parameters[self.block], self.stage.shape[self.block]
         grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.queue.keep(self.microbatch.complete(present(parameters, grads[len(leaves) :]), self.block))
@@ -397,7 +398,7 @@ class BlockRun:
         return grads[: len(leaves)]
 
     def _leave(self, *, ends: bool) -> None:
-        """Release this block; ``ends`` says that at most weight gradients are left of the microbatch."""
+        """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
         del self.microbatch.runs[self.block]
         self.microbatch.ended = ends
 

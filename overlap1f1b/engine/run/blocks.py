@@ -72,13 +72,13 @@ class Blocks:
         self.number = number
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
-        """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; None sends them all."""
+        """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; with None sizes are exact."""
         self.dropped: list[Dropped] = []
         """Rows without room, of every call under a capacity; emptied by the reader."""
         self.check_tokens: Callable[[int], None] | None = None
         """Called with the number of tokens of every call under a capacity."""
         self.adds_to_main = not reduce_experts
-        """Whether experts' weight gradients may be added to ``main_grad``: nothing here reduces ``.grad`` then."""
+        """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
         self.calls: dict[tuple[int, int], str] = {}
         """Sizes with which experts were called, as text, by (block, call): equal on all ranks."""
         self.blocks = blocks_of(blocks)
@@ -87,7 +87,7 @@ class Blocks:
         first_block = self.blocks[0]
         self.input_names = first_block.input_names if isinstance(first_block, MicrobatchBlock) else ()
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
-        """Of the blocks, for messages."""
+        """Names of the blocks, for messages."""
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.generators = generators_of(self.device)
@@ -120,7 +120,7 @@ class Blocks:
         ]
         """Whether a block's backward may add to ``.grad`` at once, as no other node contributes to its gradients."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
-        """Whether the sizes of one call of experts tell the sizes of the next."""
+        """Whether all experts have rows of one width and dtype, so that a receive can be announced a call ahead."""
         self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""

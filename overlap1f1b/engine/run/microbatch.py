@@ -109,7 +109,7 @@ class Microbatch:
         return self.flights.pop(kind).wait() if kind in self.flights else None
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
-        """Return the last block's outputs, or the loss if there is a ``loss_fn``.
+        """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.
 
         Raises:
             ValueError: A loss that is not one number, or requires no gradient; ``name`` is the block's.
@@ -159,7 +159,7 @@ class Microbatch:
         return taken
 
     def complete(self, gradients: Gradients, block: int) -> Gradients:
-        """Return the gradients that this microbatch completes with ``block``, sums of tied parameters among them.
+        """Return the gradients that are complete after ``block``, with sums of tied parameters at their first block.
 
         Plain autograd sums a microbatch's gradients of a tied parameter before it adds the sum to ``.grad``; the same
         order here keeps sums bit-equal.
@@ -183,7 +183,7 @@ class Microbatch:
                 accumulate(self.queues.pop(place).compute())
 
     def finish(self) -> None:
-        """Release everything but results, when only sends are left.
+        """Release activations, graphs and gradients at the microbatch's last compute node; results and sends stay.
 
         With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """

@@ -1,4 +1,4 @@
-"""A stage: consecutive blocks of a model on one rank."""
+"""The public stage: blocks with a way to make microbatches. What the engine changes in blocks is in ``blocks.py``."""
 
 from __future__ import annotations
 

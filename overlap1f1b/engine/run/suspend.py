@@ -30,7 +30,7 @@ class SeamCall(NamedTuple):
 
 
 class OnceHooks(TorchFunctionMode):
-    """Makes tensor hooks run once that are registered behind a call of experts, where the engine walks the graph twice.
+    """Makes a tensor hook behind a call of experts run once, although the engine walks that part of the graph twice.
 
     Both walks bring the same gradient, so the second walk gets the first result of the hook.
     """
