@@ -1,9 +1,8 @@
 """One block for one microbatch, cut where the block calls its experts.
 
 A block's forward is an ordinary ``nn.Module.forward``; ``Blocks.installed`` makes its calls of experts suspend. The
-residual around the experts is not cut. With the block's
-input ``x`` detached, the tensors that go to the experts detached, and the experts' result a fresh leaf ``y``, the
-backward has three phases:
+residual around the experts is not cut. With the block's input ``x`` detached, the tensors that go to the experts
+detached, and the experts' result a fresh leaf ``y``, the backward has three phases:
 
 1. ``gy = grad(out, y, g)`` walks the graph between ``y`` and ``out``, and frees or accumulates nothing;
 2. aggregate, combine, experts and dispatch run backward; their graph is cut off from everything else;
@@ -387,7 +386,7 @@ class BlockRun:
         self._leave(ends=self.block == 0)
 
     def _split_backward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return gradients of the leaves; keep the parameters' gradients for the weight node, or add them without one."""
+        """Return gradients of the leaves; keep the parameters' for the weight node, or add them if none follows."""
         parameters, shape = self.stage.block_parameters[self.block], self.stage.shape[self.block]
         grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
         self.queue.keep(self.microbatch.complete(present(parameters, grads[len(leaves) :]), self.block))

@@ -72,7 +72,7 @@ class Blocks:
         self.number = number
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
-        """Room for rows in exchanges of equal sizes, see :class:`~overlap1f1b.moe.route.Route`; with None sizes are exact."""
+        """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
         self.dropped: list[Dropped] = []
         """Rows without room, of every call under a capacity; emptied by the reader."""
         self.check_tokens: Callable[[int], None] | None = None
@@ -120,7 +120,7 @@ class Blocks:
         ]
         """Whether a block's backward may add to ``.grad`` at once, as no other node contributes to its gradients."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
-        """Whether all experts have rows of one width and dtype, so that a receive can be announced a call ahead."""
+        """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
