@@ -215,7 +215,7 @@ def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
     assert "allowed: another file for each" in refused(capsys, run, "--png", same, "--svg", same)
     assert "is the file of" in refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
     assert "Unrecognized options: --stepp" in refused(capsys, run, "--stepp", 1)
-    assert "Error parsing --step: " in refused(capsys, run, "--step", "x")
+    assert "--step 'x'; allowed: a whole number; see " in refused(capsys, run, "--step", "x")
     assert "No such file" in refused(capsys, tmp_path / "nothing.json")
     empty = write_record(tmp_path / "empty.json", [[]])
     assert "step 1 has nothing to draw" in refused(capsys, empty, "--html", tmp_path / "empty.html")
