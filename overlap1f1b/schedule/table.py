@@ -59,7 +59,7 @@ def read(path: str | Path) -> Rows:
     with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
         text = file.read(MOST_CHARACTERS + 1)
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most so many")
+        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most this number")
     lines, cells = text.splitlines(), 0
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
@@ -75,7 +75,7 @@ def read(path: str | Path) -> Rows:
             rows.append(_row(line, f"{path}, line {number}"))
             cells += len(rows[-1])
             if cells > MOST_SLOTS:
-                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most so many")
+                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most this number")
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)

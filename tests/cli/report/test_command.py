@@ -128,7 +128,7 @@ def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None
     path = write_chrome(tmp_path / "a.json", Events([], device().kernels))
     result = report(capsys, path, "--svg", tmp_path / "a.svg")
     assert result.status == 0
-    assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, is taken for compute" in result.out
+    assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, counts as compute" in result.out
     assert "stream 20" in result.out
     (rank,) = content(capsys, path)["ranks"]
     assert (rank["told_by"], rank["open_actions"]) == ("stream", None)
