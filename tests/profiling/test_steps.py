@@ -113,7 +113,7 @@ def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
     assert figures_of(recording).overlap == (480, 380)
     assert recording.notes == (
         "11 of 11 kernels have no launch in the file, so no range",
-        f"no kernel was launched in a range of overlap1f1b: stream {COMPUTE}, which has most kernels, is taken for "
+        f"no kernel was launched in a range of overlap1f1b: stream {COMPUTE}, which has most kernels, counts as "
         "compute and all others as exchange",
         "no launches: the whole file is taken for one step",
     )

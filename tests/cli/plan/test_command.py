@@ -410,9 +410,9 @@ def test_bad_input(capsys: Capture, args: tuple[object, ...], message: str) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", "line 1, column 2: '0X0' is no action; allowed: stage, F, B, I or W, microbatch"),
-        ("0F0,0B0\n1F0,1B0,1B0\n", "rank 1, position 2: 1B0 stands a second time"),
-        ("0B0,0F0\n", "rank 0, position 0: 0B0 stands before 0F0, which it needs"),
+        ("0F0,0X0\n", "line 1, column 2: '0X0' is not an action; allowed: stage, F, B, I or W, microbatch"),
+        ("0F0,0B0\n1F0,1B0,1B0\n", "rank 1, position 2: 1B0 comes a second time"),
+        ("0B0,0F0\n", "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
         ("", "no action; allowed: a row of actions for each rank"),
         ("# microbatches: many\n0F0\n", "line 1, column 1: 'many' as microbatches: allowed: whole numbers"),
         ("\xff\xfe", "is not text; allowed: a file of --csv"),
