@@ -59,7 +59,7 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
         for row in rows:
             events += 1
             if events > MOST_EVENTS:
-                raise ValueError(f"{path} has more than {MOST_EVENTS} events; ALL:allowed: at most this number")
+                raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
             yield row
 
     if "NVTX_EVENTS" in tables:

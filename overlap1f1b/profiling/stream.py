@@ -120,7 +120,7 @@ class _Reader:
     def _count(self, more: int = 1) -> None:
         self._events += more
         if self._events > MOST_EVENTS:
-            raise ValueError(f"it has more than {MOST_EVENTS} events or spans; ALL:allowed: at most this number")
+            raise ValueError(f"it has more than {MOST_EVENTS} events or spans; allowed: at most this number")
 
     def _array(self, take: Callable[[Event], None]) -> None:
         self._at += 1
@@ -176,11 +176,11 @@ class _Reader:
         """Read on, as much text as is held already."""
         left = self._text[self._at :]
         if len(left) > MOST_VALUE:
-            raise ValueError(f"it has a value of more than {MOST_VALUE} characters; ALL:allowed: at most this number")
+            raise ValueError(f"it has a value of more than {MOST_VALUE} characters; allowed: at most this number")
         more = self._file.read(max(_CHUNK, len(left)))
         self._read += len(more)
         if self._read > MOST_TEXT:
-            raise ValueError(f"it has more than {MOST_TEXT} characters; ALL:allowed: at most this number")
+            raise ValueError(f"it has more than {MOST_TEXT} characters; allowed: at most this number")
         self._text, self._at, self._ended = left + more, 0, not more
         self._seen()
 
