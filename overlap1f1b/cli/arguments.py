@@ -1,4 +1,4 @@
-"""The process's arguments as options, by tyro, whose errors become one line."""
+"""The parser of the command line: tyro fills dataclasses of options, and its errors become one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRONG_TYPE = {
     r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
     r"could not convert string to float: (.*)": "a number",
 }
-"""What tyro says of a value of the wrong type, and what is allowed."""
+"""Patterns of tyro's messages about a value of the wrong type, and the words for the allowed values."""
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
@@ -30,7 +30,7 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         description: Text of ``--help`` about the program.
 
     Raises:
-        ValueError: No such verb or option, or a value of a wrong type; one line says which, and where to look.
+        ValueError: The verb or an option is unknown, or a value has the wrong type; the message names it in one line.
     """
     first = argv[0]
     if first not in verbs and first not in ("-h", "--help") and not first.startswith("--tyro-"):

@@ -1,4 +1,4 @@
-"""``overlap1f1b doctor``: findings about this machine that keep exchanges from being hidden.
+"""``overlap1f1b doctor``: checks of this machine for problems that keep exchanges from being hidden.
 
 The module is also the program of the two ranks that measure the link between them.
 """
@@ -39,7 +39,7 @@ class Finding:
         name: Name of the check.
         status: ``fail`` if training cannot work or nothing can be hidden; ``warn`` if something may not work.
         value: The measured value, in words.
-        advice: What to do; empty for nothing.
+        advice: Advice to the user; empty if there is none.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Look for what could keep exchanges from being hidden here: one line a finding, and what to do about it.
+    """Look for problems that keep exchanges from being hidden on this machine; print one line a finding, with advice.
 
-    The exit status is 1 where something fails, 0 otherwise. For example
+    The exit status is 1 if a check fails, 0 otherwise. For example
 
       overlap1f1b doctor
 
@@ -60,7 +60,7 @@ class DoctorOptions:
     """
 
     timeout: float = DOCTOR_LIMIT_S
-    """Seconds that two local ranks are given to measure the link between them."""
+    """Time limit, in seconds, for two local ranks that measure the link between them."""
     json: str | None = None
     """File for the findings as JSON, or - for standard output."""
 
@@ -140,11 +140,11 @@ def _install(name: str, first: str, beyond: str) -> str:
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 CYCLES = 20_000_000  # of a GPU's clock: about ten milliseconds
-MOST = 1.5  # time of two streams, as a multiple of one stream's, up to which they run side by side
+MOST = 1.5  # two streams run side by side if they take at most this multiple of one stream's time
 
 
 def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
-    """Check that kernels of different streams do not wait for each other, as they do with one connection."""
+    """Check that kernels of different streams do not wait for each other; with one connection they do."""
     text = environ.get(VARIABLE)
     if text is None:
         return Finding("connections", "ok", f"{VARIABLE} is not set; CUDA's default is 8")
@@ -171,7 +171,7 @@ def streams() -> Finding:
 
 
 def _waiting(count: int) -> float:
-    """Return the milliseconds in which ``count`` streams wait for the same number of cycles each."""
+    """Return the milliseconds that ``count`` streams take together if each waits for the same number of cycles."""
     import torch
 
     took = []
@@ -219,7 +219,7 @@ def link(timeout: float) -> Finding:
 
 
 def measure(found: Path, timeout: float) -> None:
-    """Measure the link as one of two ranks; rank 0 writes the result, or the first rank that fails its error."""
+    """Measure the link as one of two ranks. Rank 0 writes the result, or the first rank that fails writes its error."""
     import torch
     import torch.distributed as dist
 
@@ -254,7 +254,7 @@ def measure(found: Path, timeout: float) -> None:
 
 
 def _write(found: Path, content: dict[str, object]) -> None:
-    """Write the file as a whole, unless it is there."""
+    """Write the file as a whole, unless it exists."""
     unfinished = found.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(content))
     if not found.exists():
@@ -265,10 +265,10 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Check everything; returns the exit status, 1 if something fails.
+    """Check everything and return the exit status, 1 if something fails.
 
     Raises:
-        ValueError: An option that cannot be.
+        ValueError: An option has a value that is not allowed.
     """
     check_doctor(options)
     screen = console(options.json)
@@ -291,14 +291,14 @@ def _findings(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def wire() -> Finding:
-    """Check that ``bench --wire`` can have its link."""
+    """Check that this machine can make the link of ``bench --wire``."""
     name = "shaped wire"
     try:
         with Wire(2, rate=1e9):
             pass
     except ValueError as error:
         why = str(error).removeprefix("--wire: ").removeprefix("--wire ")
-        advice = "bench --wire and profile bench --wire need root, iproute2 and a kernel with tbf; all else does not"
+        advice = "bench --wire and profile bench --wire need root, iproute2 and a kernel with tbf; nothing else does"
         return Finding(name, "warn", why, advice)
     return Finding(name, "ok", "network namespaces with links limited by tbf")
 

@@ -27,8 +27,8 @@ class HfModel(nn.Module):
         program: The program to play.
 
     Raises:
-        ValueError: The configuration cannot be read, is not one of a causal LM, or has fewer tokens than there are
-            bytes; or the model cannot be split.
+        ValueError: The configuration cannot be read or does not describe a causal LM, its vocabulary is smaller than
+            256, or the model cannot be split.
     """
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
@@ -48,7 +48,7 @@ class HfModel(nn.Module):
 
     @property
     def split(self) -> SplitModel:
-        """The stages, for the engine."""
+        """Return the stages, for the engine."""
         stages: SplitModel = self.__dict__["stages"]
         return stages
 
@@ -62,9 +62,7 @@ def _config(name: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise ValueError(
-            f"--hf-config {name} without transformers; allowed: with pip install 'overlap1f1b[hf]'"
-        ) from None
+        raise ValueError(f"--hf-config {name} needs transformers; pip install 'overlap1f1b[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -83,4 +81,4 @@ def _model(config: Any, name: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
-        raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: of a causal LM") from None
+        raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: the configuration of a causal LM") from None

@@ -249,7 +249,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @contextmanager
 def _signals(events: SimpleQueue[int | signal.Signals]) -> Iterator[None]:
-    """Turn signals into events. SimpleQueue, unlike Queue, may be put to by a handler that interrupts its get."""
+    """Turn signals into events. In a SimpleQueue, unlike a Queue, a handler may put while it interrupts a get."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -277,10 +277,10 @@ def check_nsys() -> None:
 
 
 def nsys_line(folder: Path, argv: Sequence[str], rank: str = "%q{RANK}") -> list[str]:
-    """Return the command of one rank under nsys, which records between the calls that open and close its range.
+    """Return the command of one rank under nsys, which records while the rank's profiling range is open.
 
     Args:
-        folder: Gets ``rank<N>.nsys-rep`` and ``rank<N>.sqlite``, which ``report`` reads.
+        folder: Folder for ``rank<N>.nsys-rep`` and ``rank<N>.sqlite``, which ``report`` reads.
         argv: Arguments of overlap1f1b.
         rank: Number in the file names; by default nsys reads it from the environment.
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``overlap1f1b`` with these arguments (default: the process's own); returns the exit status."""
+    """Run ``overlap1f1b`` with these arguments (default: the process's own) and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _options(argv or ["--help"])
@@ -104,8 +104,8 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
 def _end_rank(options: RunOptions) -> NoReturn:
     """Run this process as one of several ranks and end it without Python's finalization.
 
-    There a thread of gloo that frees a tensor, or a thread of the engine that still waits for a lost rank, would abort
-    the process and hide its exit status.
+    During finalization, a thread of gloo that frees a tensor, or a thread of the engine that still waits for a lost
+    rank, would abort the process and hide its exit status.
     """
     try:
         status = _run_rank(options)
@@ -125,7 +125,7 @@ def _end_rank(options: RunOptions) -> NoReturn:
 
 
 def _run_rank(options: RunOptions) -> int:
-    # before torch is loaded: its profiler, by which bench counts memory, prints much
+    # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
     from overlap1f1b.cli.ranks import joined

@@ -39,11 +39,11 @@ class ModelOptions:
     shared_intermediate: int = 0
     """Intermediate size of the expert that every token uses; 0 for none."""
     dense_layers: int = 0
-    """First blocks without experts."""
+    """Number of blocks without experts, at the model's start."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router; sigmoid balances its load by a correction bias instead of an auxiliary loss."""
     dropout: float = 0.0
-    """Probability of dropping an element of what a block adds to the residual."""
+    """Dropout probability of a block's output, before it is added to the residual."""
 
 
 _CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {DEFAULT_CHUNKS})")
@@ -65,8 +65,8 @@ class RunOptions:
     chunks: Annotated[int | None, _CHUNKS] = None
     """Stages of a pipeline rank."""
     extra_warmup: int | None = None
-    """Forwards beyond the first before the first backward, where the program knows it; by default 1 for combined_1f1b
-    on one pipeline rank."""
+    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b; by default 1 for
+    combined_1f1b on one pipeline rank, otherwise 0."""
     microbatches: int = 8
     """Microbatches of a step."""
     batch: int = 16
@@ -76,33 +76,34 @@ class RunOptions:
     overlap: str = "3"
     """serial, pairs, or the number of actions that may be open at once."""
     recompute: Recompute = "none"
-    """What blocks drop after their forward and compute again before their backward: what the experts compute, all else
-    (attention), or both (block). Nothing is exchanged twice."""
+    """Activations that blocks free after their forward and compute again before their backward: those inside the
+    experts (experts), all others (attention), or both (block). No exchange is repeated."""
     capacity: float | None = None
-    """Room for rows in the exchanges of experts, as a multiple of an even share, 1.25 say: equal sizes, for which no
-    host waits. By default sizes are exact."""
+    """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
+    size, and the host waits for no counts. By default sizes are exact."""
     overflow: Literal["raise", "rerun"] = "raise"
-    """What to do where the capacity is too little: give up, or play the step again with exact sizes."""
+    """Reaction to more rows than the capacity: raise ends with an error, rerun plays the step again with exact
+    sizes."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """What permutations, sums, activations and the router run by; auto times both on a GPU and keeps the faster."""
+    """Kernels of permutations, sums, activations and the router; on a GPU auto times both and keeps the faster."""
     weights_in: Literal["combine", "activation"] = "combine"
-    """Where routing weights are applied: in the sum of what the experts return, or, as in Megatron-Core, in their
-    activation, to which each row carries its weight."""
+    """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
+    experts' activation, as in Megatron-Core, to which each row then carries its weight."""
     text: tuple[Path, ...] = ()
     """Files or folders to read; by default the standard library of this Python."""
     hf_config: str | None = None
-    """Name, folder or config.json of a configuration of the transformers library: a new model of it, on bytes, takes
-    the place of one of the sizes above."""
+    """Configuration of the transformers library: a name, a folder or a config.json. A new model of it, on bytes,
+    replaces the model of the sizes above."""
     seed: int = 0
-    """Of weights and batches."""
+    """Seed of weights and batches."""
     timeout: float = COMMAND_LINE_LIMIT_S
-    """Seconds after which a wait for another rank is given up."""
+    """Time limit of a wait for another rank, in seconds."""
     json: str | None = None
     """File for the results as JSON, or - for standard output."""
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
+        """Number of all ranks."""
         return self.pp * self.dp * self.ep
 
     @property
@@ -111,7 +112,7 @@ class RunOptions:
         return self.ranks == 1
 
     def program(self) -> Program:
-        """Return the program that is asked for; by default the fastest."""
+        """Return the program that the options ask for; by default the fastest."""
         one = self.alone and self.schedule is None and self.extra_warmup is None
         name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
         return build_schedule(
@@ -147,19 +148,19 @@ class TrainOptions(RunOptions):
     lr: float = 2e-3
     """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
     weight_decay: float = 0.1
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     eval_every: int = 50
     """Steps between losses on held-out text."""
     checkpoint: Path | None = None
-    """Folder for checkpoints; a run that finds some there goes on from the last."""
+    """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     tensorboard: Path | None = None
-    """Folder for TensorBoard: loss, gradient norm, tokens/s, and how much of the exchange was hidden, a step."""
+    """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
     compare: bool = False
-    """Train the same steps with sequential too, and show both."""
+    """Train the same steps with the schedule sequential too, and show both."""
 
 
 @dataclass(frozen=True)
@@ -180,18 +181,18 @@ class BenchOptions(RunOptions):
     """
 
     wire: str | None = None
-    """Rate of a real link between the ranks (500mbit, 1gbit); balanced: as long as compute; balanced*2: twice that
-    rate. Needs root and iproute2. Without it the loopback is used."""
+    """Rate of a real link between the ranks (500mbit, 1gbit). balanced: the exchange takes as long as compute;
+    balanced*2: twice that rate. Needs root and iproute2. Without this option the loopback is used."""
     exchange: str | None = None
-    """loopback: with one rank, rows leave the device for host memory and come back, as fast as that goes;
-    loopback:GB/s no faster than that."""
+    """loopback: with one rank, rows travel to host memory and back, as fast as possible; loopback:GB/s: at most at this
+    rate."""
     compute: Literal["real", "timed"] = "real"
-    """timed: matrix products wait for the time of their operations, which is measured, instead of computing, so that
-    the processor is free for the rest, as beside a GPU."""
+    """timed: instead of computing, matrix products wait for the measured time of their operations. The processor is
+    then free for everything else, as beside a GPU."""
     reduce: bool = False
-    """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not contain it."""
+    """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not include it."""
     rounds: int = 5
-    """Times that every row is measured."""
+    """Number of measurements of every row."""
     peers: bool = False
     """Also measure torch.distributed.pipelining's schedules on the same layers, with --pp from 2; with --hf-config
     transformers' own expert parallelism."""
@@ -218,7 +219,7 @@ def check_run(options: RunOptions) -> None:
             raise ValueError(f"--{name} {value}; allowed: more than 0")
     if options.batch % options.microbatches:
         raise ValueError(
-            f"--batch {options.batch} cannot be cut into --microbatches {options.microbatches}; allowed: a multiple"
+            f"--batch {options.batch} cannot be split into --microbatches {options.microbatches}; allowed: a multiple"
         )
     if options.capacity is not None and not 0 < options.capacity < float("inf"):
         raise ValueError(f"--capacity {options.capacity}; allowed: more than 0")
@@ -262,15 +263,15 @@ def _check_train(options: TrainOptions) -> None:
         check_folder(options.checkpoint)
     if options.tensorboard is not None:
         if find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard without its package; allowed: after pip install 'overlap1f1b[tensorboard]'")
+            raise ValueError("--tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'")
         check_folder(options.tensorboard, "--tensorboard")
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Profile what train or bench does: is it overlapping, and where not?
+    """Profile train or bench, to see where the exchange overlaps with compute and where it does not.
 
-    Runs a warm-up and a few steps under a profiler and writes a trace and a record for each rank.
+    Runs a warm-up and a few steps under a profiler, and writes a trace and a record for each rank.
 
     For example
 
@@ -284,19 +285,19 @@ class ProfileOptions:
     """
 
     out: Path = Path("profile")
-    """Folder for the files, a trace and a record for each rank; made if it is not there."""
+    """Folder for the files, a trace and a record for each rank; it is made if it does not exist."""
     profile_warmup: int = 2
     """Steps by the plan before the profile; the two that measure nodes come before them."""
     profile_steps: int = 3
     """Steps in the profile."""
     nsys: bool = False
-    """Trace by NVIDIA Nsight Systems, which must be on PATH, instead of torch.profiler; each rank is started under
-    nsys profile, whose line is printed."""
+    """Trace by NVIDIA Nsight Systems, which must be on PATH, instead of torch.profiler. Each rank is started under
+    nsys profile, and its command is printed."""
 
 
 @dataclass(frozen=True)
 class ProfileTrainOptions(ProfileOptions, TrainOptions):
-    """Profile the steps of a training, which is not saved. --compare, --steps and what evaluates have no effect.
+    """Profile the steps of a training, which is not saved. --compare, --steps and --eval-every have no effect.
 
     For example
 
@@ -310,7 +311,7 @@ class ProfileTrainOptions(ProfileOptions, TrainOptions):
 
 @dataclass(frozen=True)
 class ProfileBenchOptions(ProfileOptions, BenchOptions):
-    """Profile one row of a benchmark, that of --schedule and --overlap. --rounds and --peers have no effect.
+    """Profile one row of a benchmark, given by --schedule and --overlap. --rounds and --peers have no effect.
 
     For example
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 
 def by_default(metavar: str, default: object = "none") -> Any:
-    """Return the note of an option that is None unless it is given: how ``--help`` shows its value and default."""
+    """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
@@ -25,16 +25,16 @@ def console(json_target: str | None, *, quiet: bool = False) -> Console:
 
 
 def check_folder(folder: Path, option: str = "--checkpoint") -> None:
-    """Raise ``ValueError`` if an option's folder cannot be written, before steps that would be lost."""
+    """Raise ``ValueError`` if an option's folder cannot be written: otherwise a run's steps would be lost."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{option} {folder}: {there} is a file; allowed: a folder, which may be new")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a folder that can")
+        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder")
 
 
 def check_json(target: str) -> None:
-    """Raise ``ValueError`` if :func:`write_json` would, before a run whose results would be lost."""
+    """Raise ``ValueError`` if :func:`write_json` could not write: otherwise a run's results would be lost."""
     path = Path(target)
     folder = path.parent
     why = None
@@ -74,7 +74,7 @@ def check_files(written: Mapping[str, Path | str | None], read: Mapping[Path, st
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:
-    """Write ``content`` to a file, to standard output for ``-``, nowhere for None.
+    """Write ``content`` as JSON to a file, to standard output for ``-``, or nowhere for None.
 
     Raises:
         ValueError: The file cannot be written.

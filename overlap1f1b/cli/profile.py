@@ -1,4 +1,4 @@
-"""``overlap1f1b profile`` on one rank: warm up, profile, say where the files are."""
+"""``overlap1f1b profile`` on one rank: warm up, profile, print the files' names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Counters:
 
 
 def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
-    """Profile; every rank writes its files, the first reports.
+    """Profile a few steps; every rank writes its files, and the first rank reports.
 
     Raises:
         ValueError: The files cannot be written, or an option does not fit.

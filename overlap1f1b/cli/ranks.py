@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def data_rank(self) -> int:
-        """The rank's number among those that read different data."""
+        """Number of this rank among the ranks that read different data."""
         return self.rank % self.data_ranks
 
     @property
@@ -52,14 +52,14 @@ class Rank:
 
 @contextmanager
 def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
-    """Join the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started; alone without either.
+    """Join the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started, or be the only rank.
 
     Args:
         shape: Ranks along "pp", "dp" and "ep".
         timeout: Limit of every wait, in seconds.
 
     Raises:
-        ValueError: The number of ranks is not that of the shape.
+        ValueError: The number of ranks does not fit the shape.
     """
     _keep_heap()
     store = os.environ.get(STORE)

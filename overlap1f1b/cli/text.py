@@ -92,7 +92,7 @@ class Corpus:
         """Loss on the held-out text, in nats per byte, of a model that knows only how often each byte occurs.
 
         It is the cross-entropy of the held-out bytes under the byte frequencies of the training part, with one added to
-        each of the 256 counts, so that it stays finite. A model that uses the context is below it.
+        each of the 256 counts, so that it stays finite. A model that uses the context has a lower loss.
         """
         seen = torch.bincount(self.train, minlength=256).double() + 1
         asked = torch.bincount(self.held_out, minlength=256).double()
@@ -100,7 +100,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of the text and its split, which a resumed run must share."""
+        """Hash of the text and its split in sixteen hexadecimal digits, which a resumed run must share."""
         digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
         for part in (self.train, self.held_out):
             digest.update(part.numpy().data)
@@ -189,7 +189,7 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
                 seen.add(file.resolve())
                 yield content
         if not some:
-            raise ValueError(f"text folder {path} holds no text: no file in it that is not hidden, empty or binary")
+            raise ValueError(f"text folder {path} holds no text: it has no files, or only hidden, empty or binary ones")
 
 
 def _read(path: Path, limit: int | None) -> bytes:
@@ -229,7 +229,7 @@ def _until(limit: int | None, texts: Iterable[bytes]) -> tuple[list[bytes], bool
 
 
 def _split(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
-    """Split the texts behind the first `at` bytes."""
+    """Split the texts after the first `at` bytes."""
     train: list[bytes] = []
     held: list[bytes] = []
     for text in texts:

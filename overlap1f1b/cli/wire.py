@@ -97,7 +97,7 @@ class Wire:
         self._hub = f"{name}-hub" if ranks > 2 else None
 
     def prefix(self, rank: int) -> list[str]:
-        """Return the words that run a command, put behind them, in the namespace of `rank`.
+        """Return the words to put before a command, so that it runs in the namespace of `rank`.
 
         The command replaces `ip`, so it keeps the process number. Its /sys is new, without cgroups.
         """
@@ -135,7 +135,7 @@ class Wire:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes in the namespaces and remove these. Ctrl-C waits for it."""
+        """Kill the processes in the namespaces and remove the namespaces. Ctrl-C waits until this is done."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for namespace in [*self._namespaces, *([self._hub] if self._hub else [])]:
@@ -235,13 +235,13 @@ class Balanced:
 
 
 def parse_wire(text: str) -> float | Balanced:
-    """Return bits per second, or how to find them.
+    """Return the rate in bits per second, or :class:`Balanced`.
 
     >>> parse_wire("2.5gbit"), parse_wire("balanced"), parse_wire("balanced*0.5")
     (2500000000.0, Balanced(factor=1.0), Balanced(factor=0.5))
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text is neither a rate nor balanced.
     """
     name, times, factor = text.partition("*")
     with contextlib.suppress(ValueError):
@@ -258,7 +258,7 @@ def parse_wire(text: str) -> float | Balanced:
 
 
 def parse_rate(text: str) -> float:
-    """Return bits per second.
+    """Return the rate in bits per second.
 
     >>> parse_rate("2.5gbit")
     2500000000.0
@@ -282,7 +282,7 @@ def parse_loopback(text: str) -> float | None:
     (12.5, None)
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text has another form.
     """
     name, colon, rate = text.partition(":")
     if name == "loopback" and not colon:

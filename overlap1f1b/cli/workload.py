@@ -43,7 +43,7 @@ def build_model(options: RunOptions, rank: Rank) -> MoETransformer:
 
 
 def block_weights(options: RunOptions) -> list[float]:
-    """Return the weights of the model's blocks: embedding and head take little time."""
+    """Return the relative costs of the model's blocks: embedding and head take little time."""
     return [0.0, *[1.0] * options.model.layers, 0.0]
 
 

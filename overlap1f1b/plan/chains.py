@@ -37,8 +37,8 @@ class Chains:
         shape: Blocks of every stage, or a sequence with the blocks of each stage.
 
     Raises:
-        ValueError: Shapes for another number of stages, a stage without blocks, a block alone where its stage is meant,
-            or fewer than 0 seams.
+        ValueError: The shapes are of another number of stages, a stage has no blocks, a shape is one block instead of a
+            sequence, or a block has fewer than 0 seams.
     """
 
     def __init__(self, placement: Placement, shape: Shapes) -> None:
@@ -116,6 +116,6 @@ def _check_blocks(shapes: Sequence[object]) -> None:
             raise ValueError(f"stage {stage}: shape={shape!r}; allowed: a sequence of blocks for each stage")
         for block in shape:
             if not isinstance(block, BlockShape):
-                raise ValueError(f"stage {stage}: {block!r} is no block; allowed: BlockShape(seams=1) and the like")
+                raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
             check_size(f"stage {stage}: seams", block.seams, 0)
             parse_recompute(block.recompute)

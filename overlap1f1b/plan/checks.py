@@ -16,13 +16,15 @@ from overlap1f1b.schedule import Kind
 def check(plan: Plan) -> None:
     """Raise ``ValueError`` for the first broken rule, naming rank, position and node.
 
-    Rules: every node of every action exactly once, on the rank of its stage; each after what it needs there;
-    microbatches pass every node that sums gradients in the program's order, so that sums keep theirs; reductions after
-    the last contribution; live microbatches, and weight gradients that wait, within what the program declares; of any
-    two ranks, one receives in the order in which the other sends; no ranks that wait for each other.
+    Rules:
 
-    The last holds for sends that are buffered and for sends that their lane holds until the receive is posted: a lane
-    works beside the thread that issues nodes, and both of its ends have one order.
+    - Every node of every action comes exactly once, on the rank of its stage, after the nodes that it needs there.
+    - Microbatches pass every node that sums gradients in the program's order, so that sums have a fixed order.
+    - A reduction comes after the last contribution.
+    - Live microbatches and waiting weight gradients stay within the program's declared limits.
+    - Of any two ranks, one receives in the order in which the other sends.
+    - No ranks wait for each other. This covers buffered sends and sends that a lane holds until the receive is posted:
+      a lane works beside the thread that issues nodes, and both of its ends have one order.
     """
     chains = Chains(plan.program.placement, plan.shapes)
     for rank, nodes in enumerate(plan.ranks):
@@ -57,12 +59,12 @@ def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) 
     for position, node in enumerate(nodes):
         before = needs.get(node)
         if node in done or before is None:
-            fault = "stands a second time" if node in done else "belongs to no action of the program on this rank"
+            fault = "comes a second time" if node in done else "belongs to no action of the program on this rank"
             raise ValueError(f"{_name(plan, rank)}, position {position}: {node} {fault}")
         for needed in before:
             if needed not in done:
                 raise ValueError(
-                    f"{_name(plan, rank)}, position {position}: {node} stands before {needed}, which it needs"
+                    f"{_name(plan, rank)}, position {position}: {node} comes before {needed}, which it needs"
                 )
         done.add(node)
     missing = next((node for node in needs if node not in done), None)
@@ -73,12 +75,14 @@ def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) 
 def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     """Return, for every node of a rank's step, the nodes of the rank that must stand before it."""
     needs: dict[Node, list[Node]] = {}
-    previous: dict[tuple[object, ...], Node] = {}  # the node of the microbatch before, for nodes that sum gradients
+    previous: dict[
+        tuple[object, ...], Node
+    ] = {}  # for nodes that sum gradients, the same node of the previous microbatch
     reductions: dict[Node, list[Node]] = {}
     for action in plan.program.actions(rank):
         last = [chains.of(needed)[-1] for needed in chains.local_needs(action)] if action.kind is not Kind.W else []
         for node in chains.of(action):
-            if node.op is Op.RECEIVE:  # it may be announced at any time
+            if node.op is Op.RECEIVE:  # posted at any time
                 needs[node] = []
                 last.append(node)
                 continue
@@ -121,6 +125,6 @@ def _check_lanes(plan: Plan, chains: Chains) -> None:
         for (position, node), expected in zip(receives, sent[source, rank], strict=True):
             if node != expected:
                 raise ValueError(
-                    f"{_name(plan, rank)}, position {position}: {node} stands where rank {source} sends what "
-                    f"{expected} receives; allowed: the same order on both"
+                    f"{_name(plan, rank)}, position {position}: {node} comes where rank {source} sends the message of "
+                    f"{expected}; allowed: the same order on both"
                 )

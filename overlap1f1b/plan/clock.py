@@ -15,7 +15,7 @@ Key = tuple[int, int, int, Kind]
 """Pipe, stage, microbatch and direction of a chain of nodes."""
 
 _FOREVER = float("inf")
-# Members of an Enum are looked up through Python in the innermost loop, where these are not.
+# The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _SEND, _RECEIVE, _REDUCE = Op.SEND, Op.RECEIVE, Op.REDUCE
 _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
@@ -44,10 +44,10 @@ class Clock:
     links, each gets half of the rate while both run; this delays later nodes only.
 
     Args:
-        costs: How long each node takes.
-        counts_block: Who waits for counts.
-        placement: Which rank holds which stage.
-        arrivals: When what was sent between stages is there, by the chain that receives it; shared by the ranks.
+        costs: Cost of each node.
+        counts_block: Whether the issuing thread waits for counts.
+        placement: Rank of each stage.
+        arrivals: Arrival times of transfers between stages, by the chain that receives them; shared by the ranks.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Clock:
         self.free: dict[Resource, list[float]] = {
             Resource.EXCHANGE: [],
             Resource.CONTROL: [],
-        }  # of every link of the lane
+        }  # time at which every link of the resource is free
         self.sent: dict[int, float] = {}  # end of the last send to each rank
         self.sending = 0.0  # end of the last send to any rank
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
@@ -75,9 +75,9 @@ class Clock:
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
-        """Return the time at which all inputs of a node are here; infinite while one has not been sent."""
+        """Return the time at which all inputs of a node have arrived; infinite while one has not been sent."""
         op, kind, microbatch, _, _, stage, pipe = node
-        if op is _REDUCE or op is _RECEIVE or op in RECOMPUTES:  # launched, or issued, where they stand
+        if op is _REDUCE or op is _RECEIVE or op in RECOMPUTES:  # may start as soon as they are issued
             return 0.0
         if kind is _W:
             return self.inputs[op, *node[2:]]
@@ -93,12 +93,12 @@ class Clock:
         return max(forward, self.ready.get((pipe, stage + 1, microbatch, kind), 0.0))
 
     def start(self, node: Node) -> float:
-        """Return the earliest start of a node if it were issued now."""
+        """Return the earliest start of a node that is issued now."""
         needed = self.needed(node)
         return needed if needed > self.now else self.now
 
     def play(self, node: Node, needed: float | None = None) -> Span:
-        """Issue a node; ``needed`` is the result of :meth:`needed`, if it is known."""
+        """Issue a node and return its span; ``needed`` is the result of :meth:`needed`, if it is known."""
         op, kind, microbatch, _, _, stage, pipe = node
         if op is _RECEIVE:
             self.awaited.add((pipe, stage, microbatch, kind))
@@ -116,7 +116,7 @@ class Clock:
             if self.counts_block and op is Op.DISPATCH and kind is _F:
                 self.now = start
             start, end = self._travel(node, start, self.free[lane])
-        if kind is not _W and op not in RECOMPUTES:  # which take nothing from what is under way
+        if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
 
@@ -170,7 +170,7 @@ def play_ranks(
     """Return the spans of every rank. A rank waits at a compute node whose input has not been sent.
 
     Raises:
-        ValueError: Ranks wait for each other; names the first node that waits.
+        ValueError: Ranks wait for each other; the message names the first node that waits.
     """
     arrivals: dict[Key, float] = {}
     clocks = [Clock(costs, counts_block=counts_block, placement=placement, arrivals=arrivals) for _ in ranks]
@@ -192,7 +192,7 @@ def play_ranks(
     for rank, (nodes, done) in enumerate(zip(ranks, spans, strict=True)):
         if len(done) < len(nodes):
             raise ValueError(
-                f"rank {rank}, position {len(done)}: {nodes[len(done)]} waits forever for what another rank sends; "
+                f"rank {rank}, position {len(done)}: {nodes[len(done)]} waits forever for a message of another rank; "
                 "allowed: no ranks that wait for each other"
             )
     return spans

@@ -18,18 +18,18 @@ LARGE = 20_000
 """Number of nodes in a step beyond which fewer variants are tried."""
 
 PATIENCES = (0.0, 0.2, 0.4, 0.6)
-"""Tried shares of a weight gradient's time that a wait must last for the gradient to be issued in it."""
+"""Tried values of ``Policy.patience``: how long a wait must be, relative to a weight gradient, to issue it there."""
 
 DEFERRED = (1, 2)
-"""Tried numbers of microbatches beyond the live ones that may wait for weight gradients alone."""
+"""Tried values of ``Policy.deferred``: microbatches beyond the live ones that wait for weight gradients alone."""
 
 
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
     """Return the plan of a program: the order of every node on every rank.
 
-    A number k compiles the fixed orders and every number of open actions up to k, plays each against the costs and
-    keeps the fastest: list scheduling is greedy, and a smaller k is now and then better. Each number is tried with
-    every one of ``PATIENCES`` and ``DEFERRED``; of large programs with the first of each.
+    For a number k, the compiler builds the fixed orders and an order for every number of open actions up to k, plays
+    each with the costs, and keeps the fastest: list scheduling is greedy, and a smaller k is sometimes better. Each
+    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -39,15 +39,15 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     [1312.0, 880.0, 701.0]
 
     Args:
-        program: Checked, on any number of ranks.
-        shape: Blocks of every stage, or a sequence of those of each.
+        program: A checked program, on any number of ranks.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
         costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k.
         counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
 
     Raises:
-        ValueError: A program that breaks a rule, an unknown overlap, shapes for another number of stages, a stage
-            without blocks, or costs of the wrong kind.
+        ValueError: The program breaks a rule, the overlap is unknown, the shapes are of another number of stages, a
+            stage has no blocks, or the costs are of the wrong kind.
     """
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
@@ -76,7 +76,7 @@ def _candidates(
     if isinstance(overlap, int):
         nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
         tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
-        most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more cannot be open
+        most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more actions cannot be open
         for k, (deferred, patience) in product(range(1, most + 1), tries):
             policy = Policy(k, counts_block, deferred, patience)
             yield f"k={k}", schedule_ranks(program, chains, costs, policy)

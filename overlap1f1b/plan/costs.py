@@ -1,4 +1,4 @@
-"""How long each node takes."""
+"""The costs of nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CostKey = tuple[Op, Kind, int, int, int]
 """Sub-op, kind, stage, block, seam."""
 
 Cost = float | tuple[float, ...]
-"""A time; for an exchange perhaps the time on each link that it uses."""
+"""A time, or for an exchange the times on its links."""
 
 
 def cost_key(node: Node) -> CostKey:
@@ -31,15 +31,16 @@ class NodeCosts:
     5.0
 
     Args:
-        by_op: Cost of a (sub-op, kind) in every block; absent ones cost nothing.
-        by_node: Costs of single (sub-op, kind, stage, block, seam), which come first: a measured step fills these. An
-            exchange whose rows are spread unevenly loads the links unevenly; another may load them the other way round,
-            so the links are told apart. A transfer between stages is kept by the one that sends, block and seam 0.
-        shared_links: Whether transfers between stages travel over the links of the exchanges, as through one network
-            interface: then each takes half of a link while the other is there.
+        by_op: Cost of a (sub-op, kind) in every block; a missing one costs nothing.
+        by_node: Costs of single (sub-op, kind, stage, block, seam), which have precedence over ``by_op``; a measured
+            step fills these. An exchange may have a cost for each link, since uneven rows load the links unevenly, and
+            two exchanges may load different links. The key of a transfer between stages has the sending stage, block 0
+            and seam 0.
+        shared_links: Whether transfers between stages use the links of the exchanges, as with one network interface:
+            then each gets half of a link while the other runs.
 
     Raises:
-        ValueError: A malformed key, a negative or infinite cost, or exchanges over different numbers of links.
+        ValueError: A key is malformed, a cost is negative or infinite, or exchanges have different numbers of links.
     """
 
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
@@ -59,11 +60,11 @@ class NodeCosts:
             raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
     def __call__(self, node: Node) -> float:
-        """Return the time of a node; for an exchange that of its slowest link."""
+        """Return the time of a node; for an exchange the time on its slowest link."""
         return max(self.links(node))
 
     def links(self, node: Node) -> tuple[float, ...]:
-        """Return the cost on every link; one number for a compute node."""
+        """Return the cost on every link; for a compute node one number."""
         cost = self.by_node.get(cost_key(node))
         if cost is None:
             cost = self.by_op.get((node.op, node.kind), 0.0)
@@ -104,5 +105,5 @@ def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
         names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, seam)"
         raise ValueError(f"a cost of {key}; allowed: a key {names}")
     if op is Op.SEND and length == 5 and key[3:] != (0, 0):
-        raise ValueError(f"a cost of {key}; allowed: block 0 and seam 0, since a transfer is kept by its stage")
+        raise ValueError(f"a cost of {key}; allowed: block 0 and seam 0, since a transfer belongs to its stage")
     return op, kind

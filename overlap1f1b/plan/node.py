@@ -10,10 +10,10 @@ from overlap1f1b.schedule import Action, Kind
 
 
 class Op(StrEnum):
-    """Sub-ops of a block, in forward order; ``DENSE`` is the whole of a block without experts.
+    """Sub-ops of a block, in forward order; ``DENSE`` is a whole block without experts.
 
     ``SEND`` and ``RECEIVE`` pass activations and gradients between stages of different ranks. ``RECOMPUTE_…`` runs the
-    forward of that sub-op again, as a part of the backward, because its activations were dropped.
+    forward of its sub-op again, as a part of the backward, because the activations were dropped.
     """
 
     DENSE = "dense"
@@ -34,7 +34,7 @@ class Op(StrEnum):
 
 
 class Resource(StrEnum):
-    """Resources that work side by side; each is first in, first out, ``PEER`` for each neighbour."""
+    """Resources that work side by side. Each is first in, first out; ``PEER`` is so for each neighbour."""
 
     COMPUTE = "compute"
     EXCHANGE = "exchange"
@@ -100,7 +100,7 @@ class Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Sub-op and direction, as in records and tables: ``experts.w``."""
+        """Sub-op and direction, as in records and tables, for example ``experts.w``."""
         return f"{self.op.value}.{'b' if self.kind is Kind.I else self.kind.value.lower()}"
 
     @property
@@ -122,7 +122,7 @@ class BlockShape(NamedTuple):
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
         reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
             contribution.
-        recompute: Which activations its forward drops, so that its backward computes them again.
+        recompute: Activations that its forward drops and its backward computes again.
     """
 
     seams: int
@@ -132,7 +132,7 @@ class BlockShape(NamedTuple):
 
     @property
     def own(self) -> Op:
-        """Sub-op of the block outside the experts."""
+        """Sub-op of the block's part outside the experts."""
         return Op.ATTENTION if self.seams else Op.DENSE
 
     def drops(self, op: Op) -> bool:
@@ -156,8 +156,9 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     """Yield the nodes of an input gradient; each needs the one before it.
 
-    Dropped activations are computed again before their first use. Recomputation needs no exchange: for the experts it
-    runs beside the exchange that brings their gradient, for the rest even before the gradient of the stage's output.
+    Dropped activations are computed again before their first use. Recomputation needs no exchange. The experts'
+    recomputation runs beside the exchange of their gradient; the rest may run even before the stage's output gradient
+    arrives.
     """
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index in reversed(range(len(shape))):
@@ -181,7 +182,7 @@ def weight_node(node: Node, shape: StageShape) -> Node | None:
 
 
 Recompute = Literal["none", "experts", "attention", "block"]
-"""Dropped activations: none; those of the experts; the rest of a block (all of a dense block); or both."""
+"""Dropped activations: none; the experts'; all others of a block (in a dense block, all); or both."""
 
 
 def parse_recompute(value: str) -> Recompute:

@@ -24,8 +24,8 @@ def pairs(slots: Iterable[Slot], chains: Chains) -> Iterator[Node]:
         exchange  | combine.b   | dispatch.f | dispatch.b             | combine.f                  |
         compute   | attention.f | experts.b  | experts.w  experts.f   | attention.b  attention.w   |
 
-    A forward's first layer meets a backward's last one; if one member has more layers, the rest runs alone. A transfer
-    between stages belongs to its own member, not to the end of the pair.
+    A forward's first layer runs beside a backward's last layer; if one member has more layers, its rest runs alone. A
+    transfer between stages starts when its own member is ready, not at the end of the pair.
     """
     for slot in slots:
         if isinstance(slot, Pair):

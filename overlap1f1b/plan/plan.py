@@ -21,11 +21,11 @@ class Plan:
     """The nodes of a step in issue order on every pipeline rank; ranks that share a collective share a plan.
 
     Args:
-        program: What the plan carries out.
+        program: The program that the plan carries out.
         overlap: The setting for which it was compiled.
-        order: The best of the candidates: ``serial``, ``pairs`` or ``k=…``.
+        order: Name of the fastest candidate: ``serial``, ``pairs`` or ``k=…``.
         shapes: Blocks of each stage.
-        ranks: ``ranks[r]`` is every node of the step on rank ``r``.
+        ranks: ``ranks[r]`` has every node of the step on rank ``r``, in issue order.
         predicted: Makespan by the costs of the compilation, in their unit.
     """
 

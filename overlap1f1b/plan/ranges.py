@@ -4,8 +4,8 @@ One grammar for NVTX and torch.profiler:
 
     o1 rank 3: pp 1/2, dp 0/1, ep 1/2     a label: the rank, its position and the size of each mesh dimension
     o1 step 17                            a step, counted from 1
-    o1 experts.w[1] m3                    a node on the issuing thread; of what travels between ranks, its launch
-    o1 flight dispatch.f[1] m3            what travels, from departure to arrival
+    o1 experts.w[1] m3                    a node on the issuing thread; for an exchange or transfer, its launch
+    o1 flight dispatch.f[1] m3            an exchange or transfer, from departure to arrival
     o1 wait dispatch.f[1] m3              the issuing thread waits for that arrival
     o1 action 2F0                         an action from its first node to its last; actions overlap without nesting
 """
@@ -21,7 +21,7 @@ from overlap1f1b.schedule import Action, Kind
 
 PREFIX = "o1 "
 FORMAT, VERSION = "overlap1f1b-spans", 1
-"""Format of the records that the engine writes and a report reads; their spans have these names, too."""
+"""Name of the format of records, which the engine writes and a report reads; their spans have these names too."""
 NodeRangeKind = Literal["node", "flight", "wait"]
 
 _NODE = re.compile(

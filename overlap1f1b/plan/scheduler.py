@@ -16,7 +16,7 @@ from overlap1f1b.plan.plan import ends_backward
 from overlap1f1b.schedule import Action, Kind, Program
 
 _FOREVER = float("inf")
-# Members of an Enum are looked up through Python in the innermost loop, where these are not.
+# The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _COMPUTE = Resource.COMPUTE
 
@@ -27,10 +27,10 @@ class Policy(NamedTuple):
     Args:
         open_actions: k, the number of consecutive actions that are open at once.
         counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
-        deferred: Microbatches beyond the program's live activations that may wait for weight gradients alone. Unused
-            if the program places weight gradients itself, since its activations include the waiting ones.
-        patience: Share of a weight gradient's time that a wait must last for the gradient to be issued in it. In a
-            shorter wait the gradient would delay the awaited node by more than it saves.
+        deferred: Number of microbatches, beyond the program's live activations, that may wait for weight gradients
+            alone. Unused if the program places weight gradients itself, since its activations then include them.
+        patience: Least length of a wait in which a weight gradient is issued, as a fraction of the gradient's time. In
+            a shorter wait the gradient would delay the awaited node by more than it saves.
     """
 
     open_actions: int
@@ -44,10 +44,10 @@ class _Open:
     """An action whose nodes are being issued.
 
     Args:
-        action: What is open.
-        chain: Its nodes that were left when it opened.
-        turn: Place of its microbatch among those whose sums of gradients keep their order.
-        needs: Actions of this rank that must have ended before it begins.
+        action: The action.
+        chain: Its nodes that were not issued yet when it opened.
+        turn: Position of its microbatch in the order in which gradients are summed.
+        needs: Actions of this rank that must end before it begins.
     """
 
     action: Action
@@ -67,27 +67,30 @@ class _Open:
 
 
 class ListScheduler:
-    """Orders the nodes of one rank's actions; the result is the order, not the times.
+    """A list scheduler: it orders the nodes of one rank's actions. The result is the order, not the times.
 
-    Of the next nodes of the open actions the one that can start first is issued, of equals that of the older action.
-    A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they have
-    arrived, or when there is nothing else to do. Weight gradients are issued where the compute lane would otherwise
-    wait, and where a forward could not open without them, or the program has them: at most ``peak`` microbatches are
-    between forward and backward, at most ``policy.deferred`` more wait for weight gradients. They hold activations: so
-    where these are recomputed, and the program does not place weight gradients, the waiting ones go first.
+    - Among the next nodes of the open actions, it issues the node that can start first; on a tie, the node of the older
+      action.
+    - A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they
+      have arrived, or when there is nothing else to do.
+    - Weight gradients are issued in waits of the compute resource, when a forward needs their room, and where the
+      program places them. At most ``peak`` microbatches are between forward and backward, and at most
+      ``policy.deferred`` more wait for weight gradients.
+    - Waiting weight gradients hold activations. So with recomputation, if the program does not place weight gradients,
+      the waiting ones are issued first.
 
-    A node can always be issued, or comes from another rank: the oldest open action needs nothing of the younger ones,
-    which leave it its room, and a weight gradient makes room for it. The same holds for input gradients where the
-    program says how many weight gradients may wait.
+    There is always a node to issue, or one to wait for from another rank: the oldest open action needs nothing of the
+    younger ones, which leave room for it, and a weight gradient makes room. The same holds for input gradients if the
+    program limits how many weight gradients may wait.
 
     Args:
-        actions: Of this rank, in the program's order.
-        chains: What they are made of.
-        costs: Of the nodes.
-        policy: How to choose.
+        actions: Actions of this rank, in the program's order.
+        chains: Nodes of the actions.
+        costs: Costs of the nodes.
+        policy: Settings of the scheduler.
         peak: Live activations that the program declares for this rank.
-        peak_weights: Waiting weight gradients that it declares, of backwards that it splits; None for any number.
-        arrivals: When what other ranks have sent is here; shared by the schedulers of all ranks.
+        peak_weights: Waiting weight gradients that it declares, for backwards that it splits; None for any number.
+        arrivals: Arrival times of other ranks' messages; shared by the schedulers of all ranks.
     """
 
     def __init__(
@@ -110,9 +113,9 @@ class ListScheduler:
         self.order: list[Node] = []
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
-        self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients to come
+        self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients still to come
         self.held: set[tuple[int, int, int]] = set()  # live or with weight gradients to come
-        self.late: set[tuple[int, int, int]] = set()  # whose input gradient has ended, their weight gradients not
+        self.late: set[tuple[int, int, int]] = set()  # input gradient ended, weight gradients not
         self.issued_weights: set[Node] = set()
         self.turn = _turns(self.waiting, (Kind.B, Kind.I))
         self.weight_turn = _turns(self.waiting, (Kind.B, Kind.W))
@@ -133,8 +136,8 @@ class ListScheduler:
     def step(self, horizon: float) -> float | None:
         """Issue the next compute node with the launches before it, if it starts by ``horizon``.
 
-        Later another rank may still send something that can start earlier. Then return the time until which the rank
-        would wait, infinite if nothing is here.
+        After ``horizon``, a message of another rank may let an earlier node start. Then return the time until which
+        this rank would wait; infinite if no input has arrived.
         """
         self._open_next()
         self._launch()
@@ -155,7 +158,7 @@ class ListScheduler:
         while self.waiting and len(self.open) < self.policy.open_actions:
             action = self.waiting.popleft()
             chain = self.chains.of(action)
-            if action.kind is _W:  # some may have been issued in waits
+            if action.kind is _W:  # some of its nodes may have been issued in waits
                 chain = tuple(node for node in chain if node not in self.issued_weights)
             if chain:
                 turn = (self.weight_turn if action.kind is _W else self.turn).get(_microbatch(action), 0)
@@ -178,8 +181,8 @@ class ListScheduler:
     def _choose(self) -> tuple[_Open | None, float]:
         """Return the action whose next node can start first (the older one on a tie), and its start."""
         chosen, earliest = None, _FOREVER
-        older_forwards = 0  # that have not begun, and need room before younger ones
-        older_inputs = 0  # input gradients that have not ended, likewise
+        older_forwards = 0  # older forwards that have not begun, and need room first
+        older_inputs = 0  # older input gradients that have not ended, and need room first
         for entry in self.open:
             node = entry.next
             if (
@@ -246,7 +249,7 @@ class ListScheduler:
             self.weights[weight] = None
             key = _microbatch(node)
             self.pending[key] = self.pending.get(key, 0) + 1
-            self.held.add(key)  # of a backward alone the forward was not seen
+            self.held.add(key)  # without a forward, as in a backward alone
 
     def _fill(self, until: float) -> bool:
         """Issue the oldest weight gradient in turn, if there is one and the wait is long enough."""
@@ -284,7 +287,7 @@ class ListScheduler:
 
 
 def _direction(action: Action) -> tuple[bool, int, int, int]:
-    """Return whether it is a forward, stage, microbatch and pipe; a B and an I are the same."""
+    """Return (whether it is a forward, stage, microbatch, pipe), which is equal for a B and its I."""
     return (action.kind is Kind.F, *action[1:])
 
 
@@ -311,8 +314,8 @@ def _microbatch(what: Action | Node) -> tuple[int, int, int]:
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
     """Return the nodes of every rank in issue order, all ranks scheduled in one common time.
 
-    The rank whose time is earliest issues its next node. It never waits beyond the time of the others, since one of
-    them may send something that can start before.
+    The rank whose time is earliest issues its next node. It never waits beyond the time of the other ranks, since one
+    of them may send a message that lets an earlier node start.
     """
     arrivals: dict[Key, float] = {}
     peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
@@ -322,12 +325,12 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
     ]
     if len(schedulers) == 1:
         return [schedulers[0].run()]
-    wakes = [0.0] * len(schedulers)  # when each rank looks again for something to do
+    wakes = [0.0] * len(schedulers)  # time at which each rank looks for a node again
     heap = [(0.0, rank) for rank in range(len(schedulers))]
     while heap:
         wake, rank = heappop(heap)
         scheduler = schedulers[rank]
-        if wake != wakes[rank] or scheduler.ended:  # woken earlier meanwhile
+        if wake != wakes[rank] or scheduler.ended:  # it was woken earlier
             continue
         before = len(scheduler.order)
         waits = scheduler.step(wake)

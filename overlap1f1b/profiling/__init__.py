@@ -1,4 +1,4 @@
-"""Floor ``profiling``: how much of the exchange a run hid, from what was noted of it. Needs no torch."""
+"""Floor ``profiling``: how much of the exchange a run hid, from its traces and records. Needs no torch."""
 
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
 from overlap1f1b.profiling.figures import Exposed, Lanes, OverlapFigures, RankFigures, figures_of, longest

@@ -29,8 +29,8 @@ _STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource
 class Bar(NamedTuple):
     """A node of a rank, or kernels of a stream; times in milliseconds from the start of the step.
 
-    ``process`` is the rank, with ``predicted`` behind it where it was simulated; ``style`` names a colour; bars of one
-    ``group`` send to each other.
+    ``process`` is the rank, followed by ``predicted`` if it was simulated; ``style`` names a colour; ranks of bars with
+    one ``group`` send to each other.
     """
 
     process: str
@@ -138,9 +138,9 @@ Landed = Mapping[object, int]
 def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
     """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
 
-    Ranks that share experts receive the rows of an exchange at about the same time, and a transfer lands where it is
-    sent to when it does where it comes from: the median over these is the difference of two clocks. A rank that has
-    nothing in common with another is taken to begin with the first.
+    Ranks that share experts receive the rows of an exchange at about the same time, and a transfer ends on its sender
+    and on its receiver at about the same time. The difference of two clocks is the median over these events. A rank
+    that has none in common with another rank is assumed to begin with the first.
     """
     landings = [_landings(recording, step) for recording, step in steps]
     starts = [Lanes(recording, step).window[0] for recording, step in steps]
@@ -158,7 +158,7 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
 
 
 def _landings(recording: Recording, step: StepRecord) -> Landed:
-    """Return when each transfer that ranks have in common had arrived."""
+    """Return the arrival time of each transfer that other ranks have too."""
     group = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "ep"))
     replica = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
     ends: dict[int, int] = {}

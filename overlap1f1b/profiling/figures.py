@@ -34,7 +34,7 @@ class OverlapFigures(NamedTuple):
     >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
     0.75
 
-    ``exchange`` is the union of what was in flight, ``exposed`` the part of it in which nothing was computed: as in
+    ``exchange`` is the time with an exchange in flight, ``exposed`` the part of it without compute, as in
     :class:`overlap1f1b.simulation.Timeline`.
     """
 
@@ -52,7 +52,7 @@ class OverlapFigures(NamedTuple):
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
     def plus(self, other: OverlapFigures) -> OverlapFigures:
-        """Return the sum of two."""
+        """Return the sum of this overlap and another."""
         return OverlapFigures(self.exchange + other.exchange, self.exposed + other.exposed)
 
 
@@ -74,17 +74,17 @@ class Lanes:
 
     @cached_property
     def exchange(self) -> Intervals:
-        """Exchanges in flight, counts and reductions included."""
+        """Intervals with exchanges in flight, counts and reductions included."""
         return self.recording.exchanges(self.step).covered
 
     @cached_property
     def exposed(self) -> Intervals:
-        """Exchanges in flight, and nothing computed."""
+        """Intervals with exchanges in flight and no compute."""
         return difference(self.exchange, self.compute)
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """Start and end of the step, with all that is computed and exchanged in it."""
+        """Start and end of the step, with all of its compute and exchange."""
         there = [edges for edges in (self.compute, self.exchange) if len(edges)]
         starts, ends = [int(edges[0, 0]) for edges in there], [int(edges[-1, 1]) for edges in there]
         return min([self.step.start, *starts]), max([self.step.end, *ends])
@@ -93,7 +93,7 @@ class Lanes:
     def phases(self) -> Mapping[str, tuple[int, int]]:
         """Windows of warm-up (until the first backward), steady and cool-down (after the last forward).
 
-        Empty without ranges; all is steady where there are no forwards or no backwards.
+        Empty without ranges; the whole step is steady if it has no forwards or no backwards.
         """
         if self.recording.by == "stream":
             return {}
@@ -113,7 +113,7 @@ class Lanes:
 
     @property
     def by_phase(self) -> dict[str, OverlapFigures]:
-        """Exchange of each phase; the sum is that of the step."""
+        """Exchange of each phase; the phases add up to the step."""
         return {
             name: OverlapFigures(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
             for name, edges in self.phases.items()
@@ -134,7 +134,7 @@ class Lanes:
 
     @property
     def open_actions(self) -> int:
-        """Peak of forwards and backwards under way at once."""
+        """Largest number of forwards and backwards under way at once."""
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in zip(issued.what.tolist(), issued.start.tolist(), issued.end.tolist(), strict=True):
@@ -153,15 +153,15 @@ class RankFigures:
 
     Args:
         recording: The rank.
-        steps: Their number.
-        time: Of the steps together.
-        compute: Time in which something was computed.
+        steps: Number of steps.
+        time: Time of all steps.
+        compute: Time with compute.
         overlap: The exchange.
-        by_sub_op: That of each kind of exchange.
-        by_phase: That of each phase.
-        idle: Time in which nothing was computed, by reason.
-        open_actions: Most that were under way at once; 0 without ranges.
-        queued: Time that exchanges were held up on the device while it computed, after their launch.
+        by_sub_op: The exchange by sub-op.
+        by_phase: The exchange by phase.
+        idle: Time without compute, by reason.
+        open_actions: Largest number of actions under way at once; 0 without ranges.
+        queued: Time in which launched exchanges waited on the device behind compute.
     """
 
     recording: Recording
@@ -216,7 +216,7 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
 def _queued(lanes: Lanes) -> int:
     """Return the time in which an exchange could have started but another microbatch's compute was on the device.
 
-    It can start when it is launched and what its own chain computes before it has ended.
+    It can start once it is launched and the earlier compute of its own chain has ended.
     """
     recording, step = lanes.recording, lanes.step
     if not recording.device or recording.by == "stream":
@@ -225,7 +225,7 @@ def _queued(lanes: Lanes) -> int:
     for what, _, end in step.compute.whole:
         done.setdefault(_chain(recording.names[what]), []).append(end)
     flights = recording.exchanges(step)
-    _, first = np.unique(flights.what, return_index=True)  # spans stand by their start
+    _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
     flights = flights[first]
     ready = flights.launched.copy()
     for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
@@ -259,17 +259,17 @@ IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
 def idle_time(
     recording: Recording, step: StepRecord, window: tuple[int, int], compute: Intervals, exposed: Intervals
 ) -> dict[str, int]:
-    """Return the nanoseconds of a step without compute, by reason; each counts for one reason.
+    """Return the nanoseconds of a step without compute, by reason; every nanosecond counts for one reason.
 
-    An exchange in flight comes first. Then the pipeline: the thread waits for another stage, or, on a device, the next
-    kernel has been launched and a transfer is under way. What is left is the host's: it has not issued anything.
+    The first reason is an exchange in flight. The second is the pipeline: the thread waits for another stage, or, on a
+    device, the next kernel has been launched and a transfer is under way. Otherwise the host has issued nothing.
 
     Args:
         recording: The rank.
         step: One of its steps.
         window: Start and end of that step.
-        compute: When something is computed.
-        exposed: When something is exchanged and nothing computed.
+        compute: Intervals with compute.
+        exposed: Intervals with exchange and without compute.
     """
     idle = difference(np.array([window], np.int64), compute)
     rest = difference(idle, exposed)
@@ -277,7 +277,7 @@ def idle_time(
     transfers = recording.transfers(step).covered
     if recording.device:
         waiting = joined(waiting, intersection(transfers, _blocked(idle, step.compute.start, step.compute.launched)))
-    elif not len(step.waits):  # nobody noted waits
+    elif not len(step.waits):  # the file has no waits
         waiting = transfers
     bubble = length(intersection(rest, waiting))
     parts = (length(idle) - length(rest), bubble, length(rest) - bubble)
@@ -295,8 +295,8 @@ def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
 class Exposed(NamedTuple):
     """A time with exchange and without compute, in nanoseconds; ``start`` counts from the start of the step.
 
-    ``in_flight`` is what travelled, longest first; ``waited_for`` the one that the rank waited for; ``next`` what was
-    computed then.
+    ``in_flight`` names the transfers under way, longest first; ``waited_for`` the transfer that the rank waited for;
+    ``next`` the node computed afterwards.
     """
 
     rank: int
@@ -335,7 +335,7 @@ def _described(lanes: Lanes, place: int) -> Exposed:
     waits = step.waits[_within(step.waits, start, end) > 0]
     if len(waits):
         waited = waits.what[np.argmax(_within(waits, start, end))]
-    else:  # the one whose arrival ended it
+    else:  # the transfer whose arrival ended the exposed time
         waited = flights.what[np.argmin(np.abs(flights.end - end))]
     later = step.compute[step.compute.start >= end]
     phase = next((name for name, (first, last) in lanes.phases.items() if first <= start < last), "")

@@ -89,7 +89,7 @@ def _before(times: Times, intervals: Intervals) -> Times:
 
 
 def _swept(a: Intervals, b: Intervals, wanted: int) -> Intervals:
-    """Return where the sum of 1 inside ``a`` and 2 inside ``b`` is ``wanted``."""
+    """Return the intervals with the sum ``wanted``, where ``a`` counts 1 and ``b`` counts 2."""
     if not len(a) or not len(b):
         return a if wanted == 1 else NONE
     times = np.concatenate((a.ravel(), b.ravel()))

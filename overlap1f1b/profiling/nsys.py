@@ -20,16 +20,16 @@ _PUSH_POP, _START_END = 59, 60
 """Types of NVTX events that are ranges."""
 _DEVICE_TABLES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
-_PROCESS = 1 << 24  # a global thread is that of a process in its lower 24 bits
+_PROCESS = 1 << 24  # the lower 24 bits of a global thread number the thread within its process
 
 
 def read_nsys(path: Path) -> list[Capture]:
     """Read the events of each process, in the order of their first range.
 
-    Tables are created by nsys only where there is something to note, so each may be missing.
+    nsys creates a table only if it has rows for it, so each table may be missing.
 
     Raises:
-        ValueError: The file is no such export, or damaged.
+        ValueError: The file is not such an export, or it is damaged.
     """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -59,7 +59,7 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
         for row in rows:
             events += 1
             if events > MOST_EVENTS:
-                raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most so many")
+                raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
             yield row
 
     if "NVTX_EVENTS" in tables:
@@ -77,9 +77,9 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
 
 
 def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str, int, int, int]]:
-    """Yield the ranges of overlap1f1b; their text stands in the row or, if it was registered, among the strings.
+    """Yield the ranges of overlap1f1b; their text is in the row or, if it was registered, in the table of strings.
 
-    A range that was open when the capture ended has no end; it is skipped unless it is a label.
+    A range that was still open at the capture's end has no end; it is skipped unless it is a label.
     """
     text, strings = "e.text", ""
     if named:

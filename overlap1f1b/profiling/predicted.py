@@ -25,7 +25,7 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
         number: Number of the step.
 
     Raises:
-        ValueError: No ranges, a step that a rank does not have, or a pipeline rank that is missing.
+        ValueError: A file has no ranges, a rank does not have the step, or a pipeline rank is missing.
     """
     steps = [(recording, _step(recording, number)) for recording in ranks]
     played: dict[int, tuple[Node, ...]] = {}
@@ -43,7 +43,7 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
         spans = play_ranks(orders, _placement(orders), costs, counts_block=ranks[0].device)
     except (LookupError, AssertionError, ValueError) as error:
         raise ValueError(
-            f"the nodes of step {number} are no whole step of all stages ({error}), so nothing can be predicted"
+            f"the nodes of step {number} are not a whole step of all stages ({error}), so nothing can be predicted"
         ) from None
     timelines = [Timeline(tuple(rank)) for rank in spans]
     return {recording.rank or 0: timelines[recording.mesh.get("pp", (0, 1))[0]] for recording, _ in steps}
@@ -57,7 +57,7 @@ def _step(recording: Recording, number: int) -> StepRecord:
 
 
 def _order(recording: Recording, step: StepRecord) -> tuple[Node, ...]:
-    """Return the nodes in issue order; nodes without a launch of their own stand at their departure."""
+    """Return the nodes in issue order; a node that was not launched counts from its departure."""
     late = step.flights[~np.isin(step.flights.what, step.issued.what)]
     spans = step.issued + late
     order = np.argsort(spans.start, kind="stable")

@@ -1,4 +1,4 @@
-"""Reads files of any kind, one a rank, and sets of them."""
+"""Reading of files of any kind, one a rank, and of whole runs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Recordings:
     """The ranks of one run.
 
     Args:
-        ranks: By their number.
-        missing: Numbers of ranks that the run had and no file has.
-        left_out: Why files were left out, one line each.
+        ranks: Recordings by the number of their rank.
+        missing: Numbers of the run's ranks that no file has.
+        left_out: Reasons why files were left out, one line each.
     """
 
     ranks: tuple[Recording, ...]
@@ -55,11 +55,11 @@ Progress = Callable[[Path, int, int], None]
 def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings:
     """Read the ranks of files and folders.
 
-    Files that cannot be read are left out as long as one can be. Of a trace and a record of a rank side by side, as
-    ``overlap1f1b profile`` writes them, the trace counts.
+    Files that cannot be read are left out if at least one can be read. If a trace and a record of one rank lie side by
+    side, as ``overlap1f1b profile`` writes them, the trace is read.
 
     Raises:
-        ValueError: No file can be read, or two files are of one rank; names the file.
+        ValueError: No file can be read, or two files are of one rank; the message names the file.
     """
     files = [file for path in paths for file in _files(Path(path))]
     found: list[Recording] = []
@@ -81,11 +81,11 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
     """Read the ranks of one file; an export of nsys may hold several processes.
 
     Raises:
-        ValueError: The file is missing, empty, truncated, of an unknown kind, or more than it reads: ``MOST_EVENTS``
-            events or spans, ``MOST_VALUE`` characters of one, ``MOST_TEXT`` characters.
+        ValueError: The file is missing, empty, truncated, of an unknown kind, or too large: more than ``MOST_EVENTS``
+            events or spans, ``MOST_VALUE`` characters in one, or ``MOST_TEXT`` characters.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
-        raise ValueError(f"{path} is a report of nsys; allowed: what nsys export --type sqlite makes of it")
+        raise ValueError(f"{path} is a report of nsys; allowed: its export by nsys export --type sqlite")
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC))
@@ -101,7 +101,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path}: it is truncated or damaged ({shortened(str(error))}); {_ALLOWED}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text; {_ALLOWED}") from None
+        raise ValueError(f"{path} is not text; {_ALLOWED}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
 
@@ -128,14 +128,14 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
 
 
 def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
-    """Return processes with something to report: a launcher has neither ranges nor kernels."""
+    """Return the processes that have ranges or kernels: a launcher has neither."""
     if len(captures) == 1:
         return [recording_of(captures[0])]
     return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
 
 
 def _placed(recording: Recording) -> Recording:
-    """Refuse a rank or mesh position that cannot be."""
+    """Return ``recording``; raise ``ValueError`` for an impossible rank or mesh position."""
     rank, world = recording.rank or 0, recording.world
     off = [name for name, (at, size) in recording.mesh.items() if not 0 <= at < size]
     if off or rank < 0 or (world is not None and not rank < world <= MOST_RANKS):
@@ -159,7 +159,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _set(found: list[Recording], left_out: list[str]) -> Recordings:
-    """The ranks in order, each once; those without a number take the next free ones."""
+    """Return the ranks in order, each once; a rank without a number takes the next free one."""
     taken: dict[int, Path] = {}
     for recording in found:
         if recording.rank is None:
@@ -176,7 +176,7 @@ def _set(found: list[Recording], left_out: list[str]) -> Recordings:
             while free in taken:
                 free += 1
             taken[free] = recording.path
-            note = f"no rank in it: called rank {free}, as it comes"
+            note = f"no rank in it: called rank {free}, the next free number"
             recording = replace(recording, rank=free, notes=(*recording.notes, note))  # noqa: PLW2901
         numbered.append(recording)
     ranks = tuple(sorted(numbered, key=lambda recording: recording.rank or 0))

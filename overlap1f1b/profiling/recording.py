@@ -1,4 +1,4 @@
-"""What one file says of one rank: spans of its steps, in columns."""
+"""The recording of one rank from one file: spans of its steps, in columns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from overlap1f1b.profiling.intervals import Intervals, Times, union
 
 
 class Stream(NamedTuple):
-    """Kernels and copies of one CUDA stream that no range tells apart."""
+    """Kernels and copies of one CUDA stream that have no range."""
 
     number: int
 
     @property
     def name(self) -> str:
-        """As in tables, in place of a sub-op."""
+        """Name in tables, in place of a sub-op."""
         return f"stream {self.number}"
 
     def __str__(self) -> str:
@@ -39,10 +39,10 @@ class Spans:
     """Columns of spans, all ``[n]``; times in nanoseconds of the file's clock.
 
     Args:
-        what: Index of what each is, in the recording's ``names``.
-        start: Its start.
-        end: Its end.
-        launched: When the host launched it; of what the host does itself its start.
+        what: Index of each span's name in the recording's ``names``.
+        start: Start of each span.
+        end: End of each span.
+        launched: Time at which the host launched it; for the host's own work its start.
     """
 
     what: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Spans:
 
     @classmethod
     def of(cls, what: Sequence[int] | Times, start: Sequence[int] | Times, end: Sequence[int] | Times) -> Spans:
-        """Spans of the host."""
+        """Return spans of the host."""
         columns = [np.asarray(column, np.int64) for column in (what, start, end)]
         return cls(columns[0], columns[1], columns[2], columns[1])
 
@@ -68,7 +68,7 @@ class Spans:
 
     @property
     def columns(self) -> tuple[Times, Times, Times, Times]:
-        """All of them."""
+        """All columns, in the order of the arguments."""
         return self.what, self.start, self.end, self.launched
 
     @property
@@ -78,7 +78,7 @@ class Spans:
 
     @property
     def whole(self) -> list[tuple[int, int, int]]:
-        """What, first start and last end of each thing that they are."""
+        """Index, first start and last end of each name."""
         what, place = np.unique(self.what, return_inverse=True)
         start, end = np.full(len(what), np.iinfo(np.int64).max), np.full(len(what), np.iinfo(np.int64).min)
         np.minimum.at(start, place, self.start)
@@ -91,13 +91,13 @@ class StepRecord:
     """The spans of one step of a rank.
 
     Args:
-        number: As its range says; counted from 0 where there is none.
-        start: Of the window that idle time is counted in.
-        end: Of that window.
+        number: Number in the step's range; counted from 0 if there is no range.
+        start: Start of the window in which idle time is counted.
+        end: End of that window.
         issued: Nodes on the issuing thread, in the order of issue.
-        compute: What the compute lane did: the same nodes, or their kernels.
-        flights: What travelled, on any lane.
-        waits: What the issuing thread waited for.
+        compute: Compute: the same nodes, or their kernels.
+        flights: Exchanges and transfers in flight.
+        waits: Waits of the issuing thread.
     """
 
     number: int
@@ -115,15 +115,15 @@ class Recording:
 
     Args:
         path: The file.
-        rank: Its number; None where nothing says it.
-        mesh: Position and size of each dimension; empty where nothing says it.
-        world: Number of ranks; None where nothing says it.
-        names: What spans are, by their index.
-        steps: In order.
-        source: What kind of file it is.
-        device: Whether compute is that of a GPU's kernels, not of the thread that issues nodes.
-        by: Whether ranges or, where there are none, streams tell compute from exchange.
-        notes: What a reader should know of these figures, one line each.
+        rank: Number of the rank; None if the file does not say.
+        mesh: Position and size of each dimension; empty if the file does not say.
+        world: Number of ranks; None if the file does not say.
+        names: Node or stream of the spans, by index.
+        steps: Steps in order.
+        source: Kind of file.
+        device: Whether compute means a GPU's kernels, not the nodes of the issuing thread.
+        by: Whether ranges or, without ranges, streams tell compute from exchange.
+        notes: Notes for the reader of the figures, one line each.
     """
 
     path: Path
@@ -195,13 +195,13 @@ class Capture:
 
     Args:
         path: The file.
-        source: Who wrote it.
+        source: Program that wrote it.
         names: Names of ranges, by their index.
         ranges: Columns name, thread, start, end: ranges of our grammar on the host.
         launches: Columns correlation, thread, start: calls that launch kernels and copies.
-        kernels: Columns correlation, stream, start, end: what ran on the device.
-        rank: As the profiler says; None where it does not. A label of ours comes first.
-        world: Number of ranks, likewise.
+        kernels: Columns correlation, stream, start, end: kernels and copies on the device.
+        rank: Number from the profiler, or None; a label among the ranges has precedence.
+        world: Number of ranks from the profiler, or None.
     """
 
     path: Path

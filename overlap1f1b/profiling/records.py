@@ -1,4 +1,4 @@
-"""Records of the engine: spans that it noted without a profiler."""
+"""Records of the engine: spans that it recorded without a profiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RecordedSteps:
                 self._wrong = error
 
     def end(self, others: Any) -> None:
-        """End the step of the spans so far; take its number and its seconds."""
+        """End the step of the spans so far; ``others`` has its number and its seconds."""
         if self._wrong is None:
             try:
                 begin = self._steps[-1].end if self._steps else 0
@@ -57,7 +57,7 @@ class RecordedSteps:
             content: Its other JSON: ``format``, ``version``, ``rank`` and ``mesh``.
 
         Raises:
-            ValueError: Another version, or content that is not of this form.
+            ValueError: The version is another one, or the content has another form.
         """
         if content.get("version") != VERSION:
             raise ValueError(f"{path}: version {quoted(content.get('version'))} of {FORMAT}; allowed: {VERSION}")
@@ -66,8 +66,8 @@ class RecordedSteps:
                 raise self._wrong
             mesh = {str(name): (int(at), int(size)) for name, (at, size) in content["mesh"].items()}
             rank = int(content["rank"])
-            if content["steps"] is not True:  # an array was, and is here
-                raise TypeError("steps are no list")
+            if content["steps"] is not True:  # the reader passed on an array, and returned True for it
+                raise TypeError("steps are not a list")
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {shortened(str(error))}"
             raise ValueError(f"{path}: not a record of overlap1f1b profile ({why})") from None
@@ -84,7 +84,7 @@ class _Columns:
         self.kind, self.what, self.start, self.end = array("b"), array("q"), array("d"), array("d")
 
     def append(self, kind: int, what: int, start: float, end: float) -> None:
-        self.start.append(start)  # refuses what is no number, before the others are longer
+        self.start.append(start)  # raises if it is not a number, before the other columns grow
         self.end.append(end)
         self.kind.append(kind)
         self.what.append(what)
@@ -100,7 +100,7 @@ class _Names:
         if index is None:
             node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
             if node is None:
-                raise ValueError(f"{quoted(text)} is no node")
+                raise ValueError(f"{quoted(text)} is not a node")
             index = self._index[text] = len(self.what)
             self.what.append(node)
         return index
@@ -109,11 +109,11 @@ class _Names:
 def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> StepRecord:
     """Return one step; its clock starts at ``begin``."""
     if content.get("spans"):
-        raise TypeError("spans are no list")
+        raise TypeError("spans are not a list")
     times, seconds = np.array([spans.start, spans.end], float), float(content["seconds"])
     number = content["step"]
     if not (abs(seconds) < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
-        raise ValueError(f"step {quoted(number, plain=True)} has times that no step has")  # nan is none, too
+        raise ValueError(f"step {quoted(number, plain=True)} has impossible times")  # nan too
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
     kind = np.array(spans.kind, np.int8)
     every = Spans.of(np.array(spans.what, np.int64), start, end)

@@ -17,18 +17,18 @@ from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecor
 def recording_of(capture: Capture) -> Recording:
     """Return the rank that a capture describes.
 
-    What was launched for a compute node is compute, on whatever stream. What was launched for an exchange or a transfer
-    is its flight, but for kernels on the stream that computes, which pack and unpack; where it has nothing elsewhere it
-    travels there. What was launched outside all ranges is compute if it is on that stream. Without kernels the ranges
-    of nodes are the compute, and ``flight`` ranges what travels.
+    Kernels launched for a compute node are compute, on any stream. Kernels and copies launched for an exchange or a
+    transfer are its flight, except on the compute stream, where they pack and unpack; if all of them are there, they
+    are the flight. Kernels launched outside all ranges are compute if they are on the compute stream. Without kernels,
+    the ranges of nodes are the compute and the ``flight`` ranges are the exchange.
 
     Raises:
-        ValueError: Neither ranges nor kernels, or ranges of several ranks.
+        ValueError: The file has neither ranges nor kernels, or it has ranges of several ranks.
     """
     table = Table(capture)
     if not len(capture.kernels) and not len(table.nodes["node"].what):
         raise ValueError(
-            f"{capture.path} has no ranges of overlap1f1b and no kernels; allowed: what overlap1f1b profile writes"
+            f"{capture.path} has no ranges of overlap1f1b and no kernels; allowed: a file of overlap1f1b profile"
         )
     kernels, notes = owned(capture, table)
     return _Builder(capture, table, kernels, notes).recording()
@@ -43,7 +43,7 @@ class _Builder:
         on_compute = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
-        self.ran = np.maximum.accumulate(kernels.end)  # when everything that was launched so far had ended
+        self.ran = np.maximum.accumulate(kernels.end)  # end of everything that was launched so far
         self.main = self._compute_stream()
 
     def _compute_stream(self) -> int:
@@ -60,8 +60,8 @@ class _Builder:
         if not self.by_range:
             why = "no kernel was launched in a range" if len(self.table.nodes["node"].what) else "no ranges"
             self.notes.append(
-                f"{why} of overlap1f1b: stream {self.main}, which has most kernels, is taken for compute and all "
-                "others for exchange"
+                f"{why} of overlap1f1b: stream {self.main}, which has most kernels, counts as compute and all "
+                "others as exchange"
             )
         steps = tuple(self._steps())
         label = self.table.labels[0] if self.table.labels else None
@@ -80,7 +80,7 @@ class _Builder:
 
     def _steps(self) -> list[StepRecord]:
         numbers, begins, ends = self.table.steps.what, self.table.steps.start, self.table.steps.end
-        blind = self.device and not len(self.capture.launches)  # nobody knows what a step launched
+        blind = self.device and not len(self.capture.launches)  # the file does not say what a step launched
         if not len(numbers) or blind:
             self.notes.append(f"no {'launches' if blind else 'ranges of steps'}: the whole file is taken for one step")
             columns = [column for spans in self.host.values() for column in (spans.start, spans.end)]
@@ -122,7 +122,7 @@ class _Builder:
     def _note_lost(self, stream: Index) -> None:
         if len(stream):
             streams = ", ".join(map(str, np.unique(stream)))
-            note = f"what was launched outside all ranges on streams {streams} is neither compute nor exchange"
+            note = f"kernels launched outside all ranges on streams {streams} count neither as compute nor as exchange"
             if note not in self.notes:
                 self.notes.append(note)
 
@@ -224,8 +224,8 @@ class Table:
 def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
     """Return every kernel with the node for which it was launched, and notes for the reader.
 
-    That is the innermost range around the launch on the thread that launched it; where that thread has none, as
-    autograd's, the one that is open on the issuing thread.
+    The node is the innermost range around the launch on the launching thread. If that thread has no range, as
+    autograd's has none, it is the range that is open on the issuing thread.
     """
     correlation, stream, start, end = capture.kernels.arrays
     end = np.maximum(start, end)

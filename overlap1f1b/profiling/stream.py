@@ -26,13 +26,13 @@ TRUNCATED = "it is truncated, its end is missing"
 
 
 class Nested(Protocol):
-    """Takes a top-level array whose elements hold an array each: steps with their spans."""
+    """A receiver of a top-level array whose elements hold an array each: steps with their spans."""
 
     def take(self, element: Any) -> None:
         """Take an element of an inner array."""
 
     def end(self, others: Any) -> None:
-        """End an inner array; take the other values of its object, or a value that is no object."""
+        """End an inner array; take the other values of its object, or a value that is not an object."""
 
 
 def read_events(
@@ -45,18 +45,18 @@ def read_events(
 ) -> dict[str, Any]:
     """Pass on every element of one top-level array; return the other top-level values, with True for the array.
 
-    A file that is an array itself is that array.
+    If the file is an array itself, its elements are passed on.
 
     Args:
         file: JSON text.
         take: Called with each element.
-        key: Of the array.
-        nested: Further arrays, of objects: the key of the array in each, and what takes its elements.
+        key: Key of the array.
+        nested: Further arrays, of objects: the key of the array inside each object, and the receiver of its elements.
         seen: Called whenever more text was read.
 
     Raises:
-        ValueError: The text ends too early, is no JSON object or array, or is larger than ``MOST_EVENTS``,
-            ``MOST_VALUE`` or ``MOST_TEXT``.
+        ValueError: The text ends too early, is not a JSON object or array, or exceeds ``MOST_EVENTS``, ``MOST_VALUE``
+            or ``MOST_TEXT``.
     """
     return _Reader(file, seen).whole(take, key, nested)
 
@@ -85,7 +85,7 @@ class _Reader:
                 else:
                     others[name] = self._value()
         else:
-            raise ValueError("it is no JSON object or array")
+            raise ValueError("it is not a JSON object or array")
         return others
 
     def _keys(self) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class _Reader:
             name = self._value()
             self._count()
             if self._peek() != ":":
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             self._at += 1
             self._peek()
             yield name
@@ -120,7 +120,7 @@ class _Reader:
     def _count(self, more: int = 1) -> None:
         self._events += more
         if self._events > MOST_EVENTS:
-            raise ValueError(f"it has more than {MOST_EVENTS} events or spans; allowed: at most so many")
+            raise ValueError(f"it has more than {MOST_EVENTS} events or spans; allowed: at most this number")
 
     def _array(self, take: Callable[[Event], None]) -> None:
         self._at += 1
@@ -130,7 +130,7 @@ class _Reader:
         self._at += 1
 
     def _take_whole(self, take: Callable[[Event], None]) -> int:
-        """Pass on elements as far as the text goes; a number may continue behind it."""
+        """Pass on the elements in the text so far; a number at its end may continue."""
         text, at, end, taken = self._text, self._at, len(self._text), 0
         decode, skip = _VALUE.raw_decode, _BLANK.match
         while True:
@@ -160,27 +160,27 @@ class _Reader:
             self._fill()
 
     def _value(self) -> Any:
-        """Return the value that begins here, and move behind it."""
+        """Return the value that begins here, and move to its end."""
         while True:
             try:
                 value, end = _VALUE.raw_decode(self._text, self._at)
                 if self._ended or not isinstance(value, int | float) or end + 2 < len(self._text):
                     self._at = end
-                    return value  # a number may go on behind the text so far, as 1e-5 does behind 1e-
+                    return value  # a number at the end of the text may continue, as 1e- does in 1e-5
             except json.JSONDecodeError as error:
                 if self._ended:
-                    raise ValueError(f"it is truncated, or no JSON ({error.msg})") from None
+                    raise ValueError(f"it is truncated, or not JSON ({error.msg})") from None
             self._fill()
 
     def _fill(self) -> None:
-        """Read on, as much again as there is."""
+        """Read on, as much text as is held already."""
         left = self._text[self._at :]
         if len(left) > MOST_VALUE:
-            raise ValueError(f"it has a value of more than {MOST_VALUE} characters; allowed: at most so many")
+            raise ValueError(f"it has a value of more than {MOST_VALUE} characters; allowed: at most this number")
         more = self._file.read(max(_CHUNK, len(left)))
         self._read += len(more)
         if self._read > MOST_TEXT:
-            raise ValueError(f"it has more than {MOST_TEXT} characters; allowed: at most so many")
+            raise ValueError(f"it has more than {MOST_TEXT} characters; allowed: at most this number")
         self._text, self._at, self._ended = left + more, 0, not more
         self._seen()
 
@@ -193,7 +193,7 @@ MOST_NAME = 1000
 
 
 def taker(capture: Capture) -> Callable[[Event], None]:
-    """Return a function that notes an event: our ranges, kernels, copies, and their launches; the rest is skipped.
+    """Return a function that records an event: our ranges, kernels, copies and launches; it skips all others.
 
     Times in the file are microseconds.
     """
@@ -225,12 +225,12 @@ def taker(capture: Capture) -> Callable[[Event], None]:
 
 
 def add_place(capture: Capture, content: Mapping[str, Any]) -> None:
-    """Note rank and number of ranks, which torch.profiler writes if there is a process group."""
+    """Set rank and number of ranks, which torch.profiler writes if there is a process group."""
     place = content.get("distributedInfo")
     if isinstance(place, dict):
         capture.rank, capture.world = place.get("rank"), place.get("world_size")
 
 
 def is_trace(content: Mapping[str, Any]) -> bool:
-    """Return whether a file's top level is that of a Chrome trace."""
+    """Return whether a file's top level is a Chrome trace."""
     return "traceEvents" in content

@@ -9,9 +9,9 @@ from overlap1f1b.profiling.figures import PHASES, OverlapFigures, RankFigures
 
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
 WELL, NONE = 0.9, 0.05
-"""Hidden shares from which an exchange counts as hidden, and up to which as not hidden at all."""
+"""Hidden shares: from the first on, an exchange counts as hidden; up to the second, as not hidden."""
 WORTH = 0.05
-"""Share of a step from which a loss is worth an advice."""
+"""Least share of a step at which a loss gets an advice."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sums:
 
     @property
     def open_actions(self) -> int:
-        """Peak of actions under way on a rank; 0 without ranges."""
+        """Largest number of actions under way on a rank; 0 without ranges."""
         return max(rank.open_actions for rank in self.ranks)
 
     def part(self, time: float) -> float:
@@ -86,7 +86,7 @@ def verdict(sums: Sums) -> str:
     hidden, exposed = overlap.hidden_fraction, sums.part(overlap.exposed)
     share = f"{hidden:.0%} of the exchange was hidden"
     if hidden >= WELL:
-        return f"Yes: {share}, what was exposed is {exposed:.1%} of a step."
+        return f"Yes: {share}; exposed exchange is {exposed:.1%} of a step."
     where = _where(sums)
     if hidden <= NONE:
         return f"No: {share}; exposed exchange is {exposed:.0%} of a step{where}."
@@ -106,7 +106,7 @@ def _where(sums: Sums) -> str:
 
 
 def advice(sums: Sums) -> list[str]:
-    """Return what to try next, the largest loss first; empty if no loss is worth it."""
+    """Return advice, the largest loss first; empty if no loss is large enough."""
     tips: list[tuple[float, str]] = []
     overlap, idle = sums.overlap, sums.idle
     exposed = sums.part(overlap.exposed)
@@ -134,7 +134,7 @@ def advice(sums: Sums) -> list[str]:
 
 
 def _against_exposure(sums: Sums) -> str:
-    """Return what would hide more of the exchange."""
+    """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
     device = any(rank.recording.device for rank in sums.ranks)
     if opened == 1:

@@ -1,4 +1,4 @@
-"""Actions: what a rank does to one microbatch on one stage."""
+"""Actions: the work of a rank on one microbatch and one stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from overlap1f1b.schedule.values import quoted
 
-# Longer numbers than any schedule has would make every message that names them long.
+# The limit is longer than any schedule's numbers, and keeps messages with numbers short.
 _ACTION = re.compile(r"(\d{1,40})('{0,40})([FBIW])(\d{1,40})", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -50,12 +50,12 @@ class Action(NamedTuple):
         True
 
         Raises:
-            ValueError: The text is no action.
+            ValueError: The text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"{quoted(text)} is no action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0"
+                f"{quoted(text)} is not an action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0"
             )
         stage, marks, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch), len(marks))
@@ -82,37 +82,37 @@ class Pair(NamedTuple):
         True
 
         Raises:
-            ValueError: The text is no pair.
+            ValueError: The text is not a pair.
         """
         match = _PAIR.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{quoted(text)} is no pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
+            raise ValueError(f"{quoted(text)} is not a pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
         return cls(Action.parse(match[1]), Action.parse(match[2]))
 
 
 Slot = Action | Pair
-"""What a rank carries out at once."""
+"""An action, or a pair that a rank carries out together."""
 
 
 def parse_slot(text: str) -> Slot:
     """Parse an action or a pair.
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text is neither an action nor a pair.
     """
     return Pair.parse(text) if text.lstrip().startswith("(") else Action.parse(text)
 
 
 def actions_of(slot: Slot) -> tuple[Action, ...]:
-    """Return the actions of a slot in the order in which they open: of a pair the backward first, which is older."""
+    """Return the actions of a slot in the order in which they open; in a pair the older backward is first."""
     return (slot.backward, slot.forward) if isinstance(slot, Pair) else (slot,)
 
 
 def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
     """Return the peaks of live activations and of waiting weight gradients, in (stage, microbatch).
 
-    An activation lives from its forward to the end of its B or W; a weight gradient waits between its I and its W. Of a
-    pair the forward counts before the backward is done.
+    An activation lives from its forward to the end of its B or W; a weight gradient waits between its I and its W. In
+    a pair the forward counts before the backward has ended.
 
     >>> from overlap1f1b.schedule import Action
     >>> peaks_of([Action.parse(text) for text in "0F0 0F1 0I0 0I1 0W0 0W1".split()])

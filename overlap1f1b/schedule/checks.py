@@ -10,7 +10,7 @@ from overlap1f1b.schedule.values import check_size
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _TRAINED = (3, 13)  # forward and B; forward, I and W
-_FAR = 1000  # microbatches without a slot; of so many, the first that is missing is not looked for
+_FAR = 1000  # so many more microbatches than slots: the first missing one is not named
 
 
 def check(program: Rows) -> None:
@@ -19,7 +19,8 @@ def check(program: Rows) -> None:
     Rules:
 
     - Every (pipe, stage, microbatch) has, on the rank of its stage, one forward and, unless the program is forward
-      only, either one B or one I and one W. Each comes after what it needs; neighbouring stages may mix B with I and W.
+      only, either one B or one I and one W. Each comes after the actions that it needs. Neighbouring stages may mix B
+      with I and W.
     - The members of a pair are independent.
     - No ranks wait for each other.
     - No more activations are alive, and no more weight gradients wait, than the program declares; both members of a
@@ -31,7 +32,7 @@ def check(program: Rows) -> None:
     >>> slots = sequential(2).ranks[0]
     >>> check(Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)))
     Traceback (most recent call last):
-    ValueError: program 'mine', rank 0, position 0: 0B0 stands before 0F0, which it needs
+    ValueError: program 'mine', rank 0, position 0: 0B0 comes before 0F0, which it needs
     """
     _check_sizes(program)
     trains = not program.forward_only
@@ -61,10 +62,10 @@ def _check_sizes(program: Rows) -> None:
         for position, slot in enumerate(slots):
             if not _is_slot(slot):
                 raise ValueError(
-                    f"program {program.name!r}, rank {rank}, position {position}: {slot!r} is no action; "
+                    f"program {program.name!r}, rank {rank}, position {position}: {slot!r} is not an action; "
                     "allowed: an Action of a Kind, or a Pair of two"
                 )
-        wanted = program.microbatches_of(0)  # perhaps of a length that is no length in Python
+        wanted = program.microbatches_of(0)  # its length may be too large for len()
         if wanted.stop - wanted.start - 2 * len(slots) > _FAR:
             raise ValueError(
                 f"program {program.name!r}, rank {rank} has {len(slots)} actions for "
@@ -83,7 +84,7 @@ class _RankCheck:
     def __init__(self, program: Rows, rank: int, trains: bool) -> None:
         self.program, self.rank, self.trains = program, rank, trains
         self.stages = program.placement.stages
-        self.seen = {  # what each microbatch has passed of each place, in bits
+        self.seen = {  # for each place and microbatch, bits of the kinds that it has passed
             place: bytearray(program.microbatches) for place in program.placement.places(rank)
         }
         self.allowed = [program.microbatches_of(pipe) for pipe in range(len(program.placement.pipes))]
@@ -133,7 +134,7 @@ class _RankCheck:
             )
         bits = seen[microbatch]
         if bits & _BIT[kind]:
-            raise ValueError(f"{self._where(position)}: {action} stands a second time")
+            raise ValueError(f"{self._where(position)}: {action} comes a second time")
         if kind is not Kind.F:
             if kind is not Kind.W and bits & 6:
                 raise ValueError(f"{self._where(position)}: {action} repeats the backward of its microbatch")
@@ -152,7 +153,7 @@ class _RankCheck:
             self._refuse_order(action, action._replace(stage=action.stage + (-1 if forward else 1)), position)
 
     def _refuse_order(self, action: Action, needed: Action, position: int) -> None:
-        raise ValueError(f"{self._where(position)}: {action} stands before {needed}, which it needs")
+        raise ValueError(f"{self._where(position)}: {action} comes before {needed}, which it needs")
 
     def _refuse_place(self, action: Action, position: int) -> None:
         pipes = self.program.placement.pipes
@@ -162,10 +163,10 @@ class _RankCheck:
                 f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"
             )
         held = self.program.placement.rank(action.pipe, action.stage)
-        raise ValueError(f"{self._where(position)}: {action} stands on rank {self.rank}, its stage lies on rank {held}")
+        raise ValueError(f"{self._where(position)}: {action} is on rank {self.rank}, its stage is on rank {held}")
 
     def _count(self, kinds: tuple[Kind, ...], position: int) -> None:
-        for kind in kinds:  # of a pair the forward first: both members are alive
+        for kind in kinds:  # in a pair the forward comes first: both members are alive
             self.alive += kind is Kind.F
             self.pending += kind is Kind.I
             self._check_declared(position)

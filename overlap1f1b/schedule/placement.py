@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""The placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Placement:
     (1, 2)
 
     Raises:
-        ValueError: No pipe or stage, pipes of different lengths, or a rank without a stage.
+        ValueError: There is no pipe or stage, pipes have different lengths, or a rank has no stage.
     """
 
     pipes: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
-        """Return a loop: stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages, ``ranks`` apart."""
+        """Return a loop, with stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages."""
         check_size("ranks", ranks)
         check_size("chunks", chunks)
         return cls((tuple(range(ranks)) * chunks,))
@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def share(self) -> float:
-        """One stage as a part of a rank's share of the model: 1 / chunks. Each pipe holds the whole model."""
+        """One stage as a fraction of a rank's share of the model: 1 / chunks. Each pipe holds the whole model."""
         return self.ranks / self.stages
 
     def rank(self, pipe: int, stage: int) -> int:
@@ -116,8 +116,8 @@ class Placement:
     def microbatches(self, pipe: int, microbatches: int) -> range:
         """Return the microbatches of a step that pass a pipe.
 
-        Microbatches are numbered through the step. Of two pipes the first takes the lower half, 0 to M/2 − 1, and the
-        second the rest.
+        Microbatches of a step are numbered over all pipes. With two pipes, the first has the lower half, 0 to M/2 − 1,
+        and the second the rest.
 
         >>> Placement.bidirectional(2).microbatches(1, 8)
         range(4, 8)

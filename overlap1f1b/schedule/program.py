@@ -1,4 +1,4 @@
-"""A pipeline schedule: for each rank, its actions in order, with its rules, its file and its drawing."""
+"""A pipeline schedule: the actions of each rank in order, with its rules, its file and its drawing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Program(Rows):
 
     Args:
         name: The generator's name, for reports.
-        microbatches: Microbatches of a step over all pipes, M, numbered through: see :meth:`microbatches_of`.
+        microbatches: Microbatches of a step over all pipes, M; see :meth:`microbatches_of` for their numbers.
         ranks: ``ranks[r]`` is the tuple of :class:`Action` and :class:`Pair` of rank ``r``.
         peak_activations: Declared limit of (stage, microbatch) whose activations are alive at once, per rank: from the
-            forward to the end of its B, or of its W where the backward is split. Both members of a pair count.
-        placement: Which rank holds which stage.
-        peak_weights: Declared limit of weight gradients that wait at once, per rank: of (stage, microbatch) between I
-            and W. Empty where nothing is declared.
+            forward to the end of its B, or of its W if the backward is split. Both members of a pair count.
+        placement: Rank of each stage.
+        peak_weights: Declared limit of weight gradients that wait at once, per rank: (stage, microbatch) between I and
+            W. Empty if nothing is declared.
     """
 
     def draw(self) -> str:
@@ -52,17 +52,17 @@ class Program(Rows):
         """Return the program of a file of :meth:`to_csv`, or of a table of torch's pipeline schedules.
 
         Raises:
-            ValueError: A malformed file, naming line, column and text.
+            ValueError: The file is malformed; the message names line, column and text.
         """
         return cls(**vars(read(path)))
 
     def check(self) -> None:
-        """Raise ``ValueError`` naming rank, position and action where a rule of the schedule is broken."""
+        """Raise ``ValueError`` for the first broken rule of the schedule, naming rank, position and action."""
         check(self)
 
 
 def program_of(name: str, microbatches: int, placement: Placement, rows: Iterable[Iterable[Slot]]) -> Program:
-    """Return the Program of finished rows; it declares the activations and weight gradients that they keep."""
+    """Return the Program of finished rows; it declares the peaks of activations and weight gradients of the rows."""
     ranks = tuple(map(tuple, rows))
     alive, pending = zip(*map(peaks_of, ranks), strict=True)
     return Program(name, microbatches, ranks, alive, placement, pending)

@@ -1,4 +1,4 @@
-"""The slots of every rank as data, and the order in which ranks that wait for each other can carry them out."""
+"""The slots of every rank as data, and an order over all ranks in which they can be carried out."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Rows:
     peak_weights: tuple[int, ...] = ()
 
     def microbatches_of(self, pipe: int) -> range:
-        """Return the microbatches that pass a pipe: of two pipes the first takes the lower half."""
+        """Return the microbatches that pass a pipe; with two pipes, the first has the lower half."""
         return self.placement.microbatches(pipe, self.microbatches)
 
     def splits(self, rank: int) -> bool:
-        """Return whether a rank has weight gradients as actions of their own."""
+        """Return whether a rank has weight gradients as separate actions."""
         return any(action.kind is Kind.W for action in self.actions(rank))
 
     def actions(self, rank: int) -> Iterator[Action]:
@@ -52,15 +52,15 @@ class Turn(NamedTuple):
 def flow(rows: Rows) -> Iterator[Turn]:
     """Yield every slot once, after everything that it needs; slots of one rank keep their order.
 
-    A send never holds up its rank. A pair needs what both of its members need, and both are done together. Time is
-    linear in the number of actions.
+    A send never blocks its rank. A pair needs the inputs of both members, and both end together. Time is linear in the
+    number of actions.
 
     Raises:
-        ValueError: Some ranks wait for each other; names the first slot that waits.
+        ValueError: Some ranks wait for each other; the message names the first slot that waits.
     """
     stages, count = rows.placement.stages, rows.microbatches
     size = len(rows.placement.pipes) * stages * count
-    done = bytearray(2 * size)  # of every (pipe, stage, microbatch) the forward, then B or I
+    done = bytearray(2 * size)  # for every (pipe, stage, microbatch): its forward, then its B or I
     at = [0] * len(rows.ranks)
     waiting: dict[int, list[int]] = {}  # ranks that wait for a forward or backward
     ready = list(range(len(rows.ranks)))[::-1]

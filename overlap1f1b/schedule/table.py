@@ -18,7 +18,7 @@ _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|REC
 MOST_SLOTS = 10_000_000
 """Limit of cells in a file."""
 MOST_CHARACTERS = 1 << 28
-"""Limit of characters in a file: that many cells, and as many blanks."""
+"""Limit of characters in a file: enough for ``MOST_SLOTS`` cells and their blanks."""
 _LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
@@ -30,8 +30,8 @@ def write(program: Rows, path: str | Path, *, header: bool = True) -> None:
     Args:
         program: The program.
         path: The file.
-        header: Whether lines that begin with ``#`` come first, with name, microbatches, placement and declared peaks.
-            Without them torch can read the file, if the program has one pipe.
+        header: Whether the file begins with ``#`` lines for name, microbatches, placement and declared peaks. Without
+            them torch can read the file, if the program has one pipe.
     """
     lines = []
     if header:
@@ -51,22 +51,23 @@ def read(path: str | Path) -> Rows:
     peaks follow from the rows.
 
     Raises:
-        ValueError: A malformed file, naming line, column and text; or one with more than ``MOST_SLOTS`` actions.
+        ValueError: The file is malformed, or has more than ``MOST_SLOTS`` actions; the message names line, column and
+            text.
     """
     path = Path(path)
     said: dict[str, str] = {}
     rows: list[tuple[Slot, ...]] = []
-    with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
+    with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a byte order mark
         text = file.read(MOST_CHARACTERS + 1)
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most so many")
+        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most this number")
     lines, cells = text.splitlines(), 0
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")
             if rows or not colon or key.strip() not in ("name", "pipes", *_NUMBERS):
                 raise ValueError(
-                    f"{path}, line {number}, column 1: {quoted(line)} is no header line; allowed before the first "
+                    f"{path}, line {number}, column 1: {quoted(line)} is not a header line; allowed before the first "
                     f"rank: # with name, pipes, {', '.join(_NUMBERS)}, a colon and a value"
                 )
             said[key.strip()] = value.strip()
@@ -75,7 +76,7 @@ def read(path: str | Path) -> Rows:
             rows.append(_row(line, f"{path}, line {number}"))
             cells += len(rows[-1])
             if cells > MOST_SLOTS:
-                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most so many")
+                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most this number")
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
@@ -133,14 +134,14 @@ def _row(line: str, where: str) -> tuple[Slot, ...]:
 
 
 def _placement(ranks: tuple[tuple[Slot, ...], ...], path: Path) -> Placement:
-    """Return the placement that the rows imply: every stage lies where its actions stand."""
+    """Return the placement that the rows imply: every stage is on the rank of its actions."""
     found: dict[tuple[int, int], int] = {}
     for rank, slots in enumerate(ranks):
         for action in (action for slot in slots for action in actions_of(slot)):
             before = found.setdefault((action.pipe, action.stage), rank)
             if before != rank:
                 raise ValueError(
-                    f"{path}: {action} stands on rank {rank}, others of stage {action.stage} on rank {before}; "
+                    f"{path}: {action} is on rank {rank}, others of stage {action.stage} on rank {before}; "
                     "allowed: one rank a stage"
                 )
     pipes = range(max(p for p, _ in found) + 1)

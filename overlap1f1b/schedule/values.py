@@ -1,4 +1,4 @@
-"""Users' values: shortened for messages, and checked where they must be whole numbers."""
+"""Users' values: short texts for messages, and checks of whole numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIGITS = 10**MOST
 
 
 class _Short(Repr):
-    """Show a few elements of a large container, without building the whole text."""
+    """A repr with a few elements of a large container, which never builds the whole text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def quoted(value: object, *, plain: bool = False) -> str:
 
     Args:
         value: Any value, of any size.
-        plain: Whether a short text on one line stands without quotation marks.
+        plain: Whether a short text on one line has no quotation marks.
     """
     if plain and isinstance(value, str) and len(value) <= MOST and value.isprintable():
         return value
@@ -56,14 +56,14 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
 
 
 def check_size(name: str, value: object, least: int = 1) -> None:
-    """Refuse a value that is no whole number, or too small.
+    """Raise ``ValueError`` for a value that is not a whole number, or is too small.
 
     >>> check_size("ranks", 2.5)
     Traceback (most recent call last):
     ValueError: ranks=2.5; allowed: a whole number, 1 or more
 
     Raises:
-        ValueError: The value is no whole number (a bool is none), or less than ``least``.
+        ValueError: The value is not a whole number (a bool counts as none), or is less than ``least``.
     """
     if not hasattr(value, "__index__") or isinstance(value, bool):
         raise ValueError(f"{name}={quoted(value)}; allowed: a whole number, {least} or more")

@@ -1,4 +1,4 @@
-"""Floor ``simulation``: what a program or a plan would cost. Pure Python, no torch."""
+"""Floor ``simulation``: predicted times of a program or a plan. Pure Python, no torch."""
 
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline, SlotSpan, TransferSpan, play_actions
 from overlap1f1b.simulation.search import (

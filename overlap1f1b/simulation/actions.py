@@ -87,7 +87,7 @@ class ProgramTimeline:
         peak = 0.0
         trains = not self.program.forward_only
         for slot in self.program.ranks[rank]:
-            for action in reversed(actions_of(slot)):  # of a pair the forward counts before the backward is done
+            for action in reversed(actions_of(slot)):  # in a pair the forward counts before the backward has ended
                 alive += action.kind is Kind.F
                 peak = max(peak, held(alive, pending))
                 pending += (action.kind is Kind.I) - (action.kind is Kind.W)
@@ -101,7 +101,7 @@ class ProgramTimeline:
 
         Args:
             path: The JSON file.
-            unit_us: Microseconds that one unit of the costs is shown as.
+            unit_us: Microseconds in the trace for one unit of the costs.
         """
         events = [
             Event(f"rank {rank}", "compute", str(span.slot), span.start, span.end)
@@ -126,7 +126,7 @@ def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
     stages, share = placement.stages, placement.share
     cost = {kind: costs.of(Action(kind, 0, 0), share) for kind in Kind}
     fused = {kind: costs.pair * (cost[Kind.F] + cost[kind]) for kind in Kind}
-    there: dict[tuple[bool, int], float] = {}  # when what a place needs of its neighbour is on its rank
+    there: dict[tuple[bool, int], float] = {}  # arrival of a neighbour's result on the rank of a place
     free = [0.0] * len(program.ranks)
     lanes: dict[tuple[int, int], float] = {}
     ranks: list[list[SlotSpan]] = [[] for _ in program.ranks]
@@ -159,7 +159,7 @@ def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
 class Costs:
     """Costs of actions, in any one unit of time, for a rank's whole share of the model and one microbatch.
 
-    A stage that is one of v chunks of its rank costs 1/v of them.
+    A stage that is one of v chunks of its rank costs 1/v of this.
 
     >>> Costs(forward=1, backward=2, weight=1).of(Pair.parse("(0F1;0B0)OVERLAP_F_B"))
     3.0
@@ -168,13 +168,13 @@ class Costs:
         forward: F.
         backward: B, input and weight gradients together.
         weight: W, the part of B that computes weight gradients; the input gradient takes ``backward − weight``.
-        pair: Time of a fused pair, as a part of the sum of its members: F&B / (F+B).
+        pair: Time of a fused pair, as a fraction of the sum of its members: F&B / (F+B).
         send: Time of one transfer between two ranks; transfers from one rank to another go one after the other.
         activation: Memory of the activations of one microbatch on a rank, in any unit.
-        held: Part of it that is kept between I and W.
+        held: Fraction of ``activation`` that is kept between I and W.
 
     Raises:
-        ValueError: A cost that is no number, not finite, negative, or zero where something must take time.
+        ValueError: A cost is not a finite number, is negative, or is zero although its action must take time.
     """
 
     forward: float = 1.0
@@ -201,10 +201,10 @@ class Costs:
                 f"allowed: from 0 to below {self.backward}"
             )
         if not 0 <= self.held <= 1:
-            raise ValueError(f"held={self.held}; allowed: a part of the activations, 0 to 1")
+            raise ValueError(f"held={self.held}; allowed: a fraction of the activations, 0 to 1")
 
     def of(self, slot: Slot, share: float = 1.0) -> float:
-        """Return the time of an action or pair on a stage that is a given part of a rank's share."""
+        """Return the time of an action or pair on a stage that is the fraction ``share`` of a rank's part."""
         if isinstance(slot, Pair):
             return self.pair * (self.of(slot.forward, share) + self.of(slot.backward, share))
         whole = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward - self.weight, Kind.W: self.weight}

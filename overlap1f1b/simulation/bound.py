@@ -17,8 +17,8 @@ class _Chain(NamedTuple):
 
     whole: float
     compute: float
-    exchange: float  # on the links' mean
-    exchange_most: float  # on its slowest
+    exchange: float  # on an average link
+    exchange_most: float  # on the slowest link
     weights: float  # compute and weight gradients
     last_weight: float
     send: float
@@ -34,14 +34,15 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     >>> [(bound(program, shape, costs, k), compile(program, shape, costs, k).predicted) for k in ("serial", 3)]
     [(377.0, 451.0), (377.0, 377.0)]
 
-    At most k consecutive actions of a rank are open at once. So an action begins when all but k − 1 of those before it
-    have ended, and what it needs of other ranks has come; on a rank of one stage, a forward also when there is room for
-    its activations. An action ends no sooner after its beginning than its nodes take one after another. And what is
-    computed, or exchanged, by a rank's actions from one on takes that long from the moment at which this one may begin.
-    Weight gradients, which may be issued in any wait, only count in the last.
+    The bound follows from three facts. First, at most k consecutive actions of a rank are open at once: an action
+    begins only after all but k − 1 of the earlier actions have ended and its inputs from other ranks have arrived; on a
+    rank with one stage, a forward also needs room for its activations. Second, an action takes at least the sum of the
+    times in its chain of nodes. Third, after the time at which an action may begin, the rank still has to do all
+    compute, and all exchange, of this action and of the later ones. Weight gradients, which may be issued in any wait,
+    count only here.
 
     Args:
-        program: Checked.
+        program: A checked program.
         shape: Blocks of every stage, or a sequence with the blocks of each stage.
         costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k, which includes pairs.
@@ -59,7 +60,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
         _RankBound(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
         for rank, peak in enumerate(program.peak_activations)
     ]
-    ends: dict[tuple[bool, int, int, int], float] = {}  # of every forward and input gradient
+    ends: dict[tuple[bool, int, int, int], float] = {}  # end of every forward and input gradient
     for rank, _, slot in flow(program):
         for kind, stage, microbatch, pipe in actions_of(slot):
             if kind is Kind.W:
@@ -78,15 +79,15 @@ class _RankBound:
     """The actions of one rank, each as early as possible.
 
     Args:
-        window: How many may be open at once.
-        peak: How many activations may be alive on a rank of one stage; None if that gives no bound.
+        window: Largest number of open actions.
+        peak: Largest number of live activations on a rank of one stage; None if this gives no bound.
     """
 
     def __init__(self, window: int, peak: int | None) -> None:
         self.window, self.peak = window, peak
         self.forwards = 0
         self.inputs: list[float] = []  # ends of input gradients, which keep their order
-        self.latest: list[float] = []  # the ends that are latest, as many as may be open
+        self.latest: list[float] = []  # the latest ends, as many as actions may be open
         self.opens = 0.0
         self.compute, self.exchange, self.weights = _Load(window), _Load(window), _Load(window)
         self.last = 0.0
@@ -122,7 +123,7 @@ class _Load:
     def __init__(self, window: int) -> None:
         self.window = window
         self.sum = self.longest = 0.0
-        self.offset = float("-inf")  # the latest opening of an action, minus the load of those before it
+        self.offset = float("-inf")  # latest opening of an action, minus the load of the earlier actions
 
     def add(self, opens: float, time: float, most: float) -> None:
         self.offset = max(self.offset, opens - self.sum)
@@ -136,7 +137,7 @@ class _Load:
 
     @property
     def opens(self) -> float:
-        """Earliest time at which so much can be done that another action may open."""
+        """Earliest time at which enough can be done for another action to open."""
         return max(0.0, self.offset + self.sum - (self.window - 1) * self.longest)
 
 
@@ -147,7 +148,7 @@ def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
     weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
     last = chains.weight(nodes[-1])
     return _Chain(
-        # What is recomputed needs neither gradient nor exchange: it may be done beside them, or before they are here.
+        # Recomputation needs neither gradient nor exchange: it may run beside them, or before they arrive.
         whole=sum(costs(node) for node in nodes if node.op not in RECOMPUTES),
         compute=compute,
         exchange=sum(sum(links) / len(links) for links in exchanges),

@@ -11,7 +11,7 @@ from overlap1f1b.schedule import Kind
 
 
 class Timed(Protocol):
-    """Something from ``start`` to ``end``."""
+    """A span from ``start`` to ``end``."""
 
     @property
     def start(self) -> float: ...

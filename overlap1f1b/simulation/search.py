@@ -47,10 +47,10 @@ class Outcome:
 
     Args:
         makespan: Time of the step, in the unit of the costs.
-        peak_activations: Most activations alive at once on any rank, in those of a rank's whole share of the model and
-            one microbatch.
-        copies: Ranks that hold the parameters of a stage: 2 for two pipes, else 1.
-        bubble_share: Part of the ranks' time in which they do not compute.
+        peak_activations: Peak of live activations on any rank; the unit is a rank's whole share of the model for one
+            microbatch.
+        copies: Number of ranks that hold the parameters of a stage: 2 for two pipes, else 1.
+        bubble_share: Fraction of the ranks' time in which they do not compute.
     """
 
     makespan: float
@@ -97,9 +97,9 @@ class Candidate:
     Args:
         schedule: One of ``SCHEDULES``.
         chunks: Stages of a rank; None is the schedule's default.
-        extra_warmup: Further forwards before the first backward; None is the schedule's default.
+        extra_warmup: Additional forwards before the first backward; None is the schedule's default.
         group_size: Microbatches that pass one chunk before a rank turns to the next; None is the default.
-        overlap: How nodes are interleaved, where costs are those of nodes; None is the model's default.
+        overlap: Overlap of nodes, for costs of nodes; None is the model's default.
     """
 
     schedule: str
@@ -115,10 +115,10 @@ class Candidate:
         return self.schedule + (":" + ",".join(words) if words else "")
 
     def build(self, ranks: int, microbatches: int, *, forward_only: bool = False) -> Program:
-        """Return its program, or the forwards of it.
+        """Return its program, or only the program's forwards.
 
         Raises:
-            ValueError: An impossible combination.
+            ValueError: The combination is impossible.
         """
         return build_schedule(
             self.schedule,
@@ -132,7 +132,7 @@ class Candidate:
 
 
 class Model(Protocol):
-    """How a program is played."""
+    """A way to play programs and to bound their times."""
 
     @property
     def overlaps(self) -> Sequence[Overlap | None]:
@@ -150,7 +150,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class ActionModel:
-    """Plays programs by whole actions, which overlap in pairs only."""
+    """A model that plays programs by whole actions, which overlap in pairs only."""
 
     costs: Costs = field(default_factory=Costs)
     overlaps: tuple[None, ...] = (None,)
@@ -159,7 +159,7 @@ class ActionModel:
         """Return a program's timeline.
 
         Raises:
-            ValueError: An overlap, which actions do not have.
+            ValueError: ``overlap`` is given: actions have none.
         """
         if overlap is not None:
             raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
@@ -170,18 +170,18 @@ class ActionModel:
         return 0.0 if program.forward_only else max(program.peak_activations) * program.placement.share
 
     def bound(self, program: Program, overlap: Overlap | None = None) -> float:
-        """Return 0: to play actions takes no longer than to find a bound."""
+        """Return 0: playing actions is as fast as finding a bound."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class NodeModel:
-    """Plays programs by sub-op nodes on resources for compute, exchange and peers.
+    """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
         costs: Costs of the nodes.
-        layers: Blocks of a rank, divided evenly over its chunks; of two pipes each has them.
-        default: Overlap of candidates that name none.
+        layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
+        default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
     """
 
@@ -194,7 +194,7 @@ class NodeModel:
         """Return a program's timeline.
 
         Raises:
-            ValueError: Layers that cannot be divided over the chunks.
+            ValueError: The layers cannot be divided evenly over the chunks.
         """
         overlap = self.default if overlap is None else overlap
         return simulate(program, self.costs, overlap=overlap, layers=self._layers_of_a_stage(program))
@@ -221,12 +221,12 @@ class Ranking:
     """The result of a search.
 
     Args:
-        found: Candidates within the memory limit, fastest first; of equals the one with less memory, then with fewer
-            copies of the parameters, then the one that was tried first.
-        over: Candidates that need more memory, with their peak activations, least first.
-        refused: Candidates that cannot be for these sizes, and why.
-        pruned: Candidates that were not played, since they cannot be among the first, with a time that they are not
-            under, least first.
+        found: Candidates within the memory limit, fastest first; among equally fast ones first the one with less
+            memory, then with fewer copies of the parameters, then the one that was tried earlier.
+        over: Candidates that need more memory, with their peak activations, smallest first.
+        refused: Candidates that are impossible for these sizes, and why.
+        pruned: Candidates that were not played, since they cannot be among the fastest, with a lower bound of their
+            time, smallest first.
     """
 
     found: tuple[tuple[Candidate, Outcome], ...]
@@ -242,7 +242,7 @@ def candidates(
     extra_warmup: Sequence[int] = EXTRA_WARMUP,
     overlaps: Sequence[Overlap | None] = (None,),
 ) -> Iterator[Candidate]:
-    """Yield every combination that the schedules take; a schedule without an option appears once at most.
+    """Yield every combination that the schedules accept; a schedule without an option appears at most once for it.
 
     >>> [str(candidate) for candidate in candidates(schedules=["zb_h1", "zb_v"], chunks=[1, 2])]
     ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
@@ -276,15 +276,16 @@ def search(
         tried: The candidates.
         ranks: Pipeline ranks.
         microbatches: Microbatches of a step.
-        model: How programs are played: :class:`ActionModel` by costs of actions, :class:`NodeModel` by those of nodes.
+        model: The model that plays programs: :class:`ActionModel` with costs of actions, :class:`NodeModel` with costs
+            of nodes.
         forward_only: Whether the forwards alone are played.
-        memory: Limit of activations alive at once on any rank, in those of a rank's whole share and one microbatch.
-        top: How many of the fastest are wanted: candidates that cannot be among them by the model's bound are left out
-            unplayed. Those of the least bound are played first. None plays all.
-        progress: Told the number of candidates done, after each.
+        memory: Limit of live activations on any rank; the unit is a rank's whole share of the model for one microbatch.
+        top: Number of wanted candidates. A candidate that by the model's bound cannot be among the fastest ``top`` is
+            not played. Candidates with the smallest bound are played first. None plays all.
+        progress: Called with the number of candidates done, after each.
 
     Raises:
-        ValueError: A memory limit that is not above 0, or a ``top`` under 1.
+        ValueError: The memory limit is not above 0, or ``top`` is under 1.
     """
     if memory is not None and not (isinstance(memory, Real) and memory > 0):
         raise ValueError(f"memory={memory!r}; allowed: more than 0")

@@ -38,7 +38,7 @@ def simulate(
     layers: int | None = None,
     counts_block: bool = False,
 ) -> PlanTimeline | ProgramTimeline:
-    """Return the timeline of a program's actions, or of the nodes of a plan (given, or compiled for a program).
+    """Return the timeline of a program's actions, or of a plan's nodes; the plan is given or compiled from a program.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("zb_h1", ranks=8, microbatches=32)
@@ -55,8 +55,8 @@ def simulate(
         counts_block: With costs of nodes: whether the thread that issues a plan waits for counts itself.
 
     Raises:
-        ValueError: A program that breaks a rule, costs of the wrong kind, no layer, or an argument that has no meaning
-            for what is played.
+        ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument
+            has no meaning for this program or plan.
     """
     _refuse_meaningless(what, costs, overlap=overlap, layers=layers, counts_block=counts_block or None)
     if isinstance(what, Program) and isinstance(costs, Costs):
@@ -75,11 +75,11 @@ def simulate(
 
 
 def _refuse_meaningless(what: object, costs: object, **given: object) -> None:
-    """Refuse arguments that would have no effect."""
+    """Raise ``ValueError`` for arguments that would have no effect."""
     for name, value in given.items():
         if value is None:
             continue
         if isinstance(costs, Costs):
-            raise ValueError(f"{name}={value!r} with Costs, which know no sub-ops; allowed: with NodeCosts")
+            raise ValueError(f"{name}={value!r} with Costs, which have no sub-ops; allowed: with NodeCosts")
         if isinstance(what, Plan) and name != "counts_block":
-            raise ValueError(f"{name}={value!r} with a Plan, which says it; allowed: with a Program")
+            raise ValueError(f"{name}={value!r} with a Plan, which sets it; allowed: with a Program")

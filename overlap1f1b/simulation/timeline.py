@@ -102,22 +102,22 @@ class Timeline:
             exchange    D0--D1----
 
         A attention, N counts, D dispatch, E experts, C combine, G aggregate, M a block without experts, R reduce, S
-        send; ``w`` marks a weight gradient. The stage stands in front where there are several, as in ``3E2``. Counts
-        and sends, on the lanes ``control`` and ``peer``, have lines where they take time.
+        send; ``w`` marks a weight gradient. If there are several stages, the stage comes first, as in ``3E2``. Counts
+        and sends, on the resources ``control`` and ``peer``, have lines if they take time.
 
         Raises:
-            ValueError: A width that is no whole number, or less than 1.
+            ValueError: The width is not a whole number from 1.
         """
         check_size("width", width)
         return draw(self.spans, width)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
-        """Write a trace for Perfetto or chrome://tracing: a track for each lane.
+        """Write a trace for Perfetto or chrome://tracing: a track for each resource.
 
         Args:
             path: The JSON file.
             rank: The rank that the process is named after.
-            unit_us: Microseconds that one unit of time is shown as; 1000 if times are milliseconds.
+            unit_us: Microseconds in the trace for one unit of time; 1000 if times are milliseconds.
         """
         write_trace(self.events(rank), path, unit_us=unit_us)
 
@@ -180,11 +180,11 @@ class PlanTimeline:
         return "\n".join(drawn)
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
-        """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a lane.
+        """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a resource.
 
         Args:
             path: The JSON file.
-            unit_us: Microseconds that one unit of the costs is shown as.
+            unit_us: Microseconds in the trace for one unit of the costs.
         """
         events = [event for number, rank in enumerate(self.ranks) for event in rank.events(number)]
         write_trace(events, path, unit_us=unit_us)

@@ -33,11 +33,11 @@ def write_trace(
     Args:
         events: The spans.
         path: The file.
-        unit_us: Microseconds that one unit of time is shown as.
-        flows: Two of the events each; an arrow leads from the end of the first to the start of the second.
+        unit_us: Microseconds in the trace for one unit of time.
+        flows: Pairs of events; an arrow leads from the end of the first to the start of the second.
 
     Raises:
-        ValueError: A unit that is not a finite number above 0.
+        ValueError: ``unit_us`` is not a finite number above 0.
     """
     if not isinstance(unit_us, Real) or not 0 < unit_us < float("inf"):
         raise ValueError(f"unit_us={unit_us!r}; allowed: a finite number > 0")

@@ -1,7 +1,7 @@
 """Transfers between stages on different pipeline ranks: activations one way, their gradients the other.
 
-In the first step a header precedes each payload and says dtype and shape of its tensors. Later steps know them, so that
-receives are posted before the peer sends.
+In the first step a header precedes each payload and gives dtype and shape of its tensors. Later steps know both, so
+they post receives before the peer sends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
     """Describe tensors for a header.
 
     Raises:
-        ValueError: Too many tensors or dimensions, or a dtype without a number.
+        ValueError: There are too many tensors or dimensions, or a header has no number for a dtype.
     """
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors between stages; allowed: up to {MOST_TENSORS}")
@@ -93,10 +93,10 @@ class Boundary:
 
     Args:
         mesh: Mesh of all ranks; links run along its dimension "pp".
-        placement: Which rank holds which stage.
+        placement: Rank of each stage.
         device: Device of the tensors.
         timeout: Limit of every wait.
-        failures: Where ranks tell each other that they failed.
+        failures: Record of failures, shared by the ranks.
         background: Whether threads start and await transfers, see :class:`Lane`.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
@@ -121,7 +121,7 @@ class Boundary:
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
-        # Groups of the whole pipeline: groups made by torch find each other only if all ranks make equally many.
+        # All ranks of the pipeline make all groups: torch's groups find each other only if all ranks make equally many.
         purposes = ("payload up", "header up", "payload down", "header down")
         groups = [mesh.new_group(purpose, pp=range(placement.ranks), over=()) for purpose in purposes]
         for source, to in sorted(_directions(placement)):
@@ -147,7 +147,7 @@ class Boundary:
     def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
         """Prepare a step of these nodes and post the first receives.
 
-        With ``remember`` the step sends the same shapes as other such steps, and needs no headers after the first.
+        All steps with ``remember`` send the same shapes, so only the first of them needs headers.
         """
         self._remember = remember and not self.dynamic
         self._receives, self._posted = {}, {}
@@ -190,7 +190,7 @@ class Boundary:
         """Send the tensors of a SEND node.
 
         Raises:
-            ValueError: They have other shapes than in the first step, or cannot be described in a header.
+            ValueError: The tensors have other shapes than in the first step, or a header cannot describe them.
         """
         specs = specs_of(tensors, differentiable)
         known = self._known.get(_key(node)) if self._remember else None
@@ -216,7 +216,7 @@ class Boundary:
         return Transfer(None, sends=works, source=sources)
 
     def forget(self) -> None:
-        """Forget all shapes: after a failed step ranks may know different ones."""
+        """Forget all shapes: after a failed step ranks may know different shapes."""
         self._known.clear()
 
     def _peer(self, node: Node) -> int:
@@ -225,7 +225,7 @@ class Boundary:
 
 
 def _directions(placement: Placement) -> set[tuple[int, int]]:
-    """Return (from, to) of every pair of ranks between which tensors travel."""
+    """Return the set of (source rank, destination rank) between which tensors travel."""
     pairs = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
     return pairs | {(b, a) for a, b in pairs}
 

@@ -1,7 +1,8 @@
 """The expert all-to-all, outside autograd.
 
-An :class:`Exchange` starts transfers between the ranks that share experts: first the counts, how many rows each rank
-sends to each expert, then the rows. A :class:`Transfer` is one under way. :func:`build_exchange` chooses the kind:
+An :class:`Exchange` starts transfers between the ranks that share experts: first the counts, that is how many rows each
+rank sends to each expert, then the rows. A :class:`Transfer` is one transfer under way. :func:`build_exchange` chooses
+the kind:
 
 - :class:`LocalExchange`: one rank, nothing travels.
 - :class:`PeerExchange`: gloo, a send and a receive for every peer.
@@ -33,13 +34,13 @@ class Transfer(Generic[T_co]):
     """Tensors under way between ranks.
 
     Args:
-        result: What is received; valid after :meth:`receive`.
+        result: Received tensors; valid after :meth:`receive`.
         receives: Works that fill ``result``.
         sends: Works that read ``source``.
-        source: What is sent; kept until the transfer is dropped.
-        ahead: Transfer that goes first on the same links and is waited for first, so that this one can be timed alone.
+        source: Sent tensors; kept until the transfer is dropped.
+        ahead: Earlier transfer on the same links, which is waited for first, so that this one can be timed alone.
         mark: End of the transfer on a stream, if it has no works.
-        host: Copies of the sent and the received counts on their way to the host, if this transfers counts.
+        host: Copies of the sent and the received counts on their way to the host, for a transfer of counts.
     """
 
     result: T_co
@@ -53,7 +54,7 @@ class Transfer(Generic[T_co]):
     def receive(self, timeout: timedelta | None = None) -> T_co:
         """Wait for the result and return it; on CUDA the current stream waits.
 
-        To be called once: gloo hangs on a second wait.
+        Call it only once: gloo hangs on a second wait.
         """
         _wait(self.receives, timeout)
         if self.mark is not None:
@@ -85,7 +86,7 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
 
 
 class EqualSplits(list[int]):
-    """Rows to or from each rank, equally many between any two ranks: NCCL has a faster collective for these."""
+    """Equal numbers of rows to or from every rank: NCCL has a faster collective for these."""
 
 
 class Expected(NamedTuple):
@@ -94,7 +95,7 @@ class Expected(NamedTuple):
     A peer that is ahead can then send at once, and drift between ranks costs no time on the wire.
 
     Args:
-        result: Room for what is received.
+        result: Tensor for the received rows or counts.
         receives: Works that fill it.
     """
 
@@ -105,12 +106,12 @@ class Expected(NamedTuple):
 class Exchange(Protocol):
     """Uneven all-to-all over the ranks of a group. Its backward is an exchange with the sizes swapped.
 
-    A ``tag`` distinguishes exchanges that are in flight together; exchanges of one tag match in order.
+    A ``tag`` distinguishes exchanges that are in flight together; exchanges with the same tag match in order.
 
     Attributes:
         ranks: Number of ranks.
         rank: This rank's number among them.
-        background: Whether a thread of its own should start and await a transfer.
+        background: Whether a separate thread should start and await a transfer.
         sms: Multiprocessors of a GPU that a transfer occupies while it is in flight.
     """
 
@@ -146,11 +147,11 @@ class Exchange(Protocol):
         return None
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
-        """Post the receive of the ``rows`` of this tag, with the width and dtype of ``like``; None if of no use."""
+        """Post the receive of the ``rows`` of this tag, with width and dtype of ``like``; None if it gains nothing."""
         return None
 
     def expect_counts(self, like: Tensor, tag: int, /) -> Expected | None:
-        """Post the receive of the ``counts`` of this tag, as many as ``like``; None if of no use."""
+        """Post the receive of the ``counts`` of this tag, as many as ``like``; None if it gains nothing."""
         return None
 
 
@@ -168,11 +169,11 @@ class LocalExchange(Exchange):
 
 
 class PeerExchange(Exchange):
-    """A posted receive and a send for every peer: full duplex on gloo, whose ``all_to_all_single`` is nearly half.
+    """A posted receive and a send for every peer: full duplex on gloo; its ``all_to_all_single`` is nearly half duplex.
 
-    gloo sends a payload when the receiver has announced its receive, and the announcement queues behind whatever the
-    receiver sends on the same connection. So rows to higher ranks, rows to lower ranks and counts have a connection
-    each: else the lighter direction would wait for the heavier one, and counts for both.
+    gloo sends a payload after the receiver has announced its receive, and the announcement queues behind the receiver's
+    own sends on the same connection. So rows to higher ranks, rows to lower ranks, and counts have separate
+    connections. Otherwise the lighter direction would wait for the heavier one, and counts for both.
 
     Args:
         groups: Three groups of the same ranks: rows to higher ranks, rows to lower ranks, counts. They may be equal.
@@ -184,12 +185,12 @@ class PeerExchange(Exchange):
         self.up, self.down, control = groups
         self.control = (control, control)
         self.ranks, self.rank = self.up.size(), self.up.rank()
-        # Each rank starts with its next neighbour: else all would send to the same rank first.
+        # Each rank starts with its next neighbour: otherwise all would send to the same rank first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def abort(self, *, ending: bool = False) -> None:
         for group in (self.up, self.down, *self.control[:1]):
-            if ending or isinstance(group, dist.ProcessGroupGloo):  # another is registered with torch, and the user's
+            if ending or isinstance(group, dist.ProcessGroupGloo):  # others are the user's
                 abort(group)
 
     def rows(
@@ -240,14 +241,14 @@ class PeerExchange(Exchange):
 class CollectiveExchange(Exchange):
     """torch's ``all_to_all_single``; on NCCL on two streams of high priority, one for rows and one for counts.
 
-    A collective with ``async_op=False`` runs on the current stream. So it is called with one of these streams current,
-    between two events that give its times. Counts are then copied to the host on their stream.
+    A collective with ``async_op=False`` runs on the current stream. So this class makes one of its streams current for
+    the call, and records two events that give its times. Counts are then copied to the host on their stream.
 
     Args:
         rows_group: Ranks between which rows are exchanged.
         counts_group: Group of the same ranks with a queue of its own.
         streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
-        sms: Multiprocessors that a transfer may occupy, the ``ctas`` of :func:`lane_groups`.
+        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`lane_groups`.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class CollectiveExchange(Exchange):
             work = _all_to_all(self.rows_group, splits, True, result, source)
             return Transfer(result, [_launched(work)], source=source)
         mark = streams[0].run(partial(_all_to_all, self.rows_group, splits, False), result, source)
-        # Source and result outlive the exchange: whoever holds the transfer, which holds both, waits for its end first.
+        # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=mark)
 
     def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
@@ -307,7 +308,7 @@ def _launched(work: dist.Work | None) -> dist.Work:
 
 
 DEFAULT_CTAS = 16
-"""Blocks of a transfer on NCCL, each on one multiprocessor."""
+"""Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
 def lane_groups(
@@ -318,13 +319,13 @@ def lane_groups(
     timeout: timedelta | None = None,
     device: str = "cpu",
 ) -> list[dist.ProcessGroup]:
-    """Return ``count`` new groups of the ranks of ``group``, all of which must call this; each has a queue of its own.
+    """Return ``count`` new groups of the ranks of ``group``, all of which must call this; each has its own queue.
 
     Args:
-        group: Group whose ranks are taken.
+        group: Group of the ranks.
         count: Number of groups.
-        ctas: Most blocks of a transfer on NCCL, each on a multiprocessor that compute leaves free.
-        timeout: Limit of every wait; None for that of the default group.
+        ctas: Largest number of thread blocks of a transfer on NCCL, each on a multiprocessor.
+        timeout: Limit of every wait; None for the default group's limit.
         device: Type of the device whose tensors travel.
     """
     ranks = dist.get_process_group_ranks(group)

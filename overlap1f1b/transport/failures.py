@@ -1,4 +1,4 @@
-"""How ranks learn that one of them failed, which one, and why.
+"""Failures: ranks learn that one of them failed, which one, and why.
 
 A failing rank writes its error to the process group's store (:meth:`Failures.tell`). The others meet a timeout or a
 closed connection, look there for the cause (:meth:`Failures.read`), and add it to the error that they raise
@@ -88,13 +88,13 @@ class Store:
 
 
 class Failures:
-    """Notes of failures on the process group's store: the first cause, and a last word of each rank.
+    """Notes of failures on the process group's store: the first cause, and the last word of each rank.
 
-    A rank leaves its word when it fails, and when an error ends its process. A rank that is killed or stopped leaves
-    none, by which the others know it.
+    A rank leaves its word when it fails and when an error ends its process. A rank that is killed or stopped leaves no
+    word; from this the others conclude that it is gone.
 
     Args:
-        name: Name that all ranks that wait for each other share, and no other rank has; None for one rank.
+        name: Name shared by exactly the ranks that wait for each other; None for one rank.
         labels: Name of each rank in messages, by its number in the default group.
 
     Attributes:
@@ -115,7 +115,7 @@ class Failures:
         """Wait until every rank has called this.
 
         Raises:
-            LostRankError: A rank did not within the limit.
+            LostRankError: A rank did not call this within the limit.
         """
         store = self._store
         if store is None:
@@ -137,7 +137,7 @@ class Failures:
         self._leave_word()
 
     def tell(self, error: BaseException, message: str) -> None:
-        """Add ``message`` to an error and leave word of it; if it does not come of another rank, it is the cause."""
+        """Add ``message`` to an error and leave word of it; if no other rank caused it, it is the first cause."""
         self.failed = True
         error.add_note(message)
         if self._store is not None:
@@ -147,7 +147,7 @@ class Failures:
             self._store.set(f"word/{self._rank}", word)
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error that comes of another rank: the first cause, or else which ranks are silent or have ended."""
+        """Add to an error caused by another rank: the first cause, or else the ranks that are silent or have ended."""
         if self._store is None or not _is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
@@ -174,7 +174,7 @@ class Failures:
         return "the process group's store" + ("" if holder is None else f", which {holder} may hold,")
 
     def _words(self, known: dict[int, str]) -> dict[int, str]:
-        # Completes the words that are known by those left since.
+        # Adds the words that ranks have left since.
         assert self._store is not None
         for rank in self.labels.keys() - known.keys():
             if (word := self._store.get(f"word/{rank}")) is not None:
@@ -194,14 +194,14 @@ class Failures:
 
 
 def _ended(store: Store, key: str, process: int) -> None:
-    # A process that was forked has inherited the finalizer, and is not this rank.
+    # A forked process has inherited the finalizer, but is not this rank.
     error = getattr(sys, "last_value", None)
     if error is not None and os.getpid() == process and store.get(key) is None:
         store.set(key, f"ended by {headline(error)}")
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether an error may come of another rank: of a wait here, or of a connection that torch lost."""
+    """Return whether another rank may have caused an error: in a wait here, or by a connection that torch lost."""
     return isinstance(error, LostRankError | dist.DistError) or (
         type(error) is RuntimeError and ("gloo" in str(error) or "pair closure" in str(error))
     )

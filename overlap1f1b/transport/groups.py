@@ -1,4 +1,4 @@
-"""Process groups that end when nobody refers to them any more."""
+"""Process groups that end when their last reference goes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _ABORT_TAG = 2**31 - 1 - 64  # beyond the tags of a plan's nodes
 
 
 class Groups:
-    """Factory of process groups, each with a queue of its own.
+    """Factory of process groups, each with its own queue.
 
     >>> groups = Groups(dist.get_process_group_ranks(mesh.get_group("ep")))
     >>> up, down, counts = (groups.new([0, 1], purpose) for purpose in ("up", "down", "counts"))
 
     On gloo the groups are not registered with ``torch.distributed``. Registered groups stay until all are destroyed,
     find each other only if every rank made the same number of groups before, and run three threads each, which wake up
-    a hundred times a second. Groups made here find each other by name, share one thread for their connections, and end
-    with their last user. They have the methods of a ``ProcessGroup`` (``send``, ``recv``, ``allreduce``, …), and the
-    functions of ``torch.distributed`` do not know them. On other backends ``dist.new_group`` makes the groups.
+    a hundred times a second. The groups of this factory find each other by name, share one thread for their
+    connections, and end with their last user. They have the methods of a ``ProcessGroup`` (``send``, ``recv``,
+    ``allreduce``, …), but the functions of ``torch.distributed`` do not know them. On other backends
+    ``dist.new_group`` makes the groups.
 
     Args:
-        ranks: All ranks of the default group that make groups together. Each of them makes equally many ``Groups`` of
-            these ranks, in one order: so they agree on a name without waiting for one another.
-        timeout: Limit of every wait; None for that of the default group.
+        ranks: All ranks of the default group that make groups together. Each of them must make the same ``Groups`` of
+            these ranks in the same order: so they agree on a name without waiting for each other.
+        timeout: Limit of every wait; None for the default group's limit.
         device: Type of the device whose tensors the groups carry.
 
     Attributes:
-        name: Name that these ranks share, and no other ``Groups`` has.
+        name: Name shared by these ranks; no other ``Groups`` has it.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
@@ -57,7 +58,7 @@ class Groups:
         Args:
             ranks: Numbers in the default group.
             purpose: Name that no other group of these ranks from this factory has.
-            ctas: Most blocks of a transfer on a GPU.
+            ctas: Largest number of thread blocks of a transfer on a GPU.
             gloo: Whether to use gloo on any device.
         """
         ranks = sorted(ranks)
@@ -105,7 +106,7 @@ def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
 def abort(group: Group) -> None:
     """End every transfer of a group on gloo, here and, since its connections close, on its other ranks.
 
-    gloo has no call for this, but closes all connections of a group when one wait runs out of time. Groups of other
+    gloo has no call for this, but it closes all connections of a group when one wait times out. Groups of other
     backends are left alone.
     """
     gloo: Any = group
@@ -114,7 +115,7 @@ def abort(group: Group) -> None:
             return
         gloo = group._get_backend(torch.device("cpu"))
     other = (gloo.rank() + 1) % gloo.size()
-    for context in range(len(_interfaces()) or 1):  # gloo has one for each interface, and the tag chooses
+    for context in range(len(_interfaces()) or 1):  # gloo has one context for each interface; the tag chooses it
         with suppress(RuntimeError):
             gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(milliseconds=1))
 
@@ -122,8 +123,8 @@ def abort(group: Group) -> None:
 def nccl_options(ctas: int | None) -> Any:
     """Return NCCL's options for transfers beside compute: a stream of high priority and few blocks.
 
-    Few blocks leave multiprocessors to compute, and let transfers of several groups run beside each other; else they
-    could wait for one another. The policy to spare blocks is set if torch and NCCL know it (NCCL 2.27).
+    Few blocks leave multiprocessors for compute, and let transfers of several groups run at once; otherwise they could
+    wait for each other. The policy that spares blocks is set if torch and NCCL have it (NCCL 2.27).
     """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options(is_high_priority_stream=True)
@@ -148,7 +149,7 @@ def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
     """Return the values of ``ranks`` of the default group, in the order given; all of these ranks must call this.
 
     Raises:
-        RuntimeError: A rank did not within the limit.
+        RuntimeError: A rank did not call this within the limit.
     """
     values = gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), value)
     return [values[sorted(ranks).index(rank)] for rank in ranks]

@@ -1,14 +1,14 @@
 """Lanes: transfers in the order of their launch, while the engine's thread computes.
 
-A :class:`Flight` is one transfer. Its phases, and who carries them out:
+A :class:`Flight` is one transfer. It has four phases:
 
 1. *launch*: the engine's thread hands a function that starts the transfer to the :class:`Lane`.
 2. *depart*: the function is called, and the transfer is under way.
-3. *land*: the transfer has ended, and its result is here.
+3. *land*: the transfer has ended, and its result has arrived.
 4. *wait*: the engine's thread needs the result and takes it.
 
-On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and where
-nothing travels, the engine's thread does both itself: 2 in ``launch``, 3 in ``wait``.
+On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and with
+one rank, the engine's thread carries out both: 2 in ``launch``, 3 in ``wait``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Post = Callable[[], Transfer[T]]
 
 
 class Observer(Protocol):
-    """Observer of a lane: learns what the engine's thread waits for, and from the lane's threads what is in flight."""
+    """Observer of a lane: the engine's thread tells it of waits, and the lane's threads of departures and arrivals."""
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
         """Return a context that lasts as long as the wait for the transfer of ``node``."""
@@ -53,10 +53,10 @@ class Flight(Generic[T]):
     Attributes:
         node: The plan's node that the transfer carries out.
         lane: Lane on which it travels.
-        departed: When the transfer started, or when the one ahead of it had ended; seconds of ``time.perf_counter``.
-        landed: When the last row was here; seconds of ``time.perf_counter``.
-        begun: On a device that the thread does not wait for, the start by the device's clock.
-        ended: Likewise the end.
+        departed: Time at which the transfer started, or the one ahead of it ended; seconds of ``time.perf_counter``.
+        landed: Time at which the last row arrived; seconds of ``time.perf_counter``.
+        begun: Start by the device's clock, on a device that the thread does not wait for.
+        ended: End by the device's clock, on such a device.
     """
 
     def __init__(self, node: Node, lane: Lane) -> None:
@@ -70,7 +70,7 @@ class Flight(Generic[T]):
         self._arrived: threading.Event | None = None
 
     def wait(self) -> T:
-        """Wait for the result and return it. To be called once, since the flight does not keep the result.
+        """Wait for the result and return it. Call it only once, since the flight does not keep the result.
 
         Raises:
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
@@ -152,7 +152,7 @@ class Flight(Generic[T]):
                 transfer.ahead.receive(timeout)
                 self.departed = time.perf_counter()
             self._result.append(transfer.receive(timeout))
-            if self.node.op is Op.SEND:  # it receives nothing, and so ends when everything is sent
+            if self.node.op is Op.SEND:  # it receives nothing, so it ends when everything is sent
                 transfer.release(timeout)
             self.landed = time.perf_counter()
             self._read_clock(transfer)
@@ -189,16 +189,17 @@ class Flight(Generic[T]):
 class Lane:
     """Transfers in the order of their launch.
 
-    With ``background`` a thread starts the transfers, since a send on gloo takes its thread a millisecond and a
-    dispatch must wait for its counts; a second thread notes when each arrives, since gloo's works cannot be polled.
-    Without it both happen in the calling thread, as fits CUDA, where a start and a wait only put marks on a stream.
+    With ``background`` a thread starts the transfers, since a send on gloo costs its thread a millisecond and a
+    dispatch must wait for its counts. A second thread records each arrival, since gloo's works cannot be polled.
+    Without ``background`` the calling thread does both, as on CUDA, where a start and a wait only put marks on a
+    stream.
 
     Args:
         name: Name for messages.
         timeout: Limit of every wait.
-        failures: Where ranks tell each other that they failed.
+        failures: Record of failures, shared by the ranks.
         background: Whether threads of the lane start and await transfers.
-        stamp: Function that notes the time on a device's clock, if that is not the thread's.
+        stamp: Function that records the time on a device's clock, if the device has its own.
         abort: Function that ends all transfers of the lane's groups, called when the process ends.
 
     Attributes:
@@ -227,9 +228,9 @@ class Lane:
         """Start a transfer after all that were launched before, and return its flight.
 
         Args:
-            node: The plan's node that it carries out.
+            node: The plan's node that the transfer carries out.
             post: Function that starts it.
-            late: Whether ``post`` waits for another rank. Without threads the start is then put off to the wait.
+            late: Whether ``post`` waits for another rank. Without threads the start is then delayed until the wait.
         """
         flight: Flight[T] = Flight(node, self)
         if not self.background:
@@ -265,9 +266,9 @@ class _Crew:
     A thread that returns from gloo while the interpreter shuts down would abort the process. So the exit of the process
 
     1. lets the threads end after the transfers launched so far,
-    2. waits for them as long as any wait may last, since other ranks may still need what was sent; after a failure
-       nobody needs it, and it does not wait,
-    3. aborts the lane's groups if threads are left, and waits for these a moment.
+    2. waits for the threads as long as any wait may last, since other ranks may still need the sent rows; after a
+       failure no rank needs them, and it does not wait,
+    3. aborts the lane's groups if threads are still running, and waits briefly for these.
 
     The crew must not refer to its lane: the lane's finalizer calls :meth:`dismiss`.
     """

@@ -1,7 +1,7 @@
-"""All limits and defaults of waits, in seconds: what waits, and why so long."""
+"""All limits and defaults of waits, in seconds, with their reasons."""
 
 DEFAULT_LIMIT_S = 600.0
-"""Default ``timeout`` of engines: a wait for another rank; as long as torch gives NCCL's collectives."""
+"""Default ``timeout`` of engines for a wait for another rank; torch's own default for NCCL's collectives."""
 COMMAND_LINE_LIMIT_S = 120.0
 """Default ``--timeout`` of ``train`` and ``bench``: their models are small, so a longer silence is a failure."""
 DOCTOR_LIMIT_S = 30.0
@@ -12,14 +12,14 @@ DOCTOR_LIMIT_S = 30.0
 LATE_FACTOR = 2.0
 """Limit of a wait for a transfer, in timeouts: one for the transfers ahead of it on its lane, one for itself."""
 LOOK_S = 1.0
-"""Period at which a waiting rank looks whether another rank has failed: one request to the store, so not more often."""
+"""Period at which a waiting rank checks whether another rank has failed; each check is a request to the store."""
 
 # ---------------------------------------------------------------------------- after a failure
 
 DRAIN_S = 1.0
-"""Time for transfers to end after a step failed: their memory is in use until then, and the peer may be gone."""
+"""Time for transfers to end after a failed step: their memory is in use until then, and the peer may be gone."""
 ABORT_S = 5.0
-"""Time for a lane's threads to end once its groups were aborted; gloo returns at once unless the machine is busy."""
+"""Time for a lane's threads to end after its groups were aborted; gloo returns at once unless the machine is busy."""
 GRACE_S = 0.5
 """Time for another rank to tell the cause of a failure before this rank raises without one."""
 GRACE_POLL_S = 0.02
@@ -29,7 +29,7 @@ ROLL_CALL_S = 2.0
 ROLL_CALL_POLL_S = 0.05
 """Period of the requests within :data:`ROLL_CALL_S`."""
 ANSWER_S = 2.0
-"""Time for the process group's store to answer: it does in milliseconds, unless its process has stopped or ended."""
+"""Time for the store to answer: it needs milliseconds, unless its process has stopped or ended."""
 
 # ---------------------------------------------------------------------------- local processes of the command line
 
@@ -38,6 +38,6 @@ INTERRUPT_S = 3.0
 TERM_S = 5.0
 """Time for a local process to end after SIGTERM, before SIGKILL."""
 KILL_S = 5.0
-"""Time for a process to end after SIGKILL, before it is given up as one that the kernel does not let go."""
+"""Time for a process to end after SIGKILL; after it, the process is assumed to hang in the kernel."""
 SHELL_S = 20.0
 """Time for one command that sets up or reads a rate-limited link."""

@@ -26,16 +26,16 @@ class LoopbackExchange(Exchange):
 
     Args:
         device: Device of the rows.
-        gbps: Gigabytes (1e9) per second to slow the copies down to; by default they run at full rate. To slow down, a
-            GPU copies every chunk out several times, which occupies nothing but the copy engine; a thread sleeps.
-        check: Whether to compare what comes back with what left, on the device; see :meth:`mismatches`.
+        gbps: Rate of the slowed-down copies, in gigabytes (1e9 bytes) per second; by default they run at full rate. To
+            slow down, a GPU copies every chunk out several times, which occupies only the copy engine; a thread sleeps.
+        check: Whether to compare the returned rows with the sent rows, on the device; see :meth:`mismatches`.
         streams: Streams out, back and for counts; by default new ones of the device.
 
     Attributes:
         bytes_sent: Bytes of rows sent since construction.
 
     Raises:
-        ValueError: ``gbps`` is no rate above 0.
+        ValueError: ``gbps`` is not above 0.
     """
 
     ranks, rank = 1, 0
@@ -58,7 +58,7 @@ class LoopbackExchange(Exchange):
         )
         pinned = device.type == "cuda"
         self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(CHUNKS)]
-        self._free: list[Mark | None] = [None] * CHUNKS  # when a slot may be written again
+        self._free: list[Mark | None] = [None] * CHUNKS  # marks after which a slot may be written again
         self._next = 0
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
@@ -67,7 +67,7 @@ class LoopbackExchange(Exchange):
             self._again = max(0.0, self.full_rate() / gbps - 1)
 
     def full_rate(self, chunks: int = 32) -> float:
-        """Measure and return the gigabytes per second there and back at full rate."""
+        """Measure and return the full rate of the way out and back, in gigabytes per second."""
         again, self._again = self._again, 0.0
         gbps, self.gbps = self.gbps, None
         # Random bytes, since equal ones may be copied faster.
@@ -106,7 +106,7 @@ class LoopbackExchange(Exchange):
             marks += left, back
         if self.check:
             marks.append(self.back.run(self._compare, result, source, after=()))
-        # Source and result outlive the copies: whoever holds the transfer, which holds both, waits for its end first.
+        # Source and result outlive the copies: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=_Span(marks[0], marks[-1]))
 
     def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
@@ -131,7 +131,7 @@ class LoopbackExchange(Exchange):
         self._wrong.append((_bytes(result) != _bytes(source)).any())
 
     def mismatches(self) -> int:
-        """Wait for the device; return how many transfers came back with other bytes since the last call."""
+        """Wait for the device; return the number of transfers that came back changed since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         wrong, self._wrong = self._wrong, []

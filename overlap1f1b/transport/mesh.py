@@ -1,7 +1,7 @@
-"""The ranks that an engine spans, and what they agree on.
+"""The mesh of an engine's ranks, and agreement between them.
 
-:class:`Mesh` knows who holds which coordinate, makes the groups, and compares values between ranks. :class:`Together`
-carries out work on all ranks at once and raises an error of one rank on all of them.
+:class:`Mesh` knows every rank's coordinates, makes groups, and compares values between ranks. :class:`Together` does
+work on all ranks at once and raises an error of one rank on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class Mesh:
-    """This rank's coordinates in a DeviceMesh; a dimension that it lacks counts as one rank.
+    """This rank's coordinates in a DeviceMesh; a missing dimension counts as one rank.
 
     >>> mesh = Mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "ep")))
     >>> mesh.size("ep"), mesh.size("dp")
@@ -37,14 +37,14 @@ class Mesh:
 
     Args:
         mesh: Mesh with any of the dimensions "pp", "dp" and "ep"; None for one rank.
-        timeout: Limit of every wait for another rank; None for that of the default group.
+        timeout: Limit of every wait for another rank; None for the default group's limit.
 
     Attributes:
         devices: The DeviceMesh, or None.
         device_type: "cpu" or "cuda".
         same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
         labels: Name of each rank in messages, by its number in the default group.
-        failures: Where these ranks tell each other that they failed.
+        failures: Record of failures, shared by these ranks.
 
     Raises:
         ValueError: ``mesh`` has other dimensions.
@@ -182,7 +182,7 @@ class Mesh:
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.
-            LostRankError: As :meth:`gathered`.
+            LostRankError: A rank failed, or did not answer within the limit.
         """
         for dimension in reversed(DIMENSIONS):
             if dimension in self._control:
@@ -208,7 +208,7 @@ class Mesh:
             for (
                 dimension,
                 group,
-            ) in groups:  # of the result so far: else a rank would not learn of a difference elsewhere
+            ) in groups:  # of the result so far: otherwise a rank would not learn of a difference elsewhere
                 with _naming(dimension):
                     group.allreduce([ends], options).wait()
             return bool(ends[0] == -ends[1])
@@ -258,7 +258,7 @@ def _naming(dimension: str) -> Iterator[None]:
 
 
 def _differing(one: str, other: str) -> tuple[str, str]:
-    """Return both texts, long ones from a little before their first difference."""
+    """Return both texts; a long text begins a little before the first difference."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other
     same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
@@ -288,7 +288,7 @@ class Together:
         failed: First words of every message.
 
     Raises:
-        ValueError: The mesh has not all ranks.
+        ValueError: The mesh does not have all ranks.
     """
 
     def __init__(self, mesh: Mesh, failed: str) -> None:
@@ -304,9 +304,9 @@ class Together:
         """Call ``work`` on every rank and return the results of all, in the order of ranks.
 
         Raises:
-            ValueError: ``work`` raised one on some rank; on all ranks, naming the first such rank.
-            OSError: Likewise.
-            Exception: ``error`` if ``work`` raised anything else; on all ranks, with type, text and rank.
+            ValueError: ``work`` raised a ValueError on some rank; every rank raises it, and it names the first one.
+            OSError: ``work`` raised an OSError on some rank; every rank raises it, and it names the first one.
+            Exception: ``work`` raised anything else; every rank raises ``error`` with type, text and rank.
             LostRankError: A rank did not answer within the limit, or was interrupted.
         """
         return self._shared(work, error, every=True)
@@ -339,7 +339,7 @@ class Together:
         rank = f"{self.mesh.label}: " if self.size > 1 else ""
         if not isinstance(error, Exception):
             return _Outcome(text=f"{self.failed}: {self.mesh.label} was interrupted", interrupted=True)
-        if isinstance(error, ValueError):  # its text needs no type, and if it is the first rank's alone, no rank
+        if isinstance(error, ValueError):  # its text needs no type, and no rank if only the first rank works
             return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
         kind = OSError if isinstance(error, OSError) else otherwise
         return _Outcome(error=kind, text=f"{self.failed}: {rank}{headline(error)}")

@@ -1,8 +1,8 @@
 """Side streams and marks on them: CUDA's streams and events, or a thread in their place.
 
-On CUDA the thread only queues kernels, and events order a transfer on a side stream with them. On a CPU the thread
-itself computes, and a :class:`ThreadStream` stands in for the side stream. Everything but speed is then the same, so
-order, waits and lifetimes are tested without a GPU.
+On CUDA the thread only queues kernels, and events order a side stream's transfers with these kernels. On a CPU the
+thread itself computes, and a :class:`ThreadStream` replaces the side stream. Only the speed differs, so order, waits
+and lifetimes are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Mark(Protocol):
     """End of a job on a stream.
 
     Attributes:
-        begun: When the job started: seconds of ``time.perf_counter``, or a CUDA event.
-        ended: When it ended, likewise.
+        begun: Start of the job: seconds of ``time.perf_counter``, or a CUDA event.
+        ended: End of the job: seconds of ``time.perf_counter``, or a CUDA event.
     """
 
     @property
@@ -39,7 +39,7 @@ class Mark(Protocol):
     def ended(self) -> Any: ...
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Let what is computed from now on come after the mark. On CUDA the thread does not block."""
+        """Order all later computation after the mark. On CUDA the thread does not block."""
         ...
 
     def synchronize(self, timeout: timedelta | None = None) -> None:
@@ -56,7 +56,7 @@ class Mark(Protocol):
 
 
 class SideStream(Protocol):
-    """Stream beside the computation; its jobs run in the order of their calls."""
+    """A stream beside the computation; its jobs run in the order of their calls."""
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> Mark:
         """Queue ``job(*tensors)`` and return the mark of its end.
@@ -95,7 +95,7 @@ class CudaStream:
 
     Args:
         device: Device of the tensors.
-        priority: −1 for high, so that the blocks of its kernels go first; 0 for that of other streams.
+        priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
     """
 
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
@@ -164,8 +164,8 @@ _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 class ThreadStream:
     """A thread in place of a CUDA stream.
 
-    Like a stream it does not keep its jobs' tensors. If they are freed before the job runs, waiting for the job raises;
-    a GPU would read memory that holds something else by then.
+    Like a CUDA stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
+    job raises an error; a GPU would read reused memory.
 
     Args:
         name: Name of the thread.
@@ -180,7 +180,7 @@ class ThreadStream:
         thread.start()
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
-        # A CPU thread has computed everything that it asked for so far: without marks there is nothing to wait for.
+        # On a CPU the thread has finished its computation so far: without marks there is nothing to wait for.
         mark = ThreadMark()
         self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
         return mark

@@ -242,7 +242,7 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         "nowhere": "does not exist; give text files, or folders of them",
         "empty": "is empty; give text files, or folders of them",
         "binary": r"is binary \(a zero byte in its first 8 KiB\); give text files",
-        "bare": "holds no text: no file in it that is not hidden, empty or binary",
+        "bare": "holds no text: it has no files, or only hidden, empty or binary ones",
         "pipe": "is neither a file nor a folder; give text files, or folders of them",
     }.items():
         with pytest.raises(ValueError, match=rf"^text (file |folder )?{tmp_path}/{name} {why}$"):

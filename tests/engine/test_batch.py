@@ -43,8 +43,8 @@ def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
     ("batch", "names", "message"),
     [
         (None, (), "no inputs on a rank that needs them"),
-        (X, (), "inputs: a batch of 6 cannot be cut into 4 microbatches; allowed: a multiple"),
-        (torch.tensor(1.0), (), "a batch of 0 cannot be cut"),
+        (X, (), "inputs: a batch of 6 cannot be split into 4 microbatches; allowed: a multiple"),
+        (torch.tensor(1.0), (), "a batch of 0 cannot be split"),
         ([X], (), "inputs: 1 microbatches for a program of 4"),
         ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),
         ((X, None), (), "inputs of type tuple of Tensor, NoneType"),

@@ -312,7 +312,7 @@ def test_collective_exchange_gives_the_same_gradients(ranks2: Ranks) -> None:
 def test_bad_input_is_named() -> None:
     model, data = models.build(), models.batch(2)
     program = programs(2)[0]
-    with pytest.raises(ValueError, match="batch of 4 cannot be cut into 3 microbatches"):
+    with pytest.raises(ValueError, match="batch of 4 cannot be split into 3 microbatches"):
         step(model, programs(3)[0], 1, data)
     with pytest.raises(ValueError, match="overlap='all'; allowed"):
         step(model, program, "all", data)  # type: ignore[arg-type]

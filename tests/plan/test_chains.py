@@ -70,8 +70,8 @@ def test_shapes_are_one_for_all_or_one_for_each() -> None:
         (MOE, r"shape=BlockShape\(seams=1, .*\); allowed: a sequence of blocks, such as \(BlockShape\(seams=1\),\)$"),
         (3, r"shape=3; allowed: a sequence of blocks"),
         (((MOE,), DENSE), r"stage 1: shape=BlockShape\(seams=0, .*; allowed: a sequence of blocks for each stage$"),
-        ((MOE, None), r"stage 0: None is no block; allowed: BlockShape\(seams=1\) and the like"),
-        (((MOE,), (1,)), r"stage 1: 1 is no block"),
+        ((MOE, None), r"stage 0: None is not a block; allowed: BlockShape\(seams=1\), for example"),
+        (((MOE,), (1,)), r"stage 1: 1 is not a block"),
         ((BlockShape(seams=-1),), r"stage 0: seams=-1; allowed: 0 or more"),
         ((BlockShape(seams=0.5),), r"stage 0: seams=0.5; allowed: a whole number, 0 or more"),  # type: ignore[arg-type]
     ],

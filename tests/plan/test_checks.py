@@ -83,7 +83,7 @@ def test_every_swap_of_neighbours(overlap: Overlap) -> None:
         swapped = with_nodes(plan, nodes)
         if list(broken_rules(swapped)):
             refused += 1
-            with pytest.raises(ValueError, match=r"stands before|microbatches alive"):
+            with pytest.raises(ValueError, match=r"comes before|microbatches alive"):
                 check(swapped)
         else:
             check(swapped)
@@ -110,34 +110,34 @@ PLAN = compile(sequential(2), (MOE._replace(reduced=True),), COSTS, "serial")
     [
         (
             moved(PLAN, "dispatch.f[0] m0", before="counts.f[0] m0"),
-            r"plan of 'sequential', rank 0, position 1: dispatch.f\[0\] m0 stands before counts.f\[0\] m0",
+            r"plan of 'sequential', rank 0, position 1: dispatch.f\[0\] m0 comes before counts.f\[0\] m0",
         ),
         (
             moved(PLAN, "aggregate.b[0] m1", before="aggregate.f[0] m1"),
-            r"aggregate.b\[0\] m1 stands before aggregate.f\[0\] m1",
+            r"aggregate.b\[0\] m1 comes before aggregate.f\[0\] m1",
         ),
         (
             moved(PLAN, "experts.w[0] m0", before="experts.b[0] m0"),
-            r"experts.w\[0\] m0 stands before experts.b\[0\] m0",
+            r"experts.w\[0\] m0 comes before experts.b\[0\] m0",
         ),
         (
             moved(PLAN, "attention.w[0] m1", before="attention.w[0] m0"),
-            r"attention.w\[0\] m1 stands before attention.b\[0\] m1",
+            r"attention.w\[0\] m1 comes before attention.b\[0\] m1",
         ),
         (
             moved(PLAN, "attention.w[0] m0", before="reduce.w[0] m1"),
-            r"attention.w\[0\] m1 stands before attention.w\[0\] m0",
+            r"attention.w\[0\] m1 comes before attention.w\[0\] m0",
         ),
         (
             moved(PLAN, "reduce.w[0] m1", before="attention.w[0] m1"),
-            r"reduce.w\[0\] m1 stands before attention.w\[0\] m1",
+            r"reduce.w\[0\] m1 comes before attention.w\[0\] m1",
         ),
         (
             moved(PLAN, "attention.f[0] m1", before="attention.b[0] m0"),
             r"2 microbatches alive, the program declares 1$",
         ),
         (with_nodes(PLAN, PLAN.nodes[:-1]), r"reduce.w\[0\] m1 is missing"),
-        (with_nodes(PLAN, (PLAN.nodes[0], *PLAN.nodes)), r"position 1: attention.f\[0\] m0 stands a second time"),
+        (with_nodes(PLAN, (PLAN.nodes[0], *PLAN.nodes)), r"position 1: attention.f\[0\] m0 comes a second time"),
         (
             with_nodes(PLAN, (*PLAN.nodes, Node(Op.EXPERTS, Kind.F, 2, 0))),
             r"position 27: experts.f\[0\] m2 belongs to no action",

@@ -39,5 +39,5 @@ def test_what_cannot_be_predicted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no ranges of step 0"):
         predict(read(bare).ranks, 0)
     half = write_chrome(tmp_path / "half.json", device())  # its receive has no partner, and a backward is missing
-    with pytest.raises(ValueError, match="no whole step"):
+    with pytest.raises(ValueError, match="not a whole step"):
         predict(read(half).ranks, 4)

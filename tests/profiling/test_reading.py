@@ -24,9 +24,9 @@ def refusal(*paths: Path) -> str:
 def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
     files = {
         "empty.json": (b"", "is empty"),
-        "text.json": (b"loss 2.4\n", "it is no JSON object or array"),
+        "text.json": (b"loss 2.4\n", "it is not a JSON object or array"),
         "other.json": (b'{"a": 1}', "has no traceEvents"),
-        "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "is no text"),
+        "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "is not text"),
         "events.json": (b'{"traceEvents": []}', "has no ranges of overlap1f1b and no kernels"),
         "kernel.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}', "an event is malformed"),
         "late.json": (
@@ -36,7 +36,7 @@ def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
         "args.json": (b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "args": 3}]}', "an event is malformed"),
         "deep.json": (b"[" * 100_000, "it is nested too deeply"),
         "broken.json.gz": (b"\x1f\x8b\x08 no gzip", "broken.json.gz"),
-        "profile.nsys-rep": (b"\1\2\3", "allowed: what nsys export --type sqlite makes of it"),
+        "profile.nsys-rep": (b"\1\2\3", "allowed: its export by nsys export --type sqlite"),
     }
     for name, (content, message) in files.items():
         path = tmp_path / name
@@ -181,7 +181,7 @@ def test_who_says_which_rank(tmp_path: Path) -> None:
     assert [(recording.rank, recording.path.name) for recording in found.ranks] == [
         (0, "b.json"), (1, "c.json"), (2, "a.json"),
     ]  # fmt: skip
-    assert "no rank in it: called rank 0, as it comes" in found.ranks[0].notes
+    assert "no rank in it: called rank 0, the next free number" in found.ranks[0].notes
     assert found.missing == ()
 
 

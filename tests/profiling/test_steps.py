@@ -46,7 +46,7 @@ def test_a_device(tmp_path: Path, kind: str) -> None:
     assert figures.open_actions == 2
     assert (recording.rank, recording.world, recording.device, recording.by) == (0, 2, True, "range")
     assert recording.notes == (
-        f"what was launched outside all ranges on streams {OTHER} is neither compute nor exchange",
+        f"kernels launched outside all ranges on streams {OTHER} count neither as compute nor as exchange",
     )
     (step,) = recording.steps
     assert step.number == 4
@@ -113,8 +113,8 @@ def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
     assert figures_of(recording).overlap == (480, 380)
     assert recording.notes == (
         "11 of 11 kernels have no launch in the file, so no range",
-        f"no kernel was launched in a range of overlap1f1b: stream {COMPUTE}, which has most kernels, is taken for "
-        "compute and all others for exchange",
+        f"no kernel was launched in a range of overlap1f1b: stream {COMPUTE}, which has most kernels, counts as "
+        "compute and all others as exchange",
         "no launches: the whole file is taken for one step",
     )
 

@@ -40,13 +40,13 @@ def test_every_truncation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["hello", "12", '"text"', "<html></html>"])
 def test_foreign_text(text: str) -> None:
-    with pytest.raises(ValueError, match="it is no JSON object or array"):
+    with pytest.raises(ValueError, match="it is not a JSON object or array"):
         parts(text)
 
 
 @pytest.mark.parametrize("text", ['{"a" 1}', '{"a": nothing}', '{"traceEvents": [{"a": }]}'])
 def test_malformed(text: str) -> None:
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         parts(text)
 
 
@@ -84,9 +84,9 @@ def test_arrays_of_objects_of_arrays(monkeypatch: pytest.MonkeyPatch, chunk: int
 @pytest.mark.parametrize(
     ("name", "most", "why"),
     [
-        ("MOST_EVENTS", 9, "it has more than 9 events or spans; allowed: at most so many"),
-        ("MOST_VALUE", 40, "it has a value of more than 40 characters; allowed: at most so many"),
-        ("MOST_TEXT", 100, "it has more than 100 characters; allowed: at most so many"),
+        ("MOST_EVENTS", 9, "it has more than 9 events or spans; allowed: at most this number"),
+        ("MOST_VALUE", 40, "it has a value of more than 40 characters; allowed: at most this number"),
+        ("MOST_TEXT", 100, "it has more than 100 characters; allowed: at most this number"),
     ],
 )
 def test_as_much_is_read_as_is_said(monkeypatch: pytest.MonkeyPatch, name: str, most: int, why: str) -> None:

@@ -55,7 +55,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
         "one action was open at a time: overlap=3",
     ),
     (STUCK, "No: 0%", "see that CUDA_DEVICE_MAX_CONNECTIONS is not 1"),
-    (two(0, 40, (1, 40), (40, 50)), "Yes: 100% of the exchange was hidden, what was exposed is 0.0% of a step.", None),
+    (two(0, 40, (1, 40), (40, 50)), "Yes: 100% of the exchange was hidden; exposed exchange is 0.0% of a step.", None),
     (
         two(0, 10, (0, 40), (40, 50)),
         "In part: 25% of the exchange was hidden; exposed exchange is 60% of a step",

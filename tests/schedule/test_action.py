@@ -34,13 +34,13 @@ def test_text_of_a_pair() -> None:
     "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F-1", "2F0 ,", "'2F0", "2F0'", "2UNSHARD", "٢F0"]
 )
 def test_no_action(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^['\"].* is no action; allowed: .* as in 2F0 or 2'F0$"):
+    with pytest.raises(ValueError, match=r"^['\"].* is not an action; allowed: .* as in 2F0 or 2'F0$"):
         Action.parse(text)
 
 
 @pytest.mark.parametrize("text", ["(0F7;7B3)", "(0F7)OVERLAP_F_B", "(0F7;7B3;1W1)OVERLAP_F_B", "(0F7;7B3)OVERLAP"])
 def test_no_pair(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no pair; allowed: two actions, as in \(0F7;7B3\)OVERLAP_F_B$"):
+    with pytest.raises(ValueError, match=r"is not a pair; allowed: two actions, as in \(0F7;7B3\)OVERLAP_F_B$"):
         parse_slot(text)
 
 

@@ -168,12 +168,12 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: 
         (program_of(F0, B0, F1), "program 'mine', rank 0: 0F1 lacks a backward"),
         (program_of(F0, B0), "rank 0: 0F1 lacks a forward"),
         (program_of(F0, I0, F1, B1), "rank 0: 0F0 lacks its weight gradient"),
-        (program_of(F0, F0, B0, F1, B1), "rank 0, position 1: 0F0 stands a second time"),
-        (program_of(F0, B0, F1, B0, B1), "rank 0, position 3: 0B0 stands a second time"),
+        (program_of(F0, F0, B0, F1, B1), "rank 0, position 1: 0F0 comes a second time"),
+        (program_of(F0, B0, F1, B0, B1), "rank 0, position 3: 0B0 comes a second time"),
         (program_of(F0, B0, I0, F1, B1), "rank 0, position 2: 0I0 repeats the backward of its microbatch"),
         (program_of(F0, I0, B0, F1, B1), "rank 0, position 2: 0B0 repeats the backward of its microbatch"),
-        (program_of(B0, F0, F1, B1), "rank 0, position 0: 0B0 stands before 0F0, which it needs"),
-        (program_of(F0, W0, I0, F1, B1), "rank 0, position 1: 0W0 stands before 0I0, which it needs"),
+        (program_of(B0, F0, F1, B1), "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
+        (program_of(F0, W0, I0, F1, B1), "rank 0, position 1: 0W0 comes before 0I0, which it needs"),
         (program_of(F0, B0, F2, B2), "rank 0, position 2: 0F2 names microbatch 2, allowed are 0 to 1"),
         (program_of(F0, B0, F1, B1, NONE), "rank 0, position 4: 0F-1 names microbatch -1, allowed are 0 to 1"),
         (program_of(F0, Pair(F1, B1), B0), "position 1: .* joins two actions of one microbatch"),
@@ -187,8 +187,14 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: 
         (Program("mine", -1, ((F0, B0),), (1,)), "program 'mine': microbatches=-1; allowed: 1 or more"),
         (Program("mine", 2.5, ((F0, B0),), (1,)), "microbatches=2.5; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (-1,)), "program 'mine': peak activations=-1; allowed: 0 or more"),
-        (Program("mine", 1, ((F0, "0B0"),), (1,)), "rank 0, position 1: '0B0' is no action; allowed: an Action of a"),  # type: ignore[arg-type]
-        (Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)), "rank 0, position 0: Action.kind='F', .* is no action"),  # type: ignore[arg-type]
+        (
+            Program("mine", 1, ((F0, "0B0"),), (1,)),
+            "rank 0, position 1: '0B0' is not an action; allowed: an Action of a",
+        ),  # type: ignore[arg-type]
+        (
+            Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)),
+            "rank 0, position 0: Action.kind='F', .* is not an action",
+        ),  # type: ignore[arg-type]
         (program_of(F0, F0._replace(stage="1")), "position 1: 1F0 names stage 1 of pipe 0, allowed are stages 0 to 0"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
         (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),

@@ -47,13 +47,13 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is no action; allowed: stage, F, B, I or W, microbatch"),
-        ("0F0,,(0F1;0B0)OVERLAP\n", r"line 1, column 3: '\(0F1;0B0\)OVERLAP' is no pair; allowed: two actions"),
+        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is not an action; allowed: stage, F, B, I or W, microbatch"),
+        ("0F0,,(0F1;0B0)OVERLAP\n", r"line 1, column 3: '\(0F1;0B0\)OVERLAP' is not a pair; allowed: two actions"),
         (
             "# ranks: 2\n0F0\n",
-            "line 1, column 1: '# ranks: 2' is no header line; allowed before the first rank: # with",
+            "line 1, column 1: '# ranks: 2' is not a header line; allowed before the first rank: # with",
         ),
-        ("0F0\n# name: mine\n", "line 2, column 1: '# name: mine' is no header line"),
+        ("0F0\n# name: mine\n", "line 2, column 1: '# name: mine' is not a header line"),
         ("# microbatches: two\n0F0\n", "line 1, column 1: 'two' as microbatches: allowed: whole numbers"),
         ("# microbatches: -1\n0F0\n", "line 1, column 1: '-1' as microbatches: microbatches=-1; allowed: 1 or more"),
         ("# peak_weights: -1\n0F0\n", "line 1, column 1: '-1' as peak_weights: peak_weights=-1; allowed: 0 or more"),
@@ -61,7 +61,7 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(tmp_path: Pat
         ("# pipes: 0 2\n0F0\n", r"line 1, column 1: '0 2' as pipes: stages on ranks \[0, 2\]; allowed: every rank"),
         ("", "line 1, column 1: no action; allowed: a row of actions for each rank"),
         (",,\n", "line 2, column 1: no action; allowed"),
-        ("0F0,0B0\n0F1,0B1\n", "0F1 stands on rank 1, others of stage 0 on rank 0; allowed: one rank a stage"),
+        ("0F0,0B0\n0F1,0B1\n", "0F1 is on rank 1, others of stage 0 on rank 0; allowed: one rank a stage"),
         ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
         ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
         ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
@@ -141,7 +141,7 @@ def test_as_much_is_read_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(table, "MOST_SLOTS", 12)
     assert len(Program.from_csv(path).ranks[1]) == 6
     monkeypatch.setattr(table, "MOST_SLOTS", 11)
-    with pytest.raises(ValueError, match="line 2 is beyond 11 actions; allowed: at most so many"):
+    with pytest.raises(ValueError, match="line 2 is beyond 11 actions; allowed: at most this number"):
         Program.from_csv(path)
     monkeypatch.setattr(table, "MOST_CHARACTERS", path.stat().st_size - 1)
     with pytest.raises(ValueError, match=f"has more than {path.stat().st_size - 1} characters; allowed: at most so"):

@@ -115,11 +115,11 @@ def test_what_cannot_be_simulated() -> None:
     for what, costs, options, message in [
         (program, o1.NodeCosts(), {"layers": 0}, "layers=0; allowed: 1 or more"),
         (program, o1.NodeCosts(), {"layers": 1.5}, "layers=1.5; allowed: a whole number, 1 or more"),
-        (program, Costs(), {"layers": 2}, "layers=2 with Costs, which know no sub-ops; allowed: with NodeCosts"),
-        (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which know no sub-ops; allowed: with NodeCosts"),
-        (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which know no sub-ops; allowed"),
-        (plan, o1.NodeCosts(), {"overlap": 3}, "overlap=3 with a Plan, which says it; allowed: with a Program"),
-        (plan, o1.NodeCosts(), {"layers": 1}, "layers=1 with a Plan, which says it; allowed: with a Program"),
+        (program, Costs(), {"layers": 2}, "layers=2 with Costs, which have no sub-ops; allowed: with NodeCosts"),
+        (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which have no sub-ops; allowed: with NodeCosts"),
+        (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which have no sub-ops; allowed"),
+        (plan, o1.NodeCosts(), {"overlap": 3}, "overlap=3 with a Plan, which sets it; allowed: with a Program"),
+        (plan, o1.NodeCosts(), {"layers": 1}, "layers=1 with a Plan, which sets it; allowed: with a Program"),
         (plan, Costs(), {}, r"simulate\(Plan, Costs\); allowed: a Program with Costs or NodeCosts, a Plan with NodeCo"),
     ]:
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -169,7 +169,7 @@ def test_costs_of_steps() -> None:
         ({"weight": 2, "backward": 2}, "weight=2 with backward=2, which it is a part of; allowed: from 0 to below 2"),
         ({"forward": "1"}, "forward='1'; allowed: a number"),
         ({"send": None}, "send=None; allowed: a number"),
-        ({"held": 1.5}, "held=1.5; allowed: a part of the activations, 0 to 1"),
+        ({"held": 1.5}, "held=1.5; allowed: a fraction of the activations, 0 to 1"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

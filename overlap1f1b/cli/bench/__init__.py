@@ -1,1 +1,1 @@
-"""``overlap1f1b bench``: what each program costs on one workload."""
+"""``overlap1f1b bench``: the throughput of every program on one workload."""

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class RecordingExchange:
-    """The real exchange; keeps the sizes and counts of a step by their tags, since lanes start them in any order."""
+    """The real exchange, which also records the sizes and counts of a step by tag: lanes start them in any order."""
 
     def __init__(self, real: Exchange) -> None:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
@@ -55,7 +55,7 @@ class RecordingExchange:
         return {tag: transfer.result for tag, transfer in self._counts.items()}
 
     def clear(self) -> None:
-        """Forget the step before."""
+        """Forget the sizes and counts of the previous step."""
         self.sizes: dict[int, Sizes] = {}
         self._counts: dict[int, Transfer[Tensor]] = {}
 
@@ -71,7 +71,7 @@ class RecordingExchange:
 
 
 class AnsweringExchange(Exchange):
-    """Answers at once, with as many rows of zeros as a recorded step received: compute without exchange."""
+    """An exchange that answers at once, with as many rows of zeros as a recorded step received."""
 
     def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
         self.ranks, self.rank, self._counts = ranks, rank, counts

@@ -32,7 +32,7 @@ class HfBench(Bench):
 
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
         super().__init__(options, rank, report)
-        self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts its labels
+        self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts the labels
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
     def _built(self) -> tuple[nn.Module, Model, LossFunction, None]:
@@ -95,15 +95,15 @@ def _loss(model: HfModel, tokens: Tensor) -> Tensor:
 
 
 class OwnParallelism:
-    """The same model under transformers' own expert parallelism, which waits for each exchange where it needs it.
+    """The model under transformers' own expert parallelism, which waits for every exchange before it goes on.
 
-    All parameters but the experts' are sharded by FSDP2, as transformers asks for. They are gathered once a step and
-    reduced after the last microbatch, which is the least that it can send.
+    All parameters but the experts' are sharded by FSDP2, as transformers requires. They are gathered once a step and
+    reduced after the last microbatch; FSDP2 cannot send less.
 
     Args:
-        model: The model whose weights it takes.
+        model: The model whose weights are copied.
         rank: This process, one of the ranks that share the experts.
-        microbatches: Of a step.
+        microbatches: Number of microbatches of a step.
 
     Raises:
         ValueError: transformers is older than 5.23, or accelerate is not installed.

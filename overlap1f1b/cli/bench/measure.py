@@ -56,7 +56,7 @@ Player = Engine | Peer
 
 
 class Bench:
-    """One rank's part of the benchmark of a model on one stage; times are those of the slowest rank.
+    """One rank's part of the benchmark of a model on one stage; every time is the slowest rank's.
 
     Args:
         options: From the command line.
@@ -80,7 +80,7 @@ class Bench:
     # What differs between kinds of models
 
     def _built(self) -> tuple[nn.Module, Model, LossFunction, list[float] | None]:
-        """Return a module with all parameters, the model for the engine, its loss and the weights of its blocks."""
+        """Return a module with all parameters, the model for the engine, its loss and its blocks' relative costs."""
         model = build_model(self.options, self.rank)
         return model, model, loss_fn, block_weights(self.options)
 
@@ -96,9 +96,9 @@ class Bench:
         return ()
 
     def _bounds(self, default: Engine) -> Bounds:
-        """Return what is measured in every round beside the rows, for an engine whose step is in ``self.recording``.
+        """Return the measurements of a round beside the rows, for an engine whose step is in ``self.recording``.
 
-        Each measurement returns seconds. One rank without an exchange has a plain loop as its bound.
+        Each measurement returns seconds. For one rank without an exchange the bound is a plain loop.
         """
         if self.options.alone:
             return {"plain": self.plain_loop}
@@ -134,7 +134,7 @@ class Bench:
         }
 
     def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
-        """Return the gradients that rows must equal (none: the first row's), and the factor on those of an engine."""
+        """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
         return {}, 1.0
 
     def _peers(self) -> list[Peer]:
@@ -142,13 +142,13 @@ class Bench:
         return []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
-        """Return the part of the JSON that compares the rows with those of other libraries."""
+        """Return the part of the JSON that compares the rows with other libraries' schedules."""
         return {"best_over_peers": None}
 
-    # The same for all
+    # Common to all kinds of models
 
     def run(self) -> dict[str, Any]:
-        """Measure everything; returns the measured part of the JSON."""
+        """Measure everything and return the measured part of the JSON."""
         variants, peers = variants_of(self.options), self._peers()
         with self.ready(variants) as (engines, rate):
             default = next(engines[variant.key] for variant in variants if variant.default)
@@ -192,7 +192,7 @@ class Bench:
         )
 
     def step(self, player: Player) -> tuple[float, Any]:
-        """Play one step from a common start; returns the seconds of the slowest rank and the step's result."""
+        """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
         clear(player.parameters())
         self.recording.clear()
         self.meet()
@@ -218,7 +218,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the context in which compute is real or timed, as asked for."""
+        """Return the context in which compute is real or timed, as the options say."""
         if self.options.compute == "real":
             return nullcontext()
         return TimedCompute(self._speed()).entered(self.model, self._real_modules())
@@ -245,11 +245,11 @@ class Bench:
         self._sizes = [self.recording.sizes[node.tag] for node in nodes]
 
     def _sent(self) -> float:
-        """Return the bytes that a step sends, on the rank that sends most."""
+        """Return the bytes that the busiest sender sends in a step."""
         return slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
 
     def _shape_wire(self, default: Engine) -> float | None:
-        """Shape this rank's end of the wire; returns its rate in bits per second."""
+        """Shape this rank's end of the wire and return its rate in bits per second."""
         if self.options.wire is None:
             return None
         rate = parse_wire(self.options.wire)
@@ -273,7 +273,7 @@ class Bench:
     def _rounds(
         self, players: Mapping[str, Player], default: Engine
     ) -> tuple[dict[str, float], dict[str, Samples], float]:
-        """Measure bounds and rows in turn; returns their seconds, and the share of the processors that the rows use."""
+        """Measure bounds and rows in turn; return their seconds, and the share of the processors that rows use."""
         phases = self._bounds(default)
         bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {key: Samples() for key in players}
@@ -299,7 +299,7 @@ class Bench:
     def _check(self, engines: Mapping[str, Engine], peers: Sequence[Peer]) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with the reference, by real compute, and measure its memory.
 
-        Where something is recomputed, the first reference is a row without it, and its memory is measured, too.
+        With recomputation, the first reference is a row without it, and the memory of that row is measured too.
         """
         reference, factor = self._reference()
         found: dict[str, dict[str, Any]] = {}
@@ -335,7 +335,7 @@ class Bench:
         samples: Mapping[str, Samples],
         bounds: dict[str, float],
     ) -> dict[str, dict[str, Any]]:
-        """Return the rows of the JSON, without their gradients; completes the bounds."""
+        """Return the rows of the JSON, without their gradients, and complete the bounds."""
         if "plain" in bounds:  # nothing is exchanged
             bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
         bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
@@ -406,8 +406,8 @@ def slowest(value: float, rank: Rank) -> float:
 def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
     """Return whether all gradients are equal by ``torch.equal``, and the largest absolute difference.
 
-    A NaN equals nothing, another NaN included: rows that all diverged have not been shown to agree. The difference is
-    infinite where it is no finite number.
+    A NaN equals nothing, not even another NaN: rows that all diverged have not been shown to agree. A difference that
+    is not finite counts as infinity.
     """
     pairs = list(zip(grads, reference, strict=True))
     if all(torch.equal(a, b) for a, b in pairs):

@@ -47,7 +47,7 @@ class _Living(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 self._meet(storage, size=storage.nbytes())
-        if self.bytes > self.peak:  # perhaps: freed storages are not subtracted yet
+        if self.bytes > self.peak:  # perhaps a new peak: freed storages are not subtracted yet
             for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
                 self.bytes -= self._here.pop(key)[1]
             self.peak = max(self.peak, self.bytes)

@@ -71,7 +71,7 @@ KINDS = {
     "DualPipeV": Kind(ScheduleDualPipeV, "v"),
     "DualPipeV, registered": Kind(ScheduleDualPipeV, "v", registered=True),
 }
-"""By the name in tables."""
+"""Torch's schedules by their names in the tables."""
 
 
 class TorchSchedule:
@@ -79,7 +79,7 @@ class TorchSchedule:
 
     Args:
         name: One of ``KINDS``.
-        bench: Whose model, microbatches, exchange and limit of waits it has.
+        bench: Gives its model, microbatches, exchange and time limit.
     """
 
     def __init__(self, name: str, bench: Bench) -> None:
@@ -105,9 +105,9 @@ class TorchSchedule:
             register(self.schedule, exchange=bench.recording, timeout=options.timeout)
 
     def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]:
-        """Run forward and backward of a batch; returns the microbatches' losses on the rank of the last stage."""
+        """Run forward and backward of a batch; return the microbatches' losses on the rank of the last stage."""
         for module in self.modules.values():
-            set_auxiliary_scale(module, 1.0)  # torch divides all gradients by the microbatches in the end
+            set_auxiliary_scale(module, 1.0)  # in the end torch divides all gradients by the number of microbatches
         losses: list[Tensor] = []
         arguments = (inputs,) if self.first else ()
         targets = {"target": target, "losses": losses} if self.last else {}

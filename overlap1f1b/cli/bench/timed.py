@@ -1,4 +1,4 @@
-"""Timed compute: matrix products wait for the time of their operations instead of taking it, as if a GPU computed."""
+"""Timed compute: matrix products sleep for as long as they would compute, as if a GPU computed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.moe.router import Router
 
-SHORTEST_S = 5e-4  # a sleep is no finer: shorter waits are added up
+SHORTEST_S = 5e-4  # shorter sleeps are imprecise: shorter waits are added up
 PASSES = 3
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -60,7 +60,7 @@ class TimedCompute:
             "silu": (_none, lambda x, *_, **__: self._zero(x, *x.shape)),
             "silu_backward": (_none, lambda grad, *_, **__: self._zero(grad, *grad.shape)),
         }
-        """By the operator's name: how many operations its arguments make, and its zeros."""
+        """For each operator's name, functions of its arguments: the number of operations, and the result in zeros."""
 
     def __enter__(self) -> None:
         switches = {name: self._switch(name, *functions) for name, functions in self._kernels.items()}
@@ -75,7 +75,7 @@ class TimedCompute:
 
     @contextmanager
     def entered(self, model: nn.Module, real: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Enter, except for the model's routers and ``real``, which compute: routing is as uneven as the text."""
+        """Enter; the model's routers and ``real`` still compute, so that routing is as uneven as the text."""
         routers = [*(m for m in model.modules() if isinstance(m, Router)), *real]
         for router in routers:
             router.__dict__["forward"] = self.real(router.forward)
@@ -124,7 +124,7 @@ class TimedCompute:
             self._owed -= time.perf_counter() - start
 
     def _zero(self, like: Tensor, *shape: int) -> Tensor:
-        """Return a part of one buffer of zeros, which nothing writes to: new ones would take time to fill."""
+        """Return a view of one buffer of zeros that nothing writes to: new zeros would take time to fill."""
         size = math.prod(shape)
         buffer = self._zeros.get(like.dtype)
         if buffer is None or buffer.numel() < size:
@@ -141,7 +141,7 @@ def _none(*_: Any, **__: Any) -> float:
 
 
 def operations_per_second(model: nn.Module, loss: Callable[[], Tensor], real: Sequence[nn.Module] = ()) -> float:
-    """Measure the kernels that :class:`TimedCompute` replaces, on one thread.
+    """Return the speed of the kernels that :class:`TimedCompute` replaces, measured on one thread.
 
     Args:
         model: Runs forward and backward.

@@ -20,13 +20,13 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The program, with its chunks where a rank has several."""
+        """Name of the program, with the number of chunks if a rank has several."""
         chunks = len(self.program.placement.places(0))
         return f"{self.program.name}" + f", {chunks} chunks" * (chunks > 1)
 
     @property
     def key(self) -> str:
-        """The name and the overlap."""
+        """Name of the row: program and overlap."""
         return f"{self.name} · {self.overlap}"
 
 
@@ -45,7 +45,7 @@ def variants_of(options: BenchOptions) -> list[Variant]:
 
 
 def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
-    """From the serial baseline through Megatron's pattern to three open actions, one change a row."""
+    """Return rows from the serial baseline through Megatron's pattern to three open actions, one change a row."""
     count = options.microbatches
     sequential = build_schedule("sequential", microbatches=count)
     merged = build_schedule("combined_1f1b", microbatches=count, extra_warmup=0)
@@ -61,7 +61,7 @@ def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
 
 
 def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
-    """The schedules that hide most, or the one of ``--schedule``, with Megatron's pattern and the overlap asked for."""
+    """Return the best schedules, or the one of ``--schedule``, with Megatron's pattern and with ``--overlap``."""
     if options.schedule is not None:
         return [Variant(default.program, kind) for kind in ("serial", "pairs", default.overlap)]
     programs = []
@@ -72,7 +72,7 @@ def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
 
 
 class Samples:
-    """Times of one row over the rounds, in seconds, and the overlap seen beside them."""
+    """Times of one row in seconds, and its overlap, in every round."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

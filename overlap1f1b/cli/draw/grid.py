@@ -11,7 +11,7 @@ from overlap1f1b.cli.draw.tracks import Drawn, Track
 
 
 class Piece(NamedTuple):
-    """Characters of one line in one colour; an empty style is no colour."""
+    """Characters of one line in one colour; an empty style means no colour."""
 
     text: str
     style: str = ""
@@ -41,12 +41,13 @@ class Grid:
 
     @classmethod
     def of(cls, tracks: Sequence[Track[Drawn]], *, width: int, shortens: bool = False) -> Grid:
-        """Draw tracks.
+        """Draw tracks as text.
 
-        Columns are proportional to time, as many as the texts of the cells need. The rest of the time is cut off.
+        Columns are proportional to time. A unit of time has as many columns as the texts of the cells need, and time
+        that does not fit into ``width`` is cut off.
 
         Args:
-            tracks: From the first line to the last.
+            tracks: Tracks in the order of their lines.
             width: Columns of a line.
             shortens: Whether texts may lose all but their first letter before time is cut off.
         """
@@ -63,9 +64,9 @@ class Grid:
 def _scale(tracks: Sequence[Track[Drawn]], end: float, columns: int, shortens: bool) -> float:
     """Return the columns of a unit of time: enough for every text and a dash behind it.
 
-    There is no dash if everything fits only then, and texts begin with a letter, so that cells can be told apart.
-    Cells under an eighth of the longest do not count: their texts are shortened. The shortest of the others has a
-    whole number of columns, so that equal cells look alike.
+    The dashes are left out if the drawing fits only without them and all texts begin with a letter, which tells cells
+    apart. Cells shorter than an eighth of the longest do not count: their texts are shortened. The shortest of the
+    others has a whole number of columns, so that equal cells look alike.
     """
     sizes = _sizes(tracks)
     if not sizes:
@@ -81,7 +82,7 @@ def _scale(tracks: Sequence[Track[Drawn]], end: float, columns: int, shortens: b
 
 
 def letters(tracks: Sequence[Track[Drawn]]) -> float:
-    """Return the letters of a unit of time that let the texts of all but short cells fit."""
+    """Return how many letters a unit of time needs, so that the texts of all but short cells fit."""
     return max((size / time for size, time in _sizes(tracks)), default=1.0)
 
 

@@ -32,7 +32,7 @@ LABELS = {
 LETTER = 0.085
 """Inches for a letter."""
 MOST_TEXTS = 2000
-"""Number of cells above which none gets a text: nobody could read them."""
+"""Largest number of cells that get texts: nobody could read more."""
 
 
 def paint(
@@ -71,7 +71,7 @@ def paint(
 
 
 def _paint_track(axes: Any, height: int, track: Track[Drawn], letter: float) -> None:
-    """Draw the bars of a track, with texts where each letter has ``letter`` units of time."""
+    """Draw the bars of a track; a bar has its text if each letter gets ``letter`` units of time."""
     styles: dict[str, list[Drawn]] = {}
     for cell in track.cells:
         styles.setdefault(cell.style, []).append(cell)

@@ -25,7 +25,7 @@ _ALWAYS = (Resource.COMPUTE, Resource.EXCHANGE)  # have a track even if it is em
 
 
 class Drawn(Protocol):
-    """A text from ``start`` to ``end``; ``style`` names its colour."""
+    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour."""
 
     @property
     def text(self) -> str: ...
@@ -38,7 +38,7 @@ class Drawn(Protocol):
 
 
 class Cell(NamedTuple):
-    """An action or a sub-op of a simulation."""
+    """A drawn action or sub-op of a simulation."""
 
     text: str
     start: float
@@ -57,7 +57,7 @@ class Track(NamedTuple, Generic[D_co]):
 
 
 def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
-    """Return a track for each rank, or for each resource of each rank where the timeline is one of sub-ops.
+    """Return a track for each rank, or for each resource of each rank if the timeline has sub-ops.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> from overlap1f1b.simulation import Costs, simulate
@@ -94,7 +94,7 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
 
 
 def _text(slot: Slot, chunked: bool) -> str:
-    """``F5``, ``B0‖F5``; with the stage in front where a rank holds several: ``4F5``, ``6B0‖0F4``."""
+    """Return ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
     return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
 
 

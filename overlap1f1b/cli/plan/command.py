@@ -49,10 +49,10 @@ STYLES = {
 
 
 def plan(options: PlanOptions) -> None:
-    """Run the verb.
+    """Run ``overlap1f1b plan``.
 
     Raises:
-        ValueError: Options that contradict each other, an impossible schedule, a file that cannot be read or written.
+        ValueError: Options contradict each other, the schedule is impossible, or a file cannot be read or written.
     """
     check_plan(options)
     screen = console(options.output.json)

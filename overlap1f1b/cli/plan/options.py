@@ -24,13 +24,13 @@ class ActionCosts:
     backward: Annotated[float | None, by_default("FLOAT", 2)] = None
     """Backward, input and weight gradients together."""
     weight: Annotated[float | None, by_default("FLOAT", "half of the backward")] = None
-    """Weight gradients, a part of the backward; 0 where nothing has any, as with frozen weights."""
+    """Weight gradients, a part of the backward; 0 if there are none, as with frozen weights."""
     pair: Annotated[float | None, by_default("FLOAT", 1)] = None
-    """What a fused pair takes, as a part of the sum of its members."""
+    """Time of a fused pair, as a fraction of the sum of its members."""
     activation: Annotated[float | None, by_default("FLOAT", 1)] = None
     """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
     held: Annotated[float | None, by_default("FLOAT", 1)] = None
-    """Part of it that is kept between input and weight gradient, 0 to 1."""
+    """Fraction of --activation that is kept between input and weight gradient, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +38,32 @@ class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
     layers: Annotated[int | None, by_default("INT", "none")] = None
-    """Blocks of a rank, over all its chunks: every sub-op is simulated on lanes for compute, exchange and peers."""
+    """Blocks of a rank, over all its chunks. Every sub-op is then simulated on a resource: compute, exchange or
+    peer."""
     attention: Annotated[float | None, by_default("FLOAT", 3)] = None
     """Attention, forward; input and weight gradients cost as much each."""
     experts: Annotated[float | None, by_default("FLOAT", 4)] = None
-    """Experts, likewise."""
+    """Experts, forward; input and weight gradients cost as much each."""
     dispatch: Annotated[float | None, by_default("FLOAT", 5)] = None
-    """Exchange of tokens to their experts, each way; 0 where all experts are on one rank."""
+    """Exchange of tokens to their experts, each way; 0 if all experts are on one rank."""
     combine: Annotated[float | None, by_default("FLOAT", "as --dispatch")] = None
-    """Exchange of results back, each way; likewise."""
+    """Exchange of results back, each way; 0 if all experts are on one rank."""
     counts: Annotated[float | None, by_default("FLOAT", 0)] = None
-    """Exchange of the numbers of tokens; 0 where it takes no time worth counting."""
+    """Exchange of the numbers of tokens; 0 if its time does not matter."""
     overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the plan goes."""
+    """Outputs of the plan."""
 
     tables: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the tables alone, without the drawing."""
     png: Annotated[Path | None, by_default("FILE", "none")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
     svg: Annotated[Path | None, by_default("FILE", "none")] = None
-    """The same as SVG."""
+    """Draw the timeline into this SVG file (needs matplotlib as well)."""
     csv: Annotated[Path | None, by_default("FILE", "none")] = None
     """Write the program, one row a rank; --from-csv reads it."""
     trace: Annotated[Path | None, by_default("FILE", "none")] = None
@@ -101,29 +102,30 @@ class PlanOptions:
     chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b on one rank")] = None
-    """Further forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
+    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
     group_size: Annotated[int | None, by_default("INT", "groups as equal as can be")] = None
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
-    """The forwards alone, as for evaluation; also of what is compared or searched."""
+    """Forwards alone, as in evaluation; with --compare and --search too."""
     from_csv: Annotated[Path | None, by_default("FILE", "none")] = None
-    """Take the program from this file instead: one of --csv, or a table of torch's pipeline schedules, of at most 10
-    million actions and 256 MiB."""
+    """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules, with at most
+    10 million actions and 256 MiB."""
     send: Annotated[float | None, by_default("FLOAT", 0)] = None
-    """Time of a transfer between two ranks; 0 where it takes none worth counting."""
+    """Time of a transfer between two ranks; 0 if it does not matter."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
     sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
     compare: tuple[str, ...] = ()
-    """Schedules to set beside it in a table. A name may carry options of its own: combined_1f1b:chunks=2,extra_warmup=1
+    """Schedules to compare it with in a table. A name may have options: combined_1f1b:chunks=2,extra_warmup=1
     (also group_size and, with --layers, overlap)."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
-    draw the fastest. What is given is not varied."""
+    draw the fastest. Options that are given are not varied."""
     memory: Annotated[float | None, by_default("FLOAT", "none")] = None
-    """Limit for --search: activations of a rank's whole share and one microbatch that may be alive at once."""
+    """Memory limit for --search: how many microbatches' activations a rank may hold at once, over its whole share of
+    the model."""
     top: Annotated[int | None, by_default("INT", 15)] = None
-    """Rows of the table of --search; JSON has all that were played. With --layers, schedules that cannot be among these
-    by a bound are not played; without --top, those that cannot be the fastest."""
+    """Rows in the table of --search; the JSON has all schedules that were played. With --layers, a schedule is not
+    played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 
@@ -133,9 +135,9 @@ def check_plan(options: PlanOptions) -> None:
         if options.search:
             raise ValueError("--from-csv with --search; allowed: one of them")
         given = ("schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size")
-        _refuse(options, given, f"--from-csv {options.from_csv}, which says it")
+        _refuse(options, given, f"--from-csv {options.from_csv}, which sets it")
         if options.forward_only:
-            raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which says it; allowed: one of them")
+            raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
     _check_sizes(options)
     if options.sub_op_costs.layers is None:
         names = ("attention", "experts", "dispatch", "combine", "counts", "overlap")
@@ -148,7 +150,7 @@ def check_plan(options: PlanOptions) -> None:
     if not options.search:
         _refuse(options, ("memory",), needed="with --search")
     elif options.group_size is not None:
-        raise ValueError(f"--group-size {options.group_size} with --search; allowed: without, equal groups are tried")
+        raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
     elif options.compare:
         raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
     if options.memory is not None and not 0 < options.memory < float("inf"):
@@ -172,7 +174,7 @@ def _option(name: str) -> str:
 
 
 MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts")
-"""Costs that may be 0, where the part does not exist; all others take time."""
+"""Costs that may be 0, if the part does not exist; all others must be more than 0."""
 
 
 def _check_costs(options: PlanOptions) -> None:
@@ -182,13 +184,13 @@ def _check_costs(options: PlanOptions) -> None:
             continue
         if name == "held":
             if not 0 <= value <= 1:
-                raise ValueError(f"--held {value:g}; allowed: a part of the activations, 0 to 1")
+                raise ValueError(f"--held {value:g}; allowed: a fraction of the activations, 0 to 1")
         elif name in MAY_BE_ZERO and not 0 <= value < float("inf"):
             raise ValueError(f"--{name} {value:g}; allowed: a finite number ≥ 0")
         elif name not in MAY_BE_ZERO and not 0 < value < float("inf"):
             raise ValueError(f"--{name} {value:g}; allowed: a finite number > 0")
         elif value > LARGEST:
-            raise ValueError(f"--{name} {value:g}; allowed: at most {LARGEST:g}, so that sums are numbers")
+            raise ValueError(f"--{name} {value:g}; allowed: at most {LARGEST:g}, so that sums are finite")
     costs = options.action_costs
     backward = 2.0 if costs.backward is None else costs.backward
     if costs.weight is not None and costs.weight >= backward:

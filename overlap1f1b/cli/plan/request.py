@@ -42,7 +42,7 @@ def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int
 
 
 def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
-    """Return the candidates of ``--search``; given options are not varied, nor the warm-up of forwards alone."""
+    """Return the candidates of ``--search``; given options are not varied, nor is the warm-up of ``--forward-only``."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
@@ -52,7 +52,7 @@ def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candi
 
 
 def model_of(options: PlanOptions) -> ActionModel | NodeModel:
-    """Return the model that plays programs: by sub-ops if layers are given, else by actions."""
+    """Return the model that plays programs: by sub-ops if ``--layers`` is given, else by actions."""
     if options.sub_op_costs.layers is not None:
         return _node_model(options)
     given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
@@ -91,7 +91,7 @@ def read(options: PlanOptions) -> Program:
     try:
         return Program.from_csv(path)
     except UnicodeDecodeError:
-        raise ValueError(f"--from-csv {path} is not text; allowed: a file of --csv, or a table of torch's") from None
+        raise ValueError(f"--from-csv {path} is not text; allowed: a file of --csv or of torch's schedules") from None
     except OSError as error:
         raise ValueError(f"--from-csv {path}: {error.strerror}; allowed: a file that can be read") from error
 
@@ -103,7 +103,7 @@ def parse(text: str) -> Candidate:
     Candidate(schedule='combined_1f1b', chunks=2, extra_warmup=1, group_size=None, overlap=None)
 
     Raises:
-        ValueError: The schedule or option is unknown, or a value is no number.
+        ValueError: The schedule or option is unknown, or a value is not a number.
     """
     name, _, rest = text.partition(":")
     if name not in SCHEDULES:

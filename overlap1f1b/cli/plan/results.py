@@ -40,7 +40,7 @@ def row_of(program: Program, timeline: Played, candidate: Candidate | None = Non
 
 
 def _overlap(timeline: Played) -> dict[str, Any]:
-    """Return what a plan of sub-ops adds: the overlap, its fastest order, and the hidden share of the exchange."""
+    """Return the keys of a plan of sub-ops: the overlap, its fastest order, and the hidden share of the exchange."""
     if isinstance(timeline, ProgramTimeline):
         return {}
     plan = timeline.plan

@@ -25,10 +25,10 @@ from overlap1f1b.simulation.trace import write_trace
 
 
 def report(options: ReportOptions) -> None:
-    """Run the verb.
+    """Run ``overlap1f1b report``.
 
     Raises:
-        ValueError: Options that contradict each other, files that cannot be read or written.
+        ValueError: Options contradict each other, or a file cannot be read or written.
     """
     check_report(options)
     screen = console(options.output.json)
@@ -125,7 +125,7 @@ EVERY_S = 10.0
 
 @contextmanager
 def reading(screen: Console) -> Iterator[Told]:
-    """Yield a function that takes the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
+    """Yield a function that is told the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
     if not screen.is_terminal:
         yield _Lines(screen)
         return
@@ -147,7 +147,7 @@ def reading(screen: Console) -> Iterator[Told]:
 
 
 class _Lines:
-    """Prints a line every ten seconds, none for a file that is read faster."""
+    """Progress as a line every ten seconds; a file that is read faster gets none."""
 
     def __init__(self, screen: Console) -> None:
         self.screen, self._next = screen, time.monotonic() + EVERY_S

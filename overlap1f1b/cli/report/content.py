@@ -1,4 +1,4 @@
-"""A report as JSON: times in milliseconds per step, as means over the steps."""
+"""A report as JSON. Times are milliseconds per step, means over the steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], st
 
 
 def compared(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return one sentence on two runs."""
+    """Return one sentence that compares two runs."""
     a, b = first["all"], second["all"]
     ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
     sentence = (

@@ -15,31 +15,32 @@ PICTURES = ("png", "svg", "html", "trace")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the report goes, beside the terminal."""
+    """Outputs of the report, beside the terminal."""
 
     png: Annotated[Path | None, by_default("FILE")] = None
-    """Draw one step, a lane a row, into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
+    """Draw one step into this file, one row a lane (needs matplotlib: pip install 'overlap1f1b[plot]')."""
     svg: Annotated[Path | None, by_default("FILE")] = None
-    """The same as SVG."""
+    """Draw the step into this SVG file (needs matplotlib as well)."""
     html: Annotated[Path | None, by_default("FILE")] = None
-    """A page that needs nothing else: the step to zoom and point at, the tables beside it (needs plotly, likewise)."""
+    """Write one HTML page with the step, which can be zoomed, and the tables (needs plotly: pip install
+    'overlap1f1b[plot]')."""
     trace: Annotated[Path | None, by_default("FILE")] = None
-    """A Chrome trace of the step, for Perfetto, with arrows from every exchange to what consumes it."""
+    """Write a Chrome trace of the step, for Perfetto, with an arrow from every exchange to its consumer."""
     step: Annotated[int | None, by_default("INT", "the last that all ranks have")] = None
     """Number of the step that is drawn."""
     predicted: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Simulate the step from the measured times of its nodes, and set that beside it."""
+    """Simulate the step from the measured times of its nodes, and show the simulation beside it."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How much of the exchange was hidden behind compute, where it was not, and what to try next.
+    """Report how much of the exchange was hidden behind compute, where it was not, and what to try next.
 
     Reads records of overlap1f1b profile, Chrome traces of torch.profiler (also gzipped) and SQLite files of nsys
-    export, one a rank; torch is not loaded. Times are milliseconds of a step. Of a file at most 10 million events or
-    spans are read, 8 GiB of text, and 16 MiB of one event; a larger one is refused: profile fewer steps.
+    export, one a rank; torch is not loaded. Times are milliseconds of a step. A file may have at most 10 million events
+    or spans, 8 GiB of text, and 16 MiB in one event; a larger file is refused: profile fewer steps.
 
     For example
 
@@ -55,7 +56,7 @@ class ReportOptions:
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = ()
     """Files of one run, one a rank, or folders that hold them."""
     compare: Annotated[tuple[Path, Path] | None, by_default("A B")] = None
-    """Set two runs side by side, each a file or a folder of one file a rank."""
+    """Compare two runs, each a file or a folder with one file a rank."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
 

@@ -1,4 +1,4 @@
-"""A page without other files: a step to zoom and point at, with the tables beside it."""
+"""The report as one HTML file: a step that can be zoomed, with the tables beside it."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def _remarks(content: Mapping[str, Any]) -> str:
 def remarks(content: Mapping[str, Any]) -> list[str]:
     """Return the reasons why figures are partial, one line each."""
     missing = _runs(content["missing_ranks"])
-    lines = [f"no file of rank {missing}: figures are those of the other ranks"] if missing else []
+    lines = [f"no file of rank {missing}: figures are of the other ranks alone"] if missing else []
     return lines + [f"left out: {text}" for text in content["left_out"]]
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return ``0, 2 to 511``: thousands of ranks may have no file."""
+    """Return numbers as runs, such as ``0, 2 to 511``: thousands of ranks may have no file."""
     there = set(numbers)
     begins = [number for number in numbers if number - 1 not in there]
     ends = [number for number in numbers if number + 1 not in there]
@@ -143,7 +143,7 @@ def _table(table: Table) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    """Return a figure, with its keys in the JSON."""
+    """Return the HTML of a figure, with its keys in the JSON."""
     if cell.path:
         return f'<td data-path="{escape("/".join(map(str, cell.path)))}">{escape(cell.text)}</td>'
     return f'<td class="text">{escape(cell.text)}</td>'

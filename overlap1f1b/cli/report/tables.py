@@ -62,7 +62,7 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
 
 
 def print_table(table: Table, screen: Console) -> None:
-    """Print a table, in parts where the terminal is too narrow, each with the first column: no figure is shortened."""
+    """Print a table; for a narrow terminal in parts, each with the first column, so that no figure is shortened."""
     for part in _fitted(table, screen.width):
         screen.print(_shown(part))
 
@@ -155,7 +155,7 @@ def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> 
 
 
 def number(key: str, value: float | None) -> str:
-    """Return a figure as every table shows it; None, a share of no exchange, is a dash."""
+    """Return the text of a figure in any table; None, a share if there is no exchange, becomes a dash."""
     if value is None:
         return NO_SHARE
     return f"{value:.1%}" if key.endswith("fraction") else f"{value:.3f}"

@@ -23,7 +23,7 @@ from overlap1f1b.schedule import build_schedule
 
 
 def train(options: TrainOptions, rank: Rank) -> None:
-    """Train, from the last checkpoint if there is one; the first rank reports.
+    """Train, from the last checkpoint if there is one; the first rank prints.
 
     Raises:
         ValueError: An option, the text or the checkpoint does not fit.
@@ -77,7 +77,7 @@ class _Run:
 
     def _resume(self, checkpoint: Path) -> None:
         self.start = self.trainer.load(checkpoint)
-        if self.reference is not None:  # which begins with the same weights
+        if self.reference is not None:  # both begin with the same weights
             self.reference.load(checkpoint)
         self.history = History.load(checkpoint.parent, self.start)
         ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
@@ -121,7 +121,7 @@ class _Run:
         return held_out
 
     def _save(self, folder: Path, number: int) -> None:
-        # The history first: one that is ahead of the checkpoint is cut when loaded, one behind would be useless.
+        # The history is written first: a load cuts one that is ahead of the checkpoint; one behind would be useless.
         if self.rank.rank == 0:
             self.history.save(folder)
         self.checkpoint = self.trainer.save(folder, number)
@@ -196,7 +196,7 @@ class History:
                 held_out = [(at, loss) for at, loss in saved.held_out if at <= step]
                 return cls(saved.first_step, saved.losses[:count], saved.grad_norms[:count], held_out)
         except (OSError, ValueError, TypeError):
-            pass  # the run can go on without: losses are only shown
+            pass  # the run can go on without it: its losses are only shown
         return cls(first_step=step)
 
     def save(self, folder: Path) -> None:

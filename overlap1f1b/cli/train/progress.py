@@ -19,7 +19,7 @@ RECENT = 20  # steps over which speed and hidden share are averaged
 
 
 class Progress:
-    """Shows every step.
+    """Display of every step, in a bar or as lines.
 
     >>> with shown(screen, tokens=4096, start=0, steps=150) as progress:
     ...     progress.show(1, trainer.step(0), held_out=None)
@@ -28,8 +28,8 @@ class Progress:
         screen: Console for the lines.
         bar: Bar of the terminal; None elsewhere.
         tokens: Tokens of a step, over all ranks.
-        start: Steps done before.
-        steps: All steps, with those done before.
+        start: Number of steps done before.
+        steps: Number of all steps, earlier ones included.
     """
 
     def __init__(self, screen: Console, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
@@ -79,16 +79,16 @@ SCALARS = ("loss", "grad_norm", "tokens_per_s", "hidden_fraction", "exposed_ms",
 
 
 class Board:
-    """Writes the scalars of :data:`SCALARS` for TensorBoard.
+    """Writer of the scalars of :data:`SCALARS` for TensorBoard.
 
     >>> board = Board(Path("runs/one"), tokens=4096, start=0)
     >>> board.show(1, step, held_out=None)
     >>> board.close()
 
     Args:
-        folder: May have files of earlier runs; None writes nothing.
+        folder: Folder for the files, which may have files of earlier runs; None writes nothing.
         tokens: Tokens of a step, over all ranks.
-        start: Steps done before; scalars of later steps in the folder are dropped.
+        start: Number of steps done before; scalars of later steps in the folder are dropped.
     """
 
     def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
@@ -116,6 +116,6 @@ class Board:
                 self._writer.add_scalar(name, value, number)
 
     def close(self) -> None:
-        """Write the scalars that are left."""
+        """Write the scalars that are not written yet."""
         if self._writer is not None:
             self._writer.close()

@@ -16,7 +16,7 @@ from overlap1f1b.cli.train.trainer import Step
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over the steps, without the serial ones that measure nodes.
+    """Medians over the steps, without the serial steps that measure nodes.
 
     Args:
         step_ms: Time of a step.
@@ -67,7 +67,7 @@ def compared(
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Print the summary; of a comparison also losses of both programs, and a column for each."""
+    """Print the summary; for a comparison also the losses of both programs, and a column for each."""
     compare = result["compare"]
     table = Table(box=None, pad_edge=False, show_header=bool(compare))
     for heading in ("", result["workload"]["program"], "sequential"):

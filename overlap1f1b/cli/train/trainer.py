@@ -53,7 +53,7 @@ class Step:
 
 
 class Trainer:
-    """Trains one model by one program.
+    """A model in training by one program.
 
     >>> trainer = Trainer(options, rank, corpus, program, overlap=3)
     >>> start = trainer.load(folder / "step-00000100")  # or 0, to begin
@@ -99,7 +99,7 @@ class Trainer:
         self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
         routers = [m for m in trained.modules() if isinstance(m, Router)]
         self._routers = routers if options.model.router == "sigmoid" else []
-        # made by torch, since a router takes a process group
+        # made by torch.distributed, since a router needs a process group
         data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
@@ -167,7 +167,7 @@ class Trainer:
         """Return the mean loss on held-out text, on the same windows each time.
 
         Raises:
-            ValueError: It is not finite.
+            ValueError: The loss is not finite.
         """
         options, rank = self.options, self.rank
         batches = self.corpus.held_out_batches(
@@ -190,7 +190,7 @@ class Trainer:
         """Write a checkpoint and return its folder.
 
         Raises:
-            ValueError: It cannot be written.
+            ValueError: The checkpoint cannot be written.
         """
         try:
             return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity())
@@ -201,10 +201,10 @@ class Trainer:
         """Load a checkpoint and return the number of its steps.
 
         Raises:
-            ValueError: It belongs to another model, text or seed, or is damaged.
+            ValueError: The checkpoint belongs to another model, text or seed, or is damaged.
         """
         step = load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
-        set_weight_decay(self.optimizer, self.options.weight_decay)  # of this run; steps set the rate
+        set_weight_decay(self.optimizer, self.options.weight_decay)  # the saved one may differ
         return step
 
     def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ def set_weight_decay(optimizer: torch.optim.AdamW, weight_decay: float) -> None:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate of the step with this index: a linear warm-up to ``peak``, then a cosine down to a tenth of it.
+    """Return the learning rate of a step: a linear warm-up to ``peak``, then a cosine down to a tenth of ``peak``.
 
     It depends on the arguments alone, so that a resumed run needs no state.
 

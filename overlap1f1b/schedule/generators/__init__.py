@@ -1,6 +1,6 @@
 """Schedules as pure functions of their sizes, each with its picture.
 
-:func:`build_schedule` checks sizes and combinations; the functions behind it take them as they are.
+:func:`build_schedule` checks sizes and combinations; the functions that it calls do not.
 """
 
 from overlap1f1b.schedule.generators.build import (

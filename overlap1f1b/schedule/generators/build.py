@@ -1,4 +1,4 @@
-"""Schedules by name: which options each takes, and which sizes are refused."""
+"""Schedules by name: their options, and the check of sizes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Schedule(NamedTuple):
     """A schedule and the options that it takes.
 
     Args:
-        build: Makes its program.
+        build: Function that makes its program.
         chunks: Stages a rank, if they are fixed; None for any number.
-        extra_warmup: Whether further forwards may come before the first backward.
+        extra_warmup: Whether additional forwards may come before the first backward.
         group_size: Whether the size of groups of microbatches can be chosen.
     """
 
@@ -80,14 +80,14 @@ DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, takes in BY_NAME.items(
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
 DEFAULT_EXTRA_WARMUP = 1
-"""Extra warm-up of ``combined_1f1b`` on one rank; over several ranks the warm-up is long enough without."""
+"""Extra warm-up of ``combined_1f1b`` on one rank; over several ranks the warm-up is long enough without it."""
 
 
 def schedule_of(name: str) -> Schedule:
     """Return a schedule by its name.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: The name is unknown.
     """
     if name not in SCHEDULES:
         nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
@@ -119,16 +119,17 @@ def build_schedule(
         microbatches: Microbatches of the step, M, at least 1; over both pipes for ``dualpipe``.
         chunks: Stages a rank, v, for ``sequential``, ``afab``, ``interleaved_1f1b``, ``combined_1f1b`` and ``zb_h1``;
             by default 1. ``zb_v`` and ``dualpipev`` always have 2, the others 1.
-        extra_warmup: Further forwards before the first backward, each for one more activation, for ``1f1b``,
+        extra_warmup: Additional forwards before the first backward, which cost one more activation each, for ``1f1b``,
             ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` on one rank 1, which with
             three open actions is the fastest.
         group_size: Microbatches that pass one chunk before a rank turns to the next one, G, for ``interleaved_1f1b``,
-            ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, M mod G 0 or at least P; by default
-            M in ⌊M/P⌋ groups as equal as can be.
+            ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, and M mod G is 0 or at least P; by default M is divided into
+            ⌊M/P⌋ groups that are as equal as possible.
         forward_only: The forwards alone, in the schedule's order, for evaluation.
 
     Raises:
-        ValueError: An unknown name or an impossible combination, with the numbers and what is allowed.
+        ValueError: The name is unknown or the combination is impossible; the message has the numbers and the allowed
+            values.
     """
     schedule = schedule_of(name)
     if chunks is None:
@@ -191,6 +192,6 @@ def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | Non
 
 
 def _fits(group_size: int, ranks: int, microbatches: int) -> bool:
-    """Return whether no group is smaller than the pipeline; behind a smaller one ranks could wait for each other."""
+    """Return whether no group is smaller than the pipeline; after a smaller one ranks could wait for each other."""
     left = microbatches % group_size
     return left == 0 or left >= ranks

@@ -31,7 +31,7 @@ def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> l
 def chunk_orders(
     rank: int, ranks: int, chunks: int, groups: Sequence[range], backward: Kind = Kind.B
 ) -> tuple[list[Action], list[Action]]:
-    """Return forwards and backwards of a rank, each in its order: group by group, chunk by chunk, deepest last."""
+    """Return a rank's forwards and backwards in order: group by group, and in a group chunk by chunk, deepest last."""
     stages = range(rank, ranks * chunks, ranks)
     forwards = [Action(Kind.F, stage, m) for group in groups for stage in stages for m in group]
     backwards = [Action(backward, stage, m) for group in groups for stage in reversed(stages) for m in group]
@@ -64,8 +64,8 @@ def interleaved_1f1b(
         rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
     Rank r begins with 2(P−r−1) + (v−1)G forwards, G the size of the first group. Bubble (P−1)(F+B)/v for P ≤ G; peak
-    [2(P−r−1) + (v−1)G + 1]/v of a rank's activations. M = P and M < P need no case of their own: there is one group of
-    M, and never more forwards than there are (Megatron-LM runs all forwards first if M = P: as fast, more memory).
+    [2(P−r−1) + (v−1)G + 1]/v of a rank's activations. M ≤ P is no special case: there is one group of M, and the
+    warm-up has at most all forwards (Megatron-LM runs all forwards first if M = P: as fast, but with more memory).
     With one chunk the warm-up is 2(P−r−1), about twice that of 1F1B.
     """
     groups = groups_of(microbatches, ranks, group_size)
@@ -107,7 +107,7 @@ def combined_1f1b(
         rank 1:    F0 F1 F2       B0‖F3 B1‖F4    B2‖F5 B3 B4 B5
         rank 2:       F0    B0‖F1 B1‖F2 B2‖F3 B3‖F4    B4‖F5 B5
 
-    A pair ends when both members have, so a microbatch needs one slot down and one slot up for every hop: rank r begins
+    A pair ends when both members end, so a microbatch needs one slot down and one slot up for every hop: rank r begins
     with 2(P−r−1) + (v−1)G + 1 forwards, one more than interleaved 1F1B, and with one chunk about twice as many as 1F1B
     (with P−r of them the pairs stall). Bubble (P−1)(F+B)/v if F&B = F+B; peak 1/v above interleaved 1F1B, 2(P−r) with
     one chunk. Pairs a rank for G = P: vM − 2(P−r−1) − (v−1)P − 1 of vM.

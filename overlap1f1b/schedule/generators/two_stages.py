@@ -67,7 +67,7 @@ class RankBuilder:
 def dualpipe(microbatches: int, ranks: int) -> Program:
     """Two pipes in opposite directions (DeepSeek-V3, arXiv 2412.19437): every rank holds two stages of the model.
 
-    Eight steps, with H = P/2, h = min(r, P−1−r), and 0 and 1 the two pipes, in the second half of the ranks exchanged::
+    Eight steps, with H = P/2, h = min(r, P−1−r), and the pipes 0 and 1, swapped in the second half of the ranks::
 
         1. F0         × 2(H−h−1)
         2. F0 F1      × (h+1)
@@ -159,8 +159,8 @@ def zb_v(microbatches: int, ranks: int = 1) -> Program:
 
     (The second row is drawn without its waits.) Chunk 0 of rank r is stage r, chunk 1 stage 2P−1−r. If F = I = W, no
     rank waits between its first and its last action; makespan M(F+B) + (P−1)F/2. Peak P of a rank's activations (2P
-    chunks), the same on every rank. With fewer than 2P−1 microbatches the table of 2P−1 is used without the others: the
-    formulas do not hold there, and the peak is P at most.
+    chunks), the same on every rank. With fewer than 2P−1 microbatches the table of 2P−1 is used without the missing
+    ones: the formulas do not hold then, and the peak is at most P.
     """
     return program_of(
         "zb_v", microbatches, Placement.v(ranks), [_v_row(rank, ranks, microbatches) for rank in range(ranks)]

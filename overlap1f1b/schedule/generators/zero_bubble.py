@@ -19,9 +19,9 @@ def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | 
         rank 1:    F0 F1    I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         rank 2:       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-    Rank r begins with P−r−1 forwards and lets r weight gradients wait. Bubble (P−1)(F+B−2W) where W is no longer than F
-    and I, and M ≥ P; peak min(P, M) on every rank. With chunks, as torch has it, (v−1)G forwards more, and peak
-    min(P + (v−1)G, vM)/v.
+    Rank r begins with P−r−1 forwards and lets r weight gradients wait. Bubble (P−1)(F+B−2W) if W is no longer than F
+    and I, and M ≥ P; peak min(P, M) on every rank. With chunks there are (v−1)G more forwards first, as in torch, and
+    the peak is min(P + (v−1)G, vM)/v.
     """
     groups = groups_of(microbatches, ranks, group_size)
     rows = [

@@ -83,7 +83,7 @@ def test_partial_results_are_marked(capsys: Capture, run: Path) -> None:
     (run / "rank0.json").write_text("")
     result = report(capsys, run)
     assert result.status == 0
-    assert "no file of rank 0: figures are those of the other ranks" in result.out
+    assert "no file of rank 0: figures are of the other ranks alone" in result.out
     assert "left out: " in result.out
     assert "rank0.json is empty" in result.out
     assert "\nPartial: " in result.out
@@ -95,7 +95,7 @@ def test_a_few_files_of_many_ranks(capsys: Capture, tmp_path: Path) -> None:
         path = write_record(tmp_path / f"rank{rank}.json", [spans])
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": rank, "mesh": {"ep": [rank, 512]}}))
     result = report(capsys, tmp_path)
-    assert "no file of rank 0 to 2, 5, 7 to 511: figures are those of the other ranks" in result.out
+    assert "no file of rank 0 to 2, 5, 7 to 511: figures are of the other ranks alone" in result.out
 
 
 def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None
     path = write_chrome(tmp_path / "a.json", Events([], device().kernels))
     result = report(capsys, path, "--svg", tmp_path / "a.svg")
     assert result.status == 0
-    assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, is taken for compute" in result.out
+    assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, counts as compute" in result.out
     assert "stream 20" in result.out
     (rank,) = content(capsys, path)["ranks"]
     assert (rank["told_by"], rank["open_actions"]) == ("stream", None)
