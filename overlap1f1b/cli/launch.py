@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from overlap1f1b.cli.wire import Wire
-from overlap1f1b.transport.limits import INTERRUPT_S, KILL_S, TERM_S
+from overlap1f1b.transport.limits import FOLLOW_S, INTERRUPT_S, KILL_S, TERM_S
 
 COMMAND = (sys.executable, "-m", "overlap1f1b")
 STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started: the path of their FileStore
@@ -54,7 +54,7 @@ def run_ranks(
     *,
     wire: Wire | None = None,
     environ: Mapping[str, str] | None = None,
-    grace_s: float = 10.0,
+    grace_s: float = FOLLOW_S,
     command: Sequence[str] = COMMAND,
 ) -> int:
     """Run `command` with `argv` as ranks 0 to `ranks` - 1, wait for them and return an exit status.
@@ -62,10 +62,10 @@ def run_ranks(
         sys.exit(run_ranks(["train", "run.toml"], 4))
 
     0 means that every rank returned 0; otherwise it is the status of the rank that failed first, 128 + n for signal n.
-    When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and 5 s later SIGKILL, and
-    one line on stderr names the first failure, except for status 2, whose rank has written its own line.
-    SIGINT, SIGTERM and SIGHUP are sent on to the ranks, which are killed 3 s later (at once on a second signal); the
-    status is then 128 + n.
+    When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and `TERM_S` later SIGKILL,
+    and one line on stderr names the first failure, except for status 2, whose rank has written its own line.
+    SIGINT, SIGTERM and SIGHUP are sent on to the ranks, which are killed `INTERRUPT_S` later (at once on a second
+    signal); the status is then 128 + n.
 
     The ranks inherit stdout and stderr but not stdin, have a session each, and end with this process on Linux, even if
     it is killed by SIGKILL. Processes that a rank leaves in its process group are killed when the rank ends.

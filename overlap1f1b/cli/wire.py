@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from overlap1f1b.transport.limits import KILL_S, SHELL_S
+from overlap1f1b.transport.limits import KILL_POLL_S, KILL_S, SHELL_S
 
 INTERFACE = "OVERLAP1F1B_WIRE_INTERFACE"  # in a rank's environment: the interface to shape ...
 HUB = "OVERLAP1F1B_WIRE_HUB"  # ... and with more than two ranks the hub's namespace ...
@@ -196,7 +196,7 @@ def _remove(namespace: str) -> None:
                 continue
         if time.monotonic() > deadline:
             break
-        time.sleep(0.02)
+        time.sleep(KILL_POLL_S)
     _run("ip", "netns", "delete", namespace, check=False)
 
 

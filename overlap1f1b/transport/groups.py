@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap1f1b.transport.limits import PROBE_S
+
 T = TypeVar("T")
 Group = dist.ProcessGroup
 
@@ -117,7 +119,7 @@ def abort(group: Group) -> None:
     other = (gloo.rank() + 1) % gloo.size()
     for context in range(len(_interfaces()) or 1):  # gloo has one context for each interface; the tag chooses it
         with suppress(RuntimeError):
-            gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(milliseconds=1))
+            gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(seconds=PROBE_S))
 
 
 def nccl_options(ctas: int | None) -> Any:

@@ -16,6 +16,8 @@ LOOK_S = 1.0
 
 # ---------------------------------------------------------------------------- after a failure
 
+PROBE_S = 0.001
+"""Limit of a receive that nobody sends: gloo ends all transfers of its group when it passes."""
 DRAIN_S = 1.0
 """Time for transfers to end after a failed step: their memory is in use until then, and the peer may be gone."""
 ABORT_S = 5.0
@@ -35,9 +37,13 @@ ANSWER_S = 2.0
 
 INTERRUPT_S = 3.0
 """Time for local ranks to end by themselves after Ctrl-C or SIGTERM."""
+FOLLOW_S = 10.0
+"""Time for local ranks to end by themselves after one of them failed: long enough for each to name the cause."""
 TERM_S = 5.0
 """Time for a local process to end after SIGTERM, before SIGKILL."""
 KILL_S = 5.0
 """Time for a process to end after SIGKILL; after it, the process is assumed to hang in the kernel."""
+KILL_POLL_S = 0.02
+"""Period of looks whether killed processes have ended."""
 SHELL_S = 20.0
 """Time for one command that sets up or reads a rate-limited link."""
