@@ -106,10 +106,11 @@ class TimedCompute:
                 return kernel.call_boxed(_CPU, *args, **kwargs)
             operations = count(*args, **kwargs)
             self.operations += operations
-            if self.speed is not None:
-                self._wait(operations / self.speed)
-                return zeros(*args, **kwargs)
             start = time.perf_counter()
+            if self.speed is not None:
+                result = zeros(*args, **kwargs)
+                self._wait(operations / self.speed - (time.perf_counter() - start))
+                return result
             result = kernel.call_boxed(_CPU, *args, **kwargs)
             self.seconds += time.perf_counter() - start
             return result
