@@ -15,28 +15,28 @@ from torch import Tensor, nn
 P = ParamSpec("P")
 T = TypeVar("T")
 Choice = Literal["auto", "triton", "torch"]
-"""Implementation of ops; ``"auto"`` times both once for each op and class of shapes, and takes the faster one."""
+"""Implementation of ops; ``"auto"`` times both once for each op and class of shapes, and takes the faster."""
 
 WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
-"""Floating dtypes that Triton's kernels take; the twin runs for others."""
-TIE = 1.05  # Triton is taken if about as fast, so that noise decides less often
+"""Floating dtypes that Triton's kernels take; other dtypes run by the twin."""
+TIE = 1.05  # Triton is taken if it is about as fast, so that noise decides less often
 ROUNDS = 5  # timed runs of each implementation, after one that compiles and warms up
 
 
 class Kernels:
-    """Runner of ops, by the torch twin or by Triton.
+    """A runner of ops, by the torch twin or by Triton.
 
-    >>> kernels = Kernels()  # times both on a GPU, the first time it meets an op with shapes of a class
+    >>> kernels = Kernels()  # on a GPU, times both for each new op and class of shapes
     >>> taken = kernels(take_rows, rows, index)
     >>> kernels = Kernels("torch")  # or "triton"
 
     An op is a function of a module in this folder, its twin. Triton's function has the same name and arguments and is
     in the module of the same name in ``kernels/triton``. An op whose name ends in ``_`` adds to its first argument.
 
-    A choice holds as long as the object, so that an engine's results do not change during training. Shapes are in one
-    class if their first sizes have the same number of bits and their other sizes are equal: row counts that vary from
-    batch to batch are timed a few times in all. Ranks may choose differently: an op exchanges nothing, positions of
-    rows are integers and equal either way, and sums differ by rounding alone. Two models have the same bits if they
+    A choice lasts as long as the object, so an engine's results do not change during training. Shapes are in one class
+    if their first sizes have the same number of bits and their other sizes are equal; so row counts that vary from
+    batch to batch cause only a few measurements. Ranks may choose differently: an op exchanges nothing, positions of
+    rows are integers and equal for both choices, and sums differ only by rounding. Two models are bit-equal if they
     share one object, or have the same ``choice`` other than ``"auto"``.
 
     The twin runs without the package triton, on a CPU (except with ``"triton"`` and ``TRITON_INTERPRET=1``, for tests),
@@ -49,7 +49,8 @@ class Kernels:
         chosen: Choices of ``"auto"``, by op and class of shapes.
 
     Raises:
-        ValueError: Unknown choice, or ``"triton"`` without the package; when an op runs, ``"triton"`` on a CPU.
+        ValueError: The choice is unknown, or is ``"triton"`` without the package; when an op runs, ``"triton"`` on a
+            CPU.
     """
 
     def __init__(self, choice: Choice = "auto") -> None:
@@ -100,7 +101,7 @@ def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
 
 
 def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run an op by ``kernels``, or by its twin if that is None."""
+    """Run an op by ``kernels``, or by its twin if ``kernels`` is None."""
     return op(*args, **kwargs) if kernels is None else kernels(op, *args, **kwargs)
 
 

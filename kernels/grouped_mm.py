@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class ExpertRows(Sequence[int]):
-    """Number of rows of each expert. The host reads them only when it must, since on CUDA that waits for the device.
+    """Number of rows of each expert. The host reads them only if needed, since on CUDA the read waits for the device.
 
     Args:
         counts: ``[E]`` int64.
@@ -120,15 +120,15 @@ def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
 def _native(a: Tensor, b: Tensor) -> bool:
     """Return whether torch's grouped product takes these operands and is faster than a loop.
 
-    It refuses float64 and strides that are no multiple of 16 bytes; on a CPU it is a loop with more copies than ours
-    (4.8 ms against 2.8 ms for float32 R1024 A256 C512 E4 on one core).
+    It refuses float64 and strides that are not multiples of 16 bytes. On a CPU it is a loop with more copies than the
+    loop here (4.8 ms against 2.8 ms for float32 R1024 A256 C512 E4 on one core).
     """
     fits = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
     return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and fits and a.shape[0] > 0
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Return ``rows [R, A]`` if each begins at a multiple of 16 bytes, perhaps as part of a longer row; else a copy."""
+    """Return ``rows [R, A]``, perhaps parts of longer rows, if each begins at a multiple of 16 bytes, else a copy."""
     step, size = rows.stride(0), rows.element_size()
     fits = rows.stride(1) == 1 and step >= rows.shape[1] and step * size % 16 == 0 and rows.data_ptr() % 16 == 0
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
@@ -141,7 +141,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class GroupedMM(torch.autograd.Function):
-    """:func:`grouped_mm` for plain autograd; under autocast in its dtype."""
+    """:func:`grouped_mm` for plain autograd; under autocast in autocast's dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -166,8 +166,8 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
         main: ``[E, C, A]`` float32, contiguous; unchanged for an expert without rows.
         grad: ``[R, C]``, gradient of the product, sorted by expert.
         rows: ``[R, A]``, the product's operand, sorted by expert.
-        offsets: ``[E]`` int32 or int64 on the device: where each expert's rows end. Rows after the last end are left
-            out, whatever they hold.
+        offsets: ``[E]`` int32 or int64 on the device: the end of each expert's rows. Rows after the last end are
+            ignored.
 
     Returns:
         ``main``. On CUDA torch's grouped product rounds to bfloat16 before the addition.

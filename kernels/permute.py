@@ -4,9 +4,9 @@
 MB for T4096 H7168 K8 and 302 MB for T8192 H2048 K8, computed 123 and 70 µs at 4.3 TB/s. ``tokens[index]`` reads it K
 times. The backward is the sum of :mod:`~overlap1f1b.kernels.combine`, with as many bytes.
 
-:func:`spread_weighted`: a row that carries its weight is 16 bytes longer. The weight stands with all its bits in the
-last of them, so whatever moves the row moves the weight. At H2048 in bfloat16 that is 0.4 % of the bytes. All rows
-begin at a multiple of 16 bytes, as wide loads and torch's grouped product need.
+:func:`spread_weighted`: a row that carries its weight is 16 bytes longer. The last of these bytes hold all bits of the
+weight, so the weight moves with its row. At H2048 in bfloat16 that adds 0.4 % of the bytes. All rows begin at a
+multiple of 16 bytes, as wide loads and torch's grouped product need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 CARRIED = 16
-"""Bytes behind a row for its weight, at least."""
+"""Least number of bytes after a row for its weight."""
 
 
 def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
@@ -35,7 +35,7 @@ def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, part
 
 
 def carrying(like: Tensor, rows: int, hidden: int) -> Tensor:
-    """Return room ``[R, W]`` for rows of H elements with a weight each, see :func:`opened`; zeros behind the rows."""
+    """Return empty rows ``[R, W]`` with H elements each, and zeros after them for a weight; see :func:`opened`."""
     size = like.element_size()
     room = like.new_empty(rows, (-(-hidden * size // CARRIED) + 1) * CARRIED // size)
     room[:, hidden:] = 0  # uninitialised memory must not be sent, and may hold a NaN
@@ -53,7 +53,7 @@ def opened(rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def spread_weighted(tokens: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, partial: bool = False) -> Tensor:
-    """:func:`spread_rows` that carry ``weights [T, K]``, zero for padding: ``[R, W]``."""
+    """Return :func:`spread_rows` with ``weights [T, K]`` in the rows, zero for padding: ``[R, W]``."""
     carried = carrying(tokens, len(order), tokens.shape[1])
     rows, factors = opened(carried, tokens.shape[1], weights.dtype)
     rows.copy_(spread_rows(tokens, order, inverse, weights.shape[1], partial))
@@ -62,7 +62,7 @@ def spread_weighted(tokens: Tensor, weights: Tensor, order: Tensor, inverse: Ten
 
 
 class OpenRows(torch.autograd.Function):
-    """:func:`opened`; its backward has the gradients of the weights carried by those of the rows."""
+    """:func:`opened`; in its backward the rows' gradients carry the weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class OpenRows(torch.autograd.Function):
 
 
 def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
-    """Return ``rows[index]``, zeros where the index is −1.
+    """Return ``rows[index]``, with zeros for an index of −1.
 
     >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 0]), True).tolist()
     [[2.0], [0.0], [1.0]]
@@ -89,7 +89,7 @@ def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
     Args:
         rows: ``[N, H]``.
         index: ``[R]`` int64.
-        partial: Whether −1 occurs; the twin looks for it only then.
+        partial: Whether −1 occurs; otherwise the twin does not look for it.
 
     Returns:
         ``[R, H]``.

@@ -1,8 +1,8 @@
 """Router: scores of all experts, choice of the K best, and their weights.
 
-Triton does each token in one pass: with float32 logits ``[T, E]`` it reads them and writes the scores, 8·T·E bytes and
-``12·T·K`` for choice and weights: 9.2 MB for T8192 E128 K8, computed 2 µs at 4.3 TB/s, so its cost is one launch,
-where torch needs one for each of about 3·K + 10 steps.
+Triton handles each token in one pass. For float32 logits ``[T, E]`` it reads the logits and writes the scores, 8·T·E
+bytes, and choice and weights, ``12·T·K`` bytes: 9.2 MB for T8192 E128 K8, computed 2 µs at 4.3 TB/s. So its cost is one
+launch; torch needs about 3·K + 10 launches.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels, run
 
-TINY = 1e-20  # keeps 0 / 0 out of a normalisation whose scores have all underflowed
+TINY = 1e-20  # avoids 0 / 0 in the normalisation if all scores have underflowed
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule by which experts are chosen from logits.
+    """The rule that chooses experts from logits.
 
     Args:
         top_k: K.
@@ -52,8 +52,8 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
         rule: See :class:`Rule`.
 
     Returns:
-        Indices ``[T, K]`` int64, best first and of equal ones the first; their weights ``[T, K]``; all scores
-        ``[T, E]``. The latter two are differentiable.
+        Indices ``[T, K]`` int64, best first, among equal scores the lower index first; their weights ``[T, K]``; all
+        scores ``[T, E]``. Weights and scores are differentiable.
     """
     scores = logits.softmax(-1) if rule.softmax else logits.sigmoid()
     indices = _choose(scores.detach() + bias, rule)
@@ -66,7 +66,7 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
 def route_tokens_backward(
     grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
 ) -> Tensor:
-    """Return the gradient ``[T, E]`` of the logits from those of weights ``[T, K]`` and scores ``[T, E]``, or None."""
+    """Return the logits' gradient ``[T, E]`` from gradients (or None) of weights ``[T, K]`` and scores ``[T, E]``."""
     grad = grad_weights * rule.scaling
     if rule.normalize:
         chosen = scores.gather(1, indices)
@@ -91,10 +91,10 @@ def _choose(choice: Tensor, rule: Rule) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Return indices of the ``count`` largest values of each row, best first and of equal ones the first.
+    """Return indices of the ``count`` largest values of each row, largest first, among equal ones the lower index.
 
-    ``topk`` leaves open which of equal values it takes, and a stable sort is 2.5 times slower (T4096 E256 K8 on one
-    core: topk 10 ms, sort 41 ms, this 10 ms). ``values`` is overwritten.
+    ``topk`` does not define its choice among equal values, and a stable sort is slower (T4096 E256 K8 on one core: topk
+    10 ms, sort 41 ms, this 10 ms). ``values`` is overwritten.
     """
     picks: list[Tensor] = []
     for _ in range(count):
@@ -104,7 +104,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 class RouteTokens(torch.autograd.Function):
-    """:func:`route_tokens` with a backward of its own."""
+    """:func:`route_tokens` with its own backward."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
-"""Positions of each token's choices when rows are sorted by expert, and in equal room for every destination.
+"""Positions of each token's choices, in rows sorted by expert or in equal room for every destination.
 
 A *slot* is one (token, choice): slot ``t·K + k`` is the k-th expert of token ``t``. A *row* is a position in the sorted
-order: rows of one expert lie side by side, and so rows for one rank; among them slots keep their order.
+order: rows of one expert are contiguous, so rows for one rank are too; within an expert slots keep their order.
 
-:func:`pack_slots` gives each of D destinations, ranks or experts, room for C rows, so that no host has to know sizes.
-Free room is zeros. Rows without room are left out and counted in ``dropped``. Nothing is copied to the host. Triton
-reads a token for each of its rows and writes every position once, zeros included: in bfloat16 for T8192 H2048 K8 with
-room for a quarter more, ``(K + 1.25·K)·T·H``, 604 MB, computed 140 µs at 4.3 TB/s.
+:func:`pack_slots` gives each of D destinations, ranks or experts, room for C rows, so the host needs no sizes. Free
+room holds zeros. Rows without room are left out and counted in ``dropped``. Nothing is copied to the host. Triton reads
+a token for each of its rows and writes every position once, zeros included: in bfloat16 for T8192 H2048 K8 with room
+for a quarter more, ``(K + 1.25·K)·T·H``, 604 MB, computed 140 µs at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Slots(NamedTuple):
     """Maps between slots and rows.
 
     Args:
-        order: ``[rows]`` int64, the slot of each row; −1 for a row that has none.
-        inverse: ``[T·K]`` int64, the row of each slot; −1 for a slot that has none.
+        order: ``[rows]`` int64, the slot of each row; −1 for a row without a slot.
+        inverse: ``[T·K]`` int64, the row of each slot; −1 for a slot without a row.
         counts: ``[E]`` int64, slots of each expert.
     """
 
@@ -58,16 +58,16 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
     >>> order.tolist(), inverse.tolist(), counts.tolist()
     ([1, 2, 3, 0], [3, 0, 1, 2], [2, 1, 1])
 
-    Histogram, offsets and inverse, in three launches of Triton: a few MB (B of the docs: 65,536 slots of 128 experts,
-    0.5 MB of indices and 1 MB of maps), so launches are what it costs; torch sorts, in about a dozen.
+    Triton needs three launches: histogram, offsets and inverse. It moves a few MB (B of the docs: 65,536 slots of 128
+    experts, 0.5 MB of indices and 1 MB of maps), so its cost is the launches; torch sorts, in about a dozen launches.
 
     Args:
         indices: ``[T, K]`` int64, expert of each slot. A slot whose index names no expert gets no row and is not
-            counted: ``counts.sum() < T·K`` tells.
+            counted: then ``counts.sum() < T·K``.
         experts: E.
     """
     flat = indices.reshape(-1)
-    # One more bin for indices that name no expert: it sorts behind all others.
+    # One more bin, after all others, is for indices that name no expert.
     key = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = key.argsort(stable=True)
     every = torch.zeros(experts + 1, dtype=torch.int64, device=key.device)
@@ -90,10 +90,11 @@ class Packing(NamedTuple):
     """Maps between slots and positions in equal room for every destination.
 
     Args:
-        order: ``[D·C]`` int64, the slot of each position, −1 for a free one; sorted by expert for each destination.
-        inverse: ``[T·K]`` int64, the position of each slot, −1 for one that was left out.
+        order: ``[D·C]`` int64, the slot of each position, −1 for a free position; sorted by expert for each
+            destination.
+        inverse: ``[T·K]`` int64, the position of each slot, −1 for a slot that was left out.
         counts: ``[E]`` int64, packed rows of each expert.
-        dropped: ``[E]`` int64, rows of each expert that found no room; they sum to zero if nothing was lost.
+        dropped: ``[E]`` int64, rows of each expert without room; their sum is zero if no row was lost.
     """
 
     order: Tensor
@@ -114,7 +115,7 @@ def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, 
         experts: E.
         destinations: D, which divides E: destination d has experts ``d·E/D`` to ``(d+1)·E/D − 1``.
         capacity: C, rows of each destination.
-        kernels: Choice between Triton and torch; torch without it.
+        kernels: Choice between Triton and torch; None for torch.
 
     Raises:
         ValueError: D does not divide E; C is negative.
@@ -126,7 +127,7 @@ def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, 
         raise ValueError(f"capacity={capacity}; allowed: 0 and more")
     slots: Slots = run(kernels, place_slots, indices, experts)
     by_destination = slots.counts.view(destinations, -1)
-    before = by_destination.cumsum(1) - by_destination  # rows of a destination in front of an expert's
+    before = by_destination.cumsum(1) - by_destination  # rows of a destination before the expert's rows
     counts = torch.minimum((capacity - before).clamp_(min=0), by_destination).view(-1)
     args = (slots.order, slots.inverse, slots.counts, destinations, capacity)
     order, inverse = run(kernels, pack_places, *args)
@@ -145,7 +146,7 @@ def pack_places(
     lost = (within >= capacity) | (order < 0)
     place = (destination * capacity + within).masked_fill_(lost, -1)
     rows = destinations * capacity
-    packed = torch.full((rows + 1,), -1, dtype=torch.int64, device=order.device)  # the last takes what has no place
+    packed = torch.full((rows + 1,), -1, dtype=torch.int64, device=order.device)  # the last: slots without a place
     packed[place.masked_fill(lost, rows)] = order
-    placed = torch.cat([place, place.new_full((1,), -1)])  # an inverse of −1 stays
+    placed = torch.cat([place, place.new_full((1,), -1)])  # an inverse of −1 stays −1
     return packed[:rows], placed[inverse]

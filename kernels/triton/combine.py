@@ -55,7 +55,7 @@ def _sum(
     for k in tl.static_range(K):
         row = tl.load(inverse + token * K + k, mask=here, other=-1)
         there = (row >= 0)[:, None] & across
-        # A row is read once: the cache is better used for what comes next.
+        # A row is read only once, so it should not fill the cache.
         value = tl.load(
             rows + row[:, None] * STRIDE + column[None, :], mask=there, other=0.0, eviction_policy="evict_first"
         ).to(tl.float32)
@@ -79,8 +79,8 @@ def _spread_grad(
     BS: tl.constexpr,
     BH: tl.constexpr,
 ):
-    # Slot by slot, a row for each warp at a time, so that no load waits for a sum over warps. The gradient of a token
-    # comes from memory once and K − 1 times from the cache.
+    # Slot by slot, each warp handles one row at a time, so that no load waits for a sum over warps. The gradient of a
+    # token is read from memory once, and K − 1 times from the cache.
     slot = tl.program_id(0).to(tl.int64) * BS + tl.arange(0, BS)
     here = slot < slots
     row = tl.load(inverse + slot, mask=here, other=-1)

@@ -1,4 +1,4 @@
-"""``main[e] += grad[e].T @ rows[e]``: a tile of an expert's weight in registers over all of its rows, added once."""
+"""``main[e] += grad[e].T @ rows[e]``: registers hold a tile's sum over all rows of an expert, which is added once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     grad, rows = beside(grad), beside(rows)
     E, C, A = main.shape
     low = grad.element_size() == 2
-    # A tile of 128 × 256 has 85 operations a byte loaded; float32, which tensor cores would round, takes a quarter.
+    # A tile of 128 × 256 has 85 operations a loaded byte; in float32, which tensor cores would round, it is a quarter.
     BC = min(triton.next_power_of_2(max(C, 16)), 128 if low else 64)
     BA = min(triton.next_power_of_2(max(A, 16)), 256 if low else 128)
     BR = 256 if interpreted() else 64 if low else 32
@@ -45,7 +45,7 @@ def _add_weight_grad(
     expert = tl.program_id(1)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.load(offsets + expert).to(tl.int64)
-    if end > start:  # the gradient of an expert without rows is not even read
+    if end > start:  # without rows the main gradient is not even read
         # Bands of BAND tiles in height, so that tiles computed together share what they load.
         tiles_c, tiles_a = tl.cdiv(C, BC), tl.cdiv(A, BA)
         number = tl.program_id(0)
@@ -56,7 +56,7 @@ def _add_weight_grad(
         a = (within // height) * BA + tl.arange(0, BA)
         inside = (c < C)[:, None] & (a < A)[None, :]
         place = main + expert.to(tl.int64) * C * A + c.to(tl.int64)[:, None] * A + a[None, :]
-        # What was there is what the sum begins with: at the end it would need as many registers again.
+        # The sum begins with the main gradient: adding it at the end would need twice the registers.
         total = tl.load(place, mask=inside, other=0.0)
         for first in range(0, end - start, BR):
             row = start + first + tl.arange(0, BR)

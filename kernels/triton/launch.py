@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 TILE = 2048
-"""Elements of a program: 16 for each of 128 threads, two loads of 16 bytes in bfloat16."""
+"""Number of elements of a program: 16 for each of 128 threads, that is two loads of 16 bytes in bfloat16."""
 SUMMED = 512
-"""Columns of a program that sums along rows: one warp has a whole row, and needs no shared memory for its sum."""
+"""Number of columns of a program that sums along rows: one warp has a whole row, and its sum needs no shared memory."""
 INTERPRETED_TILE = 1 << 16
 """The interpreter takes about a millisecond for a program, whatever its size."""
 
@@ -24,8 +24,8 @@ def interpreted() -> bool:
 def tile(width: int, elements: int = TILE, most: int = TILE) -> tuple[int, int]:
     """Return rows and columns of a program, powers of two, for rows of this width.
 
-    The number of columns leaves the last block least empty, and is large: 2,048 for 2,048, 1,024 for 7,168, 128 for
-    257. Rows make up the rest of ``elements``. If a program sums along its rows, ``most`` is :data:`SUMMED`.
+    The number of columns is large and leaves little of the last block empty: 2,048 for 2,048, 1,024 for 7,168, 128 for
+    257. The number of rows follows from ``elements``. If a program sums along its rows, ``most`` is :data:`SUMMED`.
     """
     most = min(triton.next_power_of_2(max(width, 1)), most)
     candidates = [columns for columns in (most, most // 2, most // 4, most // 8) if columns >= min(most, 128)]

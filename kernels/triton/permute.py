@@ -1,4 +1,4 @@
-"""Rows moved by number: a token is read once and its K rows are written, or row by row of the result."""
+"""Rows moved by number: token by token, each read once for its K rows, or row by row of the result."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _spread(
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here = token < T
     inside = here[:, None] & (column < H)[None, :]
-    # Read once and never again: the cache is left to what is written, which the exchange reads next.
+    # A token is read only once: the cache is left to the written rows, which the exchange reads next.
     value = tl.load(
         tokens + token[:, None] * H + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
     )
     for k in tl.static_range(K):
         row = tl.load(inverse + token * K + k, mask=here, other=-1)
-        there = row >= 0  # of a slot that names no expert nothing is written
+        there = row >= 0  # a slot that names no expert writes nothing
         tl.store(rows + row[:, None] * STRIDE + column[None, :], value, mask=inside & there[:, None])
         if WEIGHTED and tl.program_id(1) == 0:
             weight = tl.load(weights + token * K + k, mask=there, other=0.0)
@@ -80,7 +80,7 @@ def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
 
 
 def taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor | None = None) -> Tensor:
-    """``rows[index // divisor]``, zeros where the index is −1; ``out`` may be a part of longer rows."""
+    """Return ``rows[index // divisor]``, with zeros for an index of −1; ``out`` may be a part of longer rows."""
     rows, index = rows.contiguous(), index.contiguous()
     out = rows.new_empty(index.shape[0], rows.shape[1]) if out is None else out
     BR, BH = tile(rows.shape[1], 2 * TILE)

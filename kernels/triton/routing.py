@@ -124,7 +124,7 @@ def _route(
     picked = tl.zeros([BT, WIDE_K], dtype=tl.int32)
     weight = tl.zeros([BT, WIDE_K], dtype=tl.float32)
     for k in tl.static_range(K):
-        best = tl.argmax(choice, 1)  # of equal ones the first
+        best = tl.argmax(choice, 1)  # among equal ones the first
         this = expert[None, :] == best[:, None]
         picked = tl.where(column[None, :] == k, best[:, None], picked)
         chosen = tl.sum(tl.where(this, score, 0.0), 1)

@@ -19,7 +19,7 @@ PACKED_CELLS = 2048  # of a program: rows times destinations
 def place_slots(indices: Tensor, experts: int) -> Slots:
     flat = indices.reshape(-1)
     slots, wide = len(flat), triton.next_power_of_2(experts)
-    # One program counts BLOCK slots: a row of the histogram. They are ranked among each other, BLOCK² comparisons.
+    # One program counts BLOCK slots, a row of the histogram, and ranks them by BLOCK² comparisons.
     BLOCK = 1024 if interpreted() else max(min(CELLS // wide, 128), 16)
     blocks = triton.cdiv(slots, BLOCK)
     new: dict[str, Any] = {"dtype": torch.int64, "device": indices.device}
@@ -36,7 +36,7 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
 
 @triton.jit
 def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Row of the histogram: how many of a block's slots fell on each expert."""
+    """Compute a row of the histogram: how many of a block's slots chose each expert."""
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(indices + slot, mask=slot < slots, other=-1)
@@ -47,7 +47,7 @@ def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.conste
 
 @triton.jit
 def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """The histogram becomes, in place, what lies before each block; then the experts' counts and first rows."""
+    """Turn the histogram, in place, into the counts before each block; then compute experts' counts and first rows."""
     every = tl.arange(0, WIDE)
     total = tl.zeros([WIDE], dtype=tl.int32)
     for first in range(0, blocks, ROWS):
@@ -63,7 +63,7 @@ def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: 
 
 @triton.jit
 def _place(indices, before, counts, starts, order, inverse, slots, experts, BLOCK: tl.constexpr):
-    """The row of each slot: its expert's first, those of blocks before, those of this block before it."""
+    """Compute each slot's row: its expert's first row, plus earlier blocks' slots, plus earlier slots of this block."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
     slot = block * BLOCK + offset

@@ -61,7 +61,7 @@ def _forward(
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= tl.load(weights + row, mask=row < R, other=0.0).to(tl.float32)[:, None]
-        y = tl.where(real, y, 0.0)  # a row of padding has no weight, so its own may be anything
+        y = tl.where(real, y, 0.0)  # padding may hold anything
     tl.store(out + row[:, None] * size + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -80,7 +80,7 @@ def _backward(
     BR: tl.constexpr,
     BI: tl.constexpr,
 ):
-    # Whole rows, so that the gradient of a row's weight is summed here, in one order.
+    # A program has whole rows, so that it sums the gradient of a row's weight in a fixed order.
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     here = row < R
     real = here

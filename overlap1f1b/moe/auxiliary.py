@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, attached to the routing weights instead of being added to the loss."""
+"""Auxiliary losses of routers, which are attached to the routing weights instead of added to the loss."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class AuxiliaryCarrier(nn.Module):
     """A module that attaches auxiliary losses, multiplied by ``loss_scale``.
 
     One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``loss_scale`` is
-    1 / (microbatches · ranks with tokens of their own), times the factor of a gradient scaler if there is one. The
-    engine sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a
-    later change does not affect microbatches whose backward is still to come.
+    1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The engine
+    sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a later
+    change does not affect microbatches that still wait for their backward.
     """
 
     loss_scale: float = 1.0
@@ -36,7 +36,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
 
 @contextmanager
 def loss_scales_of(carriers: Sequence[AuxiliaryCarrier], scales: Sequence[float]) -> Iterator[None]:
-    """Set ``loss_scale`` of each carrier for as long as the context lasts."""
+    """Set ``loss_scale`` of each carrier inside the context."""
     before = [carrier.loss_scale for carrier in carriers]
     for carrier, scale in zip(carriers, scales, strict=True):
         carrier.loss_scale = scale
@@ -52,7 +52,7 @@ def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
 
     >>> weights = attach(weights, balance_loss(probabilities, counts), scale=0.01)
 
-    Gradients are then those of *total loss + scale · loss*, on any stage and in any schedule, and nothing travels to
+    The result is the gradient of *total loss + scale · loss*, on any stage and in any schedule, and nothing travels to
     the last stage. The value of the total loss does not contain ``loss``.
 
     Args:
@@ -77,8 +77,8 @@ class _Attach(torch.autograd.Function):
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """Load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4): ``E · Σ_e f_e · P_e``.
 
-    ``f_e`` is the part of all choices that fell on expert ``e``, so that balanced routing gives 1 for every K; ``P_e``
-    is the mean probability of ``e``. Only ``P`` has a gradient.
+    ``f_e`` is the fraction of all choices that chose expert ``e``, so balanced routing gives 1 for every K; ``P_e`` is
+    the mean probability of ``e``. Only ``P`` has a gradient.
 
     Args:
         probabilities: ``[T, E]``, summing to one for each token.

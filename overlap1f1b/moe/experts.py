@@ -17,7 +17,7 @@ from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 
 WeightsIn = Literal["combine", "activation"]
-"""Where a row's routing weight is applied: in the sum of returned rows, or before that in the experts' activation."""
+"""Place where a row's routing weight is applied: the sum of returned rows, or the experts' activation before it."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -54,7 +54,7 @@ class Experts(nn.Module):
         return False
 
     def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
-        """Set which ranks share the experts, and their kernels.
+        """Set the group of ranks that share the experts, and the kernels.
 
         Raises:
             ValueError: E is not divisible by the ranks.
@@ -70,11 +70,11 @@ class Experts(nn.Module):
 
     @property
     def row_kind(self) -> object:
-        """Key of the rows' shape and cost: experts with equal keys exchange alike."""
+        """Key of the rows' shape and cost: experts with equal keys have equal exchanges."""
         return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Apply the local experts to ``rows [R, H]`` grouped by expert, ``counts [E_local]`` of each."""
+        """Apply the local experts to ``rows [R, H]``, which are grouped by expert, ``counts [E_local]`` rows each."""
         raise NotImplementedError
 
     def route(self, indices: Tensor, ranks: int, *, capacity: float | None = None) -> Route:
@@ -114,15 +114,15 @@ class GroupedExperts(Experts):
         experts: E, over all ranks.
         hidden: H.
         intermediate: I.
-        weights_in: Where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up · p``
-            as in Megatron-Core, a row carries its weight to its expert; the sum of what comes back is plain, and its
-            backward does not need the returned rows.
+        weights_in: Place where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up
+            · p`` as in Megatron-Core, a row carries its weight to its expert. The sum of the returned rows then has no
+            weights, and its backward does not need the returned rows.
         group: Ranks that share the experts.
         kernels: Choice between Triton and torch.
 
     Raises:
-        ValueError: E is not divisible by the ranks, or ``weights_in="activation"`` of a subclass with its own
-            ``compute``. In a call: wrong shapes or dtypes, or an unknown expert.
+        ValueError: E is not divisible by the ranks, or a subclass with its own ``compute`` has
+            ``weights_in="activation"``. In a call: shapes or dtypes are wrong, or an expert is unknown.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class GroupedExperts(Experts):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Draw normal weights. All E experts are drawn and this rank's kept: one seed gives one model on any ranks."""
+        """Draw normal weights: all E experts, of which this rank keeps its own, so the seed alone gives the model."""
         mine = self.exchange.rank
         for weight in (self.gate_up, self.down):
             for expert in range(
@@ -184,8 +184,8 @@ class GroupedExperts(Experts):
         return self.compute(rows, route.expert_rows, weights)
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        # Not in forward, which the engine replaces. The host knows shapes and dtypes but not values: reading these
-        # would let every call wait for a GPU. Unknown experts are found by Route.
+        # These checks are not in forward, which the engine replaces. The host knows shapes and dtypes but not values:
+        # reading values would make every call wait for a GPU. Route finds unknown experts.
         hidden = self.gate_up.shape[2]
         if indices.dim() != 2 or indices.dtype != torch.int64:
             raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
@@ -205,7 +205,7 @@ def check_weights_in(value: WeightsIn) -> WeightsIn:
     """Return ``value`` if it is allowed.
 
     Raises:
-        ValueError: It is not.
+        ValueError: ``value`` is not allowed.
     """
     if value not in get_args(WeightsIn):
         raise ValueError(f"weights_in={value!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
@@ -244,7 +244,7 @@ class Aggregate(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """Exchange that is waited for at once; its backward is the exchange with the sizes swapped."""
+    """Exchange with an immediate wait; its backward is the exchange with the sizes swapped."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:

@@ -53,9 +53,9 @@ class MoE(nn.Module):
     Args:
         hidden: H.
         intermediate: I, of each expert.
-        router: Number of experts and how tokens choose them.
+        router: Number of experts and rules of the choice.
         shared_intermediate: Intermediate size of the shared expert, 0 for none.
-        weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
+        weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         group: Ranks that share the experts.
         kernels: Choice between Triton and torch for router, experts and activations; shared by the layers of a model.
 

@@ -1,4 +1,4 @@
-"""The route of rows in one call of experts by one microbatch: which row goes where, and how it comes back."""
+"""The route of rows in one call of experts by one microbatch: each row's way to its expert and back."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from overlap1f1b.transport.streams import HostCopy
 
 
 class Route:
-    """Splits and permutations of ``indices [T, K]`` over E experts, which are spread evenly over the ranks.
+    """Splits and permutations of the rows for ``indices [T, K]`` over E experts, spread evenly over the ranks.
 
     A row goes from its token into slot order (sorted by expert, and so by rank), through the exchange, into groups by
     local expert, through the experts, and back. Before rows are grouped, :meth:`arrive` takes the received counts.
 
-    Without a capacity every rank sends as many rows as were routed, and the host must know how many. With a
-    ``capacity`` every rank sends every rank the same number, ``⌈capacity · T · K / ranks⌉``, filled up with zeros: then
-    nothing waits for the host, and ranks must have equally many tokens. Rows without room are left out and counted in
-    :attr:`dropped`.
+    Without a capacity every rank sends as many rows as were routed, and the host must know their number. With a
+    ``capacity`` every rank sends the same number of rows to every rank, ``⌈capacity · T · K / ranks⌉``, padded with
+    zeros: then nothing waits for the host, but all ranks must have equally many tokens. Rows without room are left out
+    and counted in :attr:`dropped`.
 
     Args:
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
-        kernels: Choice between Triton and torch; torch without it.
-        capacity: Room for rows, as a multiple of an even share of each rank; None for exact sizes.
+        kernels: Choice between Triton and torch; None for torch.
+        capacity: Largest number of rows for a rank, as a multiple of an even share; None for exact sizes.
 
     Attributes:
         keeps_returned: Whether the backward of :meth:`aggregate` needs the returned rows.
@@ -43,7 +43,7 @@ class Route:
         host: Copies of the counts on their way to the host, if the exchange makes them.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert. On CUDA an assertion of the device fails instead.
+        ValueError: ``indices`` name an unknown expert. On CUDA a device-side assertion fails instead.
     """
 
     keeps_returned = True
@@ -88,13 +88,13 @@ class Route:
         if self.padded:
             return
         if self.ranks == 1 and self.host is None:
-            if counts.is_cuda:  # checked by the device, without a wait
+            if counts.is_cuda:  # the device checks, and the host does not wait
                 torch._assert_async(self.counts.sum() == self.order.shape[0], "indices name an expert that is none")
             self.send = self.receive = [self.order.shape[0]]
             return
         sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout)
         self.send = sent.view(self.ranks, -1).sum(1).tolist()
-        if sum(self.send) != self.order.shape[0]:  # a slot of no expert has no row, and would be lost silently
+        if sum(self.send) != self.order.shape[0]:  # a slot without a row would be lost silently
             raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.counts.numel() - 1}")
         self._counted = received.tolist()
         self.receive = [sum(rows) for rows in self._counted]
@@ -116,7 +116,7 @@ class Route:
         if (ranks == 1 or local == 1) and not self.padded:
             return None
         rows = sum(self.receive)
-        # Where rows of each (source, expert) begin as received, and where rows of each (expert, source) end as grouped.
+        # Starts of each (source, expert) among received rows, and ends of each (expert, source) among grouped rows.
         within = self._arrived.cumsum(1) - self._arrived
         if self.padded:
             first = torch.arange(ranks, device=within.device) * self.receive[0]
@@ -181,8 +181,9 @@ class WeightedRoute(Route):
     """A :class:`Route` whose rows carry their weights to the experts: ``[rows, W]``, H elements and then the weight.
 
     Returned rows are summed without weights. So the backward of the sum is a permutation, and the returned rows need
-    not be kept. The gradient of a weight comes back behind the gradient of its row. There is no further exchange; each
-    row sent to the experts and its gradient is 16 bytes longer (up to 31 if rows are no multiple of 16).
+    not be kept. The gradient of a weight returns at the end of its row's gradient. There is no additional exchange;
+    each row sent to the experts, and its gradient, is 16 bytes longer (up to 31 bytes if a row's size is not a multiple
+    of 16).
     """
 
     keeps_returned = False

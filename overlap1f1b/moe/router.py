@@ -20,7 +20,7 @@ Score = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Number of experts, and how tokens choose them.
+    """Number of experts, and the rules by which tokens choose them.
 
     Args:
         experts: E.
@@ -35,7 +35,7 @@ class RouterConfig:
         z_coefficient: Factor of the z-loss, 0 for none.
 
     Raises:
-        ValueError: A value that no router can have.
+        ValueError: A value is not allowed.
     """
 
     experts: int
@@ -82,7 +82,7 @@ class Router(AuxiliaryCarrier):
     >>> indices, weights = router(tokens)  # [T, H] → [T, K] int64, [T, K] in the tokens' dtype
 
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
-    experts are listed best first. Of equal scores the first is taken on every device, so all ranks choose alike.
+    experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
     In training mode, auxiliary losses are attached to the weights, times ``loss_scale`` (see
     :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and choices are counted in ``load``.
@@ -118,7 +118,7 @@ class Router(AuxiliaryCarrier):
         self.config, self.kernels = config, kernels or Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
-        # Not in checkpoints: it counts this rank's choices alone.
+        # The load is not in checkpoints: it counts this rank's choices alone.
         load = torch.zeros(config.experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
 
@@ -148,8 +148,8 @@ class Router(AuxiliaryCarrier):
     def update_correction_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
         """Move the bias of each expert by ``rate``: up if its load was below the mean, down if above.
 
-        The load is counted since the last update and summed over the ranks of ``group``; then it is reset to zero.
-        Recomputed forwards count twice, for all experts alike.
+        The load counts choices since the last update. It is summed over the ranks of ``group`` and then reset to zero.
+        Recomputed forwards count twice, for every expert.
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)

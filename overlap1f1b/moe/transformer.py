@@ -41,14 +41,14 @@ class MoEConfig:
         sequence: Largest S.
         rope_theta: Base of the rotary angles.
         rms_eps: Epsilon of the normalisations.
-        dropout: Probability of dropping an element of what a layer adds to the residual.
+        dropout: Dropout probability of a layer's output, before it is added to the residual.
         score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
-        weights_in: Where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
+        weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
 
     Raises:
-        ValueError: A value that no model can have.
+        ValueError: A value is not allowed.
     """
 
     vocabulary: int = 256
@@ -151,7 +151,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x [B, N, S, D]`` turned by position."""
+        """Return ``x [B, N, S, D]`` rotated by position."""
         S = x.shape[-2]
         if self.sequence < S:
             raise ValueError(f"{S} positions in a model with sequence={self.sequence}; allowed: 1 to {self.sequence}")
@@ -258,8 +258,8 @@ class MoETransformer(nn.Sequential):
         """Draw normal weights of deviation 0.02, or 0.02 / √(2 · layers) if they write to the residual (GPT-2).
 
         They are drawn in float32 on the CPU, so that the model depends on configuration and seed alone, not on the
-        device or the number of ranks that share the experts. Without a seed, torch's default generator is used, which
-        ranks must have seeded alike.
+        device or the number of ranks that share the experts. Without a seed, torch's default generator is used; all
+        ranks must then have seeded it equally.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for module in self.modules():
