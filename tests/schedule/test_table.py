@@ -144,5 +144,5 @@ def test_as_much_is_read_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="line 2 is beyond 11 actions; allowed: at most this number"):
         Program.from_csv(path)
     monkeypatch.setattr(table, "MOST_CHARACTERS", path.stat().st_size - 1)
-    with pytest.raises(ValueError, match=f"has more than {path.stat().st_size - 1} characters; allowed: at most so"):
+    with pytest.raises(ValueError, match=f"has more than {path.stat().st_size - 1} characters; allowed: at most this"):
         Program.from_csv(path)

@@ -1,1 +1,1 @@
-"""Save a training run and resume it on any layout of ranks."""
+"""Checkpoints: save a training run, and resume it on any layout of ranks."""

@@ -7,8 +7,8 @@
 
 A checkpoint is a folder ``step-00000100`` with a ``config.json`` that holds the step, the configuration, optional data
 of the writer, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when its bytes
-are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only hidden folders, which are
-ignored, and which the next :func:`begin` removes.
+are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only hidden folders. They are
+ignored, and the next :func:`begin` removes them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Remove what unfinished checkpoints left, and return an empty hidden folder for the files of a checkpoint."""
+    """Remove unfinished checkpoints, and return an empty hidden folder for the files of a new one."""
     unfinished = directory / f".{name_of(step)}.unfinished"
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob(".step-*.unfinished"):
@@ -73,7 +73,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def abandon(unfinished: Path) -> int:
-    """Remove the folder of :func:`begin`; return the bytes that were free before: torch does not name a full disk."""
+    """Remove the folder of :func:`begin`; return the bytes free before: torch does not report a full disk."""
     free = shutil.disk_usage(unfinished).free
     shutil.rmtree(unfinished, ignore_errors=True)
     return free
@@ -94,7 +94,7 @@ def publish(
         unfinished: Folder of :func:`begin`.
         step: Number of training steps.
         config: JSON values that a run must share to resume from this checkpoint.
-        keep: How many checkpoints stay in the directory.
+        keep: Number of checkpoints that stay in the directory.
         files: Known fingerprints, by file name; the other files are read here.
         added: JSON to keep beside the configuration.
 
@@ -130,13 +130,13 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
     """Return the content of a checkpoint's ``config.json``.
 
     Raises:
-        ValueError: The checkpoint is missing, has another ``config`` (the first difference, with both values), or its
-            ``config.json`` is damaged.
+        ValueError: The checkpoint is missing, has another ``config`` (the message has the first difference with both
+            values), or its ``config.json`` is damaged.
     """
     if not checkpoint.exists():
         raise ValueError(f"checkpoint {checkpoint} does not exist")
     if not checkpoint.is_dir():
-        raise damaged(checkpoint, "it is no folder")
+        raise damaged(checkpoint, "it is not a folder")
     try:
         content = _json(checkpoint / CONFIG)
         step, there, files = content["step"], content["config"], content["files"]
@@ -148,7 +148,7 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
         raise damaged(checkpoint, f"{CONFIG} has step={quoted(step)}, not a whole number, 0 or more")
     named = NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[2]) != step:
-        raise damaged(checkpoint, f"{CONFIG} has step={step}, not that of the folder's name")
+        raise damaged(checkpoint, f"{CONFIG} has step={step}, not the step of the folder's name")
     _check_listed(checkpoint, files)
     here = json.loads(json.dumps(dict(config)))
     for key in here | there:
@@ -169,7 +169,7 @@ def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Itera
         try:
             found = path.stat()
             if not stat.S_ISREG(found.st_mode):
-                raise damaged(checkpoint, f"{name} is no file")
+                raise damaged(checkpoint, f"{name} is not a file")
             size = found.st_size
             actual = _fingerprint(path) if size == expected["bytes"] else {"bytes": size}
         except OSError as error:
@@ -189,7 +189,7 @@ def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]
 def _json(path: Path) -> dict[str, Any]:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
-        raise ValueError("it is no file of such a size")
+        raise ValueError("it is not a file of such a size")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
         raise TypeError
@@ -202,7 +202,7 @@ def _check_listed(checkpoint: Path, files: Any) -> None:
         raise damaged(checkpoint, f"{CONFIG} lists no files")
     for name, of in files.items():
         if name in ("", ".", "..", CONFIG) or "\0" in name or Path(name).name != name:
-            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)}, which is no name of a file beside it")
+            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)}, which is not the name of a file beside it")
         values = [of.get(key) for key in ("bytes", "crc32")] if isinstance(of, dict) and len(of) == 2 else [None]
         if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
             raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
@@ -225,13 +225,13 @@ def damaged(checkpoint: Path, why: str) -> ValueError:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory``, lowest step first; an old one before the one that replaces it."""
+    """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first."""
     found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), pair[0][1] is None))]
 
 
 def _discard(checkpoint: Path) -> None:
-    """Rename a checkpoint, then remove it, so that no half of it is ever visible under its name."""
+    """Rename a checkpoint, then remove it, so that a partial checkpoint is never visible under its name."""
     name = checkpoint.name.removeprefix(".replaced-")
     shutil.rmtree(checkpoint.rename(checkpoint.parent / f".{name}.unfinished"))
 

@@ -1,10 +1,10 @@
-"""Hyperparameters of an optimizer's parameter groups, as JSON, found again by the names of the groups' parameters.
+"""Hyperparameters of an optimizer's parameter groups as JSON, stored by the names of the groups' parameters.
 
     content = describe_groups([groups_of(optimizer, names) for each rank])
     set_groups(optimizer, StoredGroups.read(content).chosen(optimizer, names))
 
-Ranks of another layout hold other parameters of a group, and a group may have no parameter on one of them. So a group
-gets the numbers that its own parameters were saved with; a group without a parameter those of its position in the list.
+In another layout a rank holds other parameters of a group, or none. So a group gets the numbers that its own parameters
+were saved with. A group without parameters gets the numbers of its position in the list.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 Json = Any
 Numbers = dict[str, Json]
 GroupNumbers = tuple[Numbers, tuple[str, ...]]
-"""Numbers of one parameter group, and the names of its parameters."""
+"""The numbers of one parameter group, and the names of its parameters."""
 
-# Which parameters there are and how a step is computed is decided by the optimizer that loads.
+# The optimizer that loads decides on its parameters and on how a step is computed.
 _NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -52,7 +52,7 @@ def decoded(content: Json) -> Any:
     """Return the value that :func:`encoded` turned into ``content``.
 
     Raises:
-        ValueError: ``content`` is no result of :func:`encoded`.
+        ValueError: ``content`` is not a result of :func:`encoded`.
     """
     if isinstance(content, list):
         return [decoded(one) for one in content]
@@ -71,7 +71,7 @@ def decoded(content: Json) -> Any:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[GroupNumbers]:
-    """Return of each group the numbers that can be stored, and the names of its parameters."""
+    """Return for each group the numbers that can be stored, and the names of its parameters."""
     found = []
     for group in optimizer.param_groups:
         numbers: Numbers = {}
@@ -79,14 +79,14 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
             if key not in _NOT_STORED:
                 try:
                     numbers[key] = encoded(value)
-                except TypeError:  # for example a function, which the loading optimizer has as well
+                except TypeError:  # for example a function, which the loading optimizer has too
                     continue
         found.append((numbers, tuple(names[parameter] for parameter in group["params"])))
     return found
 
 
 def describe_groups(ranks: Sequence[Sequence[GroupNumbers]]) -> Json:
-    """Return the groups of all ranks: each set of numbers once, the set of each parameter, and that of each position.
+    """Return the groups of all ranks: the distinct sets of numbers, and the set of each parameter and each position.
 
     "places" is None if ranks have different numbers of groups.
     """
@@ -122,7 +122,7 @@ class StoredGroups(NamedTuple):
         """Parse a result of :func:`describe_groups`.
 
         Raises:
-            ValueError: ``content`` is no such result.
+            ValueError: ``content`` has another form.
         """
         try:
             table = [{str(key): decoded(value) for key, value in dict(one).items()} for one in content["groups"]]
@@ -138,7 +138,7 @@ class StoredGroups(NamedTuple):
         """Compare the numbers of groups that the ranks have with the stored number.
 
         Raises:
-            ValueError: All ranks have one number of groups, and another was stored.
+            ValueError: All ranks have the same number of groups, but another number was stored.
         """
         if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
             raise ValueError(
@@ -149,7 +149,7 @@ class StoredGroups(NamedTuple):
     def chosen(
         self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
     ) -> list[dict[str, Any] | None]:
-        """Return the numbers to set in each group; None for a group of which nothing was stored.
+        """Return the numbers to set in each group; None for a group without stored numbers.
 
         Raises:
             ValueError: A group has parameters that were saved with different numbers.
@@ -160,7 +160,7 @@ class StoredGroups(NamedTuple):
             for name, numbers in mine[1:]:
                 if numbers is not mine[0][1] and (key := _difference(mine[0][1], numbers)) is not None:
                     raise ValueError(
-                        f"group {number} of the optimizer has {mine[0][0]} and {name}, of which the checkpoint has "
+                        f"group {number} of the optimizer has {mine[0][0]} and {name}, for which the checkpoint has "
                         f"{key}={mine[0][1].get(key)} and {key}={numbers.get(key)}; "
                         "allowed: the same groups as it was saved with"
                     )

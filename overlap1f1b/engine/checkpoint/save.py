@@ -1,21 +1,21 @@
-"""Save a training run and resume it on any layout of ranks.
+"""Saving of a training run, and resuming on any layout of ranks.
 
     step = load_checkpoint(engine, "runs/x", optimizer)  # 0 if there is none
     save_checkpoint(engine, "runs/x", step, optimizer)
 
 A checkpoint is written by torch.distributed.checkpoint (DCP) into a folder that gets its name when every rank has
-finished, see :mod:`.folder`. Ranks exchange DCP's plans over the engine's mesh, not over torch's default group: so no
-wait is longer than the engine's limit, and a failure of one rank is raised on all of them.
+finished, see :mod:`.folder`. Ranks exchange DCP's plans over the engine's mesh, not over torch's default group. So no
+wait is longer than the engine's limit, and all ranks raise the failure of one rank.
 
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
-an equal slice of dimension 0 on each rank along "ep", rank 0 first; DCP gets it as a DTensor of the full shape, and so
-its optimizer state of as many rows. Everything else is equal on all ranks that hold it.
+an equal slice of dimension 0 on each rank along "ep", rank 0 first. DCP gets it as a DTensor of the full shape, and
+likewise its optimizer state if that has the same rows. Everything else is equal on all ranks that hold it.
 
-A parameter that was never updated has no optimizer state, and none is stored. If only some slices of a parameter have
-state, the others are stored as zeros, the state of rows that never had a gradient.
+A parameter that was never updated has no optimizer state, so none is stored. If only some slices of a parameter have
+state, the others are stored as zeros, which is the state of rows that never had a gradient.
 
-DCP keeps its index as a pickle: load only checkpoints of people you trust.
+DCP keeps its index as a pickle: load only checkpoints from people you trust.
 """
 
 from __future__ import annotations
@@ -86,26 +86,26 @@ def save_checkpoint(
 ) -> Path:
     """Write the model and the optimizer's state to ``directory/step-00000100``, and return that path.
 
-    All ranks must call this. Ranks of another number, along any dimension of the mesh, can resume from the checkpoint.
-    Stages that are given as mere lists keep their number in their parameters' names, so only ranks with the same stages
-    can read them.
+    All ranks must call this. A mesh with other numbers of ranks, along any dimension, can resume from the checkpoint.
+    Stages that are given as plain lists have their stage numbers in the parameters' names, so only a run with the same
+    stages can read them.
 
     Args:
         engine: Engine of the model.
         directory: Folder that all ranks see.
         step: Number of training steps so far.
-        optimizer: Optimizer of the engine's parameters. Stored are its state and, of its parameter groups, every
-            number, text or tuple of these (``lr``, ``weight_decay``, what a scheduler notes), but not how a step is
-            computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        optimizer: Optimizer of the engine's parameters. The checkpoint has its state and, from its parameter groups,
+            every number, text or tuple of these (``lr``, ``weight_decay``, a scheduler's entries), but not the way in
+            which a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
         config: JSON values that a run must share with this one to resume from it.
-        keep: How many checkpoints stay in the directory.
+        keep: Number of checkpoints that stay in the directory.
 
     Raises:
-        ValueError: ``keep`` is below 1, the mesh has not all ranks, or parameters are sharded by FSDP2, which has
-            checkpoints of its own.
+        ValueError: ``keep`` is below 1, the mesh does not have all ranks, or parameters are sharded by FSDP2, which has
+            its own checkpoints.
         OSError: A rank cannot write; raised on every rank.
-        RuntimeError: Another failure on a rank, which the message names on every rank; a LostRankError if a rank did
-            not answer within the engine's limit, in which the slowest rank must have written its part.
+        RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
+            not answer within the engine's limit; the slowest rank must write its part within this limit.
     """
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
@@ -139,19 +139,19 @@ def load_checkpoint(
         engine: Engine of the model, over any number of ranks.
         directory: Folder given to :func:`save_checkpoint`, or one checkpoint in it. Without a checkpoint nothing
             changes and the result is 0.
-        optimizer: Optimizer of the engine's parameters, possibly fresh. Each group gets the learning rate and the other
-            numbers that its parameters were saved with, on whatever rank they were.
-        config: As given to :func:`save_checkpoint`.
+        optimizer: Optimizer of the engine's parameters, possibly a new one. Each group gets the learning rate and the
+            other numbers that its parameters were saved with, on any rank.
+        config: The ``config`` of :func:`save_checkpoint`.
 
     Raises:
-        ValueError: The checkpoint has another configuration or model (the first difference, with both values), its
-            optimizer had other parameter groups, it is damaged, or the mesh has not all ranks.
-        RuntimeError: As of :func:`save_checkpoint`.
+        ValueError: The checkpoint has another configuration or model (the message has the first difference with both
+            values), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
+        RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
     path: Path | None = Path(directory)
     with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
         if not Path(directory).name.startswith("step-"):
-            together = Together(engine.mesh, f"{directory} cannot be looked through")
+            together = Together(engine.mesh, f"{directory} cannot be searched")
             path = together.first(lambda: latest(Path(directory)))
         if path is None:
             return 0
@@ -201,7 +201,7 @@ class _Held:
             if isinstance(module, Experts) and self.mesh.size("ep") > 1
             for label, _ in module.named_parameters()
         }
-        """Names of parameters of which each rank along "ep" has a slice."""
+        """Names of parameters that are sliced over the ranks along "ep"."""
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -210,25 +210,25 @@ class _Held:
             for parameter in group["params"]:
                 if parameter not in names:
                     raise ValueError(
-                        f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model has "
-                        "not; allowed: an optimizer of the engine's parameters"
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model does "
+                        "not have; allowed: an optimizer of the engine's parameters"
                     )
                 self.parameters[names[parameter]] = parameter
 
     def states(self) -> Iterator[tuple[str, nn.Parameter, State]]:
-        """Name, parameter and optimizer state of what this rank stores."""
+        """Yield name, parameter and optimizer state of each parameter that this rank stores."""
         for name, parameter in self.parameters.items():
             if self.holds(name):
                 yield name, parameter, self.optimizer.state.get(parameter) or {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The model's tensors as they are stored."""
+        """Return the model's tensors as they are stored, by name."""
         state = self.model.state_dict()
         return {f"model.{name}": self.whole(tensor, name) for name, tensor in state.items() if self.holds(name)}
 
     @property
     def stored_names(self) -> dict[nn.Parameter, str]:
-        """Names under which the state of the optimizer's parameters is stored."""
+        """Return the names under which the state of the optimizer's parameters is stored."""
         return {parameter: self.stored_name(name) for name, parameter in self.parameters.items()}
 
     def stored_name(self, name: str) -> str:
@@ -240,7 +240,7 @@ class _Held:
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return ``tensor``, or the DTensor of which it is this rank's slice. Both share its memory."""
+        """Return ``tensor``, or the DTensor whose slice on this rank it is. Both share its memory."""
         devices = self.mesh.devices
         if devices is None or name not in self.sliced:
             return tensor.detach()
@@ -250,7 +250,7 @@ class _Held:
         """Return whether a tensor of the optimizer's state is sliced as its parameter is.
 
         Raises:
-            ValueError: It has neither a row for each row of the parameter nor a single number.
+            ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
         """
         rows = value.shape == parameter.shape or (value.numel() > 1 and value.shape[:1] == parameter.shape[:1])
         if name in self.sliced and value.numel() > 1 and not rows:
@@ -265,9 +265,9 @@ class _Slice(NamedTuple):
     """Optimizer state of one rank's slice of a parameter.
 
     Args:
-        updates: How often the slice was updated, as far as the state tells.
-        rank: The rank that has it.
-        rows: Dtype and shape of one row of each tensor that is sliced as the parameter is.
+        updates: Number of updates of the slice, if the state has it.
+        rank: The rank that has the slice.
+        rows: Dtype and shape of one row of each tensor that is sliced like the parameter.
     """
 
     updates: float
@@ -276,20 +276,20 @@ class _Slice(NamedTuple):
 
 
 class _Lead(NamedTuple):
-    """Of a sliced parameter the slice that was updated most, and the numbers of all slices that have state."""
+    """The most updated slice of a sliced parameter, and the numbers of all slices that have state."""
 
     slice: _Slice
     begun: set[int]
 
 
 class _Description(NamedTuple):
-    """What the other ranks must know of this rank before all of them write.
+    """Description of a rank's tensors and groups, which the other ranks need before all of them write.
 
     Args:
         step: Number of training steps.
         groups: Numbers and parameter names of the optimizer's groups.
         slices: State of slices, by the parameter's name and the rank along "ep".
-        numbers: State that is no tensor, by parameter and entry.
+        numbers: State that is not a tensor, by parameter and entry.
     """
 
     step: int
@@ -318,7 +318,7 @@ class _Writing:
         self.step, self.config, self.keep = step, config, keep
 
     def describe(self) -> _Description:
-        """Check the options and say what this rank has."""
+        """Check the options and return the description of this rank."""
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} would remove the checkpoint just written; use keep=1 or more")
         if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
@@ -348,10 +348,10 @@ class _Writing:
         return found
 
     def accept(self, every: list[_Description]) -> None:
-        """Compare the steps of all ranks, and choose which rank's state counts where ranks differ."""
+        """Compare the steps of all ranks, and choose the rank whose state is stored if ranks differ."""
         if len({one.step for one in every}) > 1:
             steps = sorted({one.step for one in every})
-            raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: one of all")
+            raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: the same on all ranks")
         self._leads = _leads(every)
         numbers: dict[str, dict[str, Json]] = {}
         for rank, one in enumerate(every):
@@ -366,7 +366,7 @@ class _Writing:
         self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(folder)
 
     def plan(self) -> SavePlan:
-        """Return DCP's plan of what this rank could write."""
+        """Return DCP's plan of all tensors that this rank could write."""
         first, rank = self.together.rank == 0, self.together.rank
         stored = self.tensors | self._state_tensors()
         self._planner.set_up_planner(stored, storage_meta=self._writer.storage_meta(), is_coordinator=first)
@@ -374,7 +374,7 @@ class _Writing:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def _state_tensors(self) -> dict[str, Tensor]:
-        # Of sliced parameters every rank stores its rows, and the rank with the most updates everything else.
+        # For sliced parameters every rank stores its rows; the rank with the most updates stores everything else.
         held, rank = self.held, self.together.rank
         tensors: dict[str, Tensor] = {}
         for name, parameter, state in held.states():
@@ -392,7 +392,7 @@ class _Writing:
         return tensors
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: divide what several ranks hold, and keep the index for :meth:`publish`."""
+        """On the first rank: divide the tensors that several ranks hold, and keep the index for :meth:`publish`."""
         every, self._index = self._planner.create_global_plan(plans)
         return self._writer.prepare_global_plan(every)
 
@@ -431,10 +431,10 @@ class _Reading:
         self._chosen: list[dict[str, Any] | None] | None = None
 
     def compare(self) -> int:
-        """Compare the checkpoint with what this rank has; return the number of the optimizer's groups.
+        """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups.
 
         Raises:
-            ValueError: It has a tensor of another name, shape or dtype, or is damaged.
+            ValueError: The checkpoint has a tensor of another name, shape or dtype, or is damaged.
         """
         self.held = held = _Held(self.engine, self.optimizer)
         self.tensors = held.tensors()
@@ -457,7 +457,7 @@ class _Reading:
         """Compare the numbers of parameter groups with the checkpoint's, with the same outcome on all ranks.
 
         Raises:
-            ValueError: All ranks have another number of groups.
+            ValueError: All ranks have the same number of groups, but the checkpoint has another.
         """
         if self._groups is not None:
             with self._naming_checkpoint():
@@ -467,7 +467,7 @@ class _Reading:
         """Find the numbers of this rank's parameter groups.
 
         Raises:
-            ValueError: A group has parameters of several stored groups that differ.
+            ValueError: A group has parameters from several stored groups with different numbers.
         """
         if self._groups is not None:
             with self._naming_checkpoint():
@@ -498,7 +498,7 @@ class _Reading:
         state = {number: state for number, state in enumerate(self._state.values()) if state}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for group, before in zip(self.optimizer.param_groups, own, strict=True):
-            # load_state_dict puts copies in the place of tensors, which a captured graph may read.
+            # load_state_dict would replace tensors by copies, but a captured graph may read the tensors.
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
         if self._chosen is not None:
             set_groups(self.optimizer, self._chosen)
@@ -527,7 +527,7 @@ class _Reading:
         return {key: meta for key, meta in every if isinstance(meta, TensorStorageMetadata)}
 
     def _make_state(self, stored: _Stored, numbers: Mapping[str, Mapping[str, Json]]) -> None:
-        # The optimizer may be fresh: its state is made here, as the checkpoint describes it, and read in `fill`.
+        # The optimizer may be new: its state is made here, as the checkpoint describes it, and read in `fill`.
         held = self.held
         for key, meta in stored.items():
             kind, _, path = key.partition(".")
@@ -567,7 +567,7 @@ class _Reading:
                 raise of_another_run(self.checkpoint, key, there, here)
         if not any(self._state.values()):
             return
-        # A parameter that the optimizer had but never updated has no state; one that it did not have is a difference.
+        # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
         with_state = {stored_name for stored_name, (first, *_) in self._copies.items() if self._state[first]}
         known = with_state if self._groups is None else self._groups.of.keys()
         for stored_name, (first, *_) in self._copies.items():

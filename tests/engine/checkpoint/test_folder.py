@@ -126,7 +126,7 @@ def rewrite(path: Path, **changes: object) -> None:
                 ("9" * 10**6, f"'{'9' * 40}'… (1000000 characters)"),
             ]
         ],
-        (CONFIG, partial(rewrite, step=2), "config.json has step=2, not that of the folder's name"),
+        (CONFIG, partial(rewrite, step=2), "config.json has step=2, not the step of the folder's name"),
         *[
             (CONFIG, partial(rewrite, files=files), "config.json lists no files")
             for files in (None, 7, [], {}, "file", [["file", {"bytes": 7, "crc32": 0}]])
@@ -135,7 +135,7 @@ def rewrite(path: Path, **changes: object) -> None:
             (
                 CONFIG,
                 partial(rewrite, files={name: {"bytes": 7, "crc32": 0}}),
-                f"config.json lists {shown}, which is no name of a file beside it",
+                f"config.json lists {shown}, which is not the name of a file beside it",
             )
             for name, shown in [
                 *[(n, repr(n)) for n in ("", ".", "..", "../file", "/etc/passwd", "a/b", "a/", "a\0b", CONFIG)],
@@ -160,9 +160,9 @@ def rewrite(path: Path, **changes: object) -> None:
                 {"bytes": 7, "crc32": 2**70},
             )
         ],
-        ("file", lambda path: (path.unlink(), os.mkfifo(path)), "file is no file"),
-        ("file", lambda path: (path.unlink(), path.mkdir()), "file is no file"),
-        ("file", lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "file is no file"),
+        ("file", lambda path: (path.unlink(), os.mkfifo(path)), "file is not a file"),
+        ("file", lambda path: (path.unlink(), path.mkdir()), "file is not a file"),
+        ("file", lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "file is not a file"),
         ("file", lambda path: os.truncate(path, 1 << 40), "file has 1099511627776 bytes, not the 7 written"),
         (CONFIG, lambda path: (path.unlink(), os.mkfifo(path)), "config.json cannot be read (ValueError)"),
     ],
@@ -199,5 +199,5 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/none does not exist$"):
         verify(tmp_path / "none", HERE)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/file is damaged: it is no folder; remove it"):
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/file is damaged: it is not a folder; remove it"):
         verify(tmp_path / "file", HERE)

@@ -326,7 +326,7 @@ def test_other_groups_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
     (one, other) = ranks2.run(_other_groups, tmp_path, 3)
     assert one == other
     assert re.search(
-        r"rank pp 0: checkpoint .*: group 0 of the optimizer has .* of which the checkpoint has lr=0.02 and lr", one
+        r"rank pp 0: checkpoint .*: group 0 of the optimizer has .* for which the checkpoint has lr=0.02 and lr", one
     )
 
 
@@ -354,7 +354,7 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     run = Run({})
     run.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
     with pytest.raises(
-        ValueError, match=r"the optimizer has a parameter of shape \[2, 9\] that this rank's model has not"
+        ValueError, match=r"the optimizer has a parameter of shape \[2, 9\] that this rank's model does not have"
     ):
         run.save(tmp_path)
     assert os.listdir(tmp_path) == []
