@@ -1,4 +1,4 @@
-"""The autograd graph behind some tensors, for drop-ins that check where gradients go."""
+"""The autograd graph of some tensors, for drop-ins that check where gradients go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def graph_nodes(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes behind these tensors, depth first; a leaf's node has its ``variable``."""
+    """Return all autograd nodes of the graph of these tensors, depth first; a leaf's node has its ``variable``."""
     seen: dict[Any, None] = {}
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:

@@ -46,7 +46,7 @@ def test_foreign_text(text: str) -> None:
 
 @pytest.mark.parametrize("text", ['{"a" 1}', '{"a": nothing}', '{"traceEvents": [{"a": }]}'])
 def test_malformed(text: str) -> None:
-    with pytest.raises(ValueError, match="not (a )?JSON"):
+    with pytest.raises(ValueError, match=r"not (a )?JSON"):
         parts(text)
 
 

@@ -228,7 +228,7 @@ class _Held:
 
     @property
     def stored_names(self) -> dict[nn.Parameter, str]:
-        """Return the names under which the state of the optimizer's parameters is stored."""
+        """Names under which the state of the optimizer's parameters is stored."""
         return {parameter: self.stored_name(name) for name, parameter in self.parameters.items()}
 
     def stored_name(self, name: str) -> str:

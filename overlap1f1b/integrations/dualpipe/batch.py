@@ -18,12 +18,12 @@ Criterion = Callable[..., Tensor]
 
 
 class Ended(NamedTuple):
-    """What a step made at this rank's ends of the pipes, for each microbatch in order.
+    """Results of a step at this rank's ends of the pipes, for each microbatch in order.
 
     Args:
-        losses: Without a graph; empty without a criterion, and where no pipe ends.
-        outputs: Outputs of the last stage, if they were asked for.
-        input_grads: Gradients of the inputs that require one; empty where none does.
+        losses: Losses without a graph; empty without a criterion, and on a rank where no pipe ends.
+        outputs: Outputs of the last stage, if they are returned.
+        input_grads: Gradients of the inputs that require one; empty if none does.
     """
 
     losses: Sequence[Tensor]
@@ -36,9 +36,9 @@ class Batch:
     """The arguments of a step.
 
     Args:
-        inputs: Each is split into the microbatches that enter on this rank.
-        labels: Each is split into the microbatches that end on this rank; None is passed on as it is.
-        criterion: The loss; None asks for outputs alone.
+        inputs: Tensors, each split into the microbatches that begin on this rank.
+        labels: Tensors, each split into the microbatches that end on this rank; None is passed on unchanged.
+        criterion: Loss function; None for outputs alone.
         dim: The dimension along which inputs and labels are split.
         keep_outputs: Whether outputs are returned.
     """
@@ -53,7 +53,7 @@ class Batch:
         """Return the inputs of each microbatch, as leaves.
 
         Raises:
-            ValueError: No inputs, or fewer rows than microbatches.
+            ValueError: There are no inputs, or fewer rows than microbatches.
         """
         given = [x for x in self.inputs if x is not None]
         if not given or len(given) < len(self.inputs):
@@ -69,7 +69,8 @@ class Batch:
         """Return the labels of each microbatch.
 
         Raises:
-            ValueError: No criterion where a backward needs one, or fewer rows than microbatches.
+            ValueError: The criterion is missing although a backward needs it, or there are fewer rows than
+                microbatches.
         """
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
@@ -85,7 +86,7 @@ class Batch:
         return x.tensor_split(count, dim=self.dim)
 
     def feed(self, program: Program, rank: int) -> Feed:
-        """Return what an engine's stages are given: losses unscaled; auxiliary losses count as each router says."""
+        """Return the feed of an engine's stages: losses are unscaled, auxiliary losses keep their routers' scale."""
         last = program.placement.stages - 1
         indices = {stage: program.microbatches_of(pipe) for pipe, stage in program.placement.places(rank)}
         parts = self.parts(len(indices[0])) if 0 in indices else []
@@ -102,7 +103,7 @@ class Batch:
         return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
 
     def ended(self, played: Microbatches, program: Program) -> Ended:
-        """Return what an engine's step made of :meth:`feed`."""
+        """Return the results of an engine's step that was given :meth:`feed`."""
         first, last = played.of_stage(0), played.of_stage(program.placement.stages - 1)
         results = [m.outputs for m in last if m.outputs is not None]
         assert len(results) == len(last)
@@ -115,7 +116,7 @@ class Batch:
         )
 
     def finish(self, ended: Ended) -> tuple[Tensor | None, Tensor | Tensors | None]:
-        """Return losses and outputs as a step does, and give inputs that require a gradient theirs."""
+        """Return losses and outputs as a step does, and set the gradients of inputs that require one."""
         if ended.input_grads:
             grads = [torch.cat(parts, self.dim) for parts in zip(*ended.input_grads, strict=True)]
             torch.autograd.backward([x for x in self.inputs if x is not None and x.requires_grad], grads)

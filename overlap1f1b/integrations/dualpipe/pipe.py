@@ -22,7 +22,7 @@ from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
 
 OWN = "overlapped_forward_backward"
-"""The method with which a module overlaps a pair itself."""
+"""Name of the method by which a module overlaps a pair itself."""
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
@@ -34,23 +34,23 @@ def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
 
 
 class Pipeline(nn.Module):
-    """The common base of both classes; each says which stages its two modules are.
+    """The common base of both classes; each subclass defines the stages of its two modules.
 
     Args:
-        modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of them and is one block of the
-            engine; an ``nn.Sequential`` is as many as it has.
+        modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of tensors, and is one block of
+            the engine; each child of an ``nn.Sequential`` is a block.
         batch_dim: Dimension along which inputs and labels are split into microbatches.
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
-        expert_group: The ranks that share the experts of the modules, each in a pipeline of its own.
-        overlap: How much runs interleaved; see :class:`~overlap1f1b.engine.Engine`.
+        expert_group: The ranks that share the experts of the modules, each in a separate pipeline.
+        overlap: See :class:`~overlap1f1b.engine.Engine`.
         costs: Seconds of every node, instead of measuring them in the first two steps.
-        weight_store: The ``WeightGradStore`` in which the modules leave weight gradients. The modules then run whole.
+        weight_store: The ``WeightGradStore`` to which the modules defer weight gradients. The modules then run whole.
         dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
         timeout: Limit in seconds of every wait for another rank.
 
     Raises:
-        ValueError: A number of modules other than two, ranks that do not fit the schedule, or groups that form no grid.
+        ValueError: There are not two modules, the ranks do not fit the schedule, or the groups do not form a grid.
     """
 
     schedule: ClassVar[str]
@@ -86,7 +86,7 @@ class Pipeline(nn.Module):
         self._stages = dict(zip((s for _, s in placement.places(self.rank)), self.module, strict=True))
         first, second = (type(module) for module in self.module)
         self.overlapped_forward_backward = first is second and hasattr(first, OWN)
-        # All ranks must run the same way, whatever each of them holds.
+        # All ranks must run in the same way, even if their modules differ.
         own = spanned.combined(
             self.overlapped_forward_backward or weight_store is not None, lambda _, every: any(every)
         )
@@ -117,19 +117,19 @@ class Pipeline(nn.Module):
         Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
 
         Args:
-            inputs: Arguments of the first stage's module, split into microbatches; ignored where none begins.
-            num_chunks: Microbatches of the step.
-            criterion: ``(*outputs, *labels) → scalar``, where microbatches end.
+            inputs: Arguments of the first stage's module, split into microbatches; ignored if none begin on this rank.
+            num_chunks: Number of microbatches of the step.
+            criterion: ``(*outputs, *labels) → scalar``, on ranks where microbatches end.
             labels: Arguments of the criterion, split into the microbatches that end here.
             return_outputs: Whether the outputs of the last stage are returned.
 
         Returns:
             The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``, or
-            ``[microbatches that end here]`` where an output is one number; None for what was not asked for, and where
-            none end.
+            ``[microbatches that end here]`` if an output is one number. Each is None if it is not requested, or if no
+            microbatches end here.
 
         Raises:
-            ValueError: A number of microbatches that the schedule does not allow, a batch that is missing or too small.
+            ValueError: The schedule does not allow this number of microbatches, or the batch is missing or too small.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
         if num_chunks < 1:
@@ -169,15 +169,15 @@ class DualPipe(Pipeline):
     >>> loss, outputs = model.step(x, num_chunks=20, criterion=criterion, labels=(y,))
 
     On rank ``r`` of P the first module is stage ``r`` of the pipeline that begins on rank 0, the second one stage
-    ``P − 1 − r`` of the pipeline that begins on the last rank. Each takes half of the microbatches: the first and the
-    last rank each give inputs, and the labels of the other's inputs. Every stage lies on two ranks, whose gradients
-    are left apart: sum them before the optimizer's step.
+    ``P − 1 − r`` of the pipeline that begins on the last rank. Each pipeline gets half of the microbatches: the first
+    and the last rank each give inputs, and the labels for the other's inputs. Two ranks hold each stage, and their
+    gradients stay separate: sum them before the optimizer's step.
 
-    Modules of one class with an ``overlapped_forward_backward(module0, inputs0, criterion0, labels0, module1, loss1,
-    outputs1, output_grads1) → (outputs0, loss0)`` are given every fused pair of the schedule, and run whole otherwise.
-    All others are cut by the engine: exchanges of any :class:`~overlap1f1b.moe.GroupedExperts` in them hide behind
-    other microbatches, and weight gradients of ``nn.Linear`` and of experts fill the bubbles. The arguments are those
-    of :class:`Pipeline`.
+    If the modules have one class with an ``overlapped_forward_backward(module0, inputs0, criterion0, labels0, module1,
+    loss1, outputs1, output_grads1) → (outputs0, loss0)``, this method runs every fused pair of the schedule, and the
+    modules run whole otherwise. The engine cuts all other modules: exchanges of any
+    :class:`~overlap1f1b.moe.GroupedExperts` in them hide behind other microbatches, and weight gradients of
+    ``nn.Linear`` and of experts fill the bubbles. The arguments are as for :class:`Pipeline`.
     """
 
     schedule = "dualpipe"
@@ -189,7 +189,7 @@ class DualPipeV(Pipeline):
     >>> model = DualPipeV((stages[rank], stages[2 * ranks - 1 - rank]))
 
     On rank ``r`` of P the modules are stages ``r`` and ``2P − 1 − r``; the first rank gives inputs and labels and gets
-    losses and outputs. Everything else is as for :class:`DualPipe`.
+    losses and outputs. For everything else see :class:`DualPipe`.
     """
 
     schedule = "dualpipev"

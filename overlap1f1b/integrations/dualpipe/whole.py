@@ -1,4 +1,4 @@
-"""A step of modules that run whole: plain autograd, and the modules' own function for a pair of the schedule."""
+"""A step with modules that run whole: by plain autograd, and by the modules' own function for pairs."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ _Chain = tuple[Kind, int, int]
 
 
 class WeightStore(Protocol):
-    """Where modules leave weight gradients while it is enabled, as the ``WeightGradStore`` of DualPipe."""
+    """A queue of deferred weight gradients, like the ``WeightGradStore`` of DualPipe."""
 
     enabled: bool
 
     def flush(self) -> None:
-        """Close the group of what was left since the last call."""
+        """Close the group of weight gradients that were deferred since the last call."""
 
     def pop(self) -> None:
         """Compute the oldest group."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all groups."""
 
 
 class WholeModules:
-    """The links between ranks and the plans, which stay from step to step.
+    """The modules, the links between ranks and the plans, which stay from step to step.
 
     Args:
         modules: The modules of this rank, by the number of their stage.
-        placement: Which rank holds which stage.
+        placement: Rank of each stage.
         mesh: The ranks; the pipeline is its dimension "pp".
         overlapped: Whether pairs are given to ``type(module).overlapped_forward_backward``.
-        weight_store: Where the modules leave weight gradients; they are then computed where the program has W.
+        weight_store: Queue to which the modules defer weight gradients, for the program's W.
         timeout: Limit in seconds of every wait for another rank.
         dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
     """
@@ -89,7 +89,7 @@ class WholeModules:
 
         Raises:
             ValueError: Inputs, labels or the criterion are missing.
-            RuntimeError: Another rank failed, or did not answer within the limit; a step after one that failed.
+            RuntimeError: Another rank failed, or did not answer within the limit; or an earlier step has failed.
         """
         if self._failed:
             raise RuntimeError("a step of this pipeline failed before; allowed: a new one, on all ranks")
@@ -102,7 +102,7 @@ class WholeModules:
         return walk.ended()
 
     def _plan(self, program: Program, *, grad: bool) -> Plan:
-        """The actions one after another; every stage is one block, whose weight gradients can be computed apart."""
+        """Return the actions one after another; a stage is one block, with separate weight gradients if possible."""
         key = (program.microbatches, grad)
         if key not in self._plans:
             played = program if grad else forwards_of(program)
@@ -112,7 +112,7 @@ class WholeModules:
 
     @contextmanager
     def _guarded(self, walk: _Walk) -> Iterator[None]:
-        """Tell a failure inside to the other ranks."""
+        """Tell the other ranks of a failure inside the context."""
         try:
             yield
         except BaseException as error:
@@ -132,7 +132,7 @@ class WholeModules:
 class _Forward:
     """One microbatch on one stage, between its forward and its backward.
 
-    Outputs keep their values until their backward, which a module may start in any way it likes.
+    Outputs keep their values until their backward, since a module may start it in its own way.
     """
 
     inputs: list[Tensor]
@@ -147,7 +147,7 @@ class _Walk:
 
     Args:
         whole: The modules and the links to other ranks.
-        plan: What is played.
+        plan: The plan to play.
         batch: Inputs and labels of this rank.
         grad: Whether there are backwards.
     """
@@ -192,11 +192,11 @@ class _Walk:
         assert not left, f"a step frees and passes on everything, but {left}"
 
     def ended(self) -> Ended:
-        """Return what the step made at this rank's ends of the pipes, in the order of the microbatches."""
+        """Return the step's results at this rank's ends of the pipes, in the order of the microbatches."""
         return Ended(_in_order(self._losses), _in_order(self._outputs), _in_order(self._input_grads))
 
     def drain(self) -> None:
-        """Give what is under way a moment to end."""
+        """Give transfers under way a moment to end."""
         flights: list[Flight[Any]] = [*self._sends, *self._arriving.values()]
         for flight in flights:
             flight.drain(DRAIN_S)
@@ -232,7 +232,7 @@ class _Walk:
         self._sends.append(self.boundary.send(node, *self._leaving.pop(_chain(node))))
 
     def _pass_on(self, node: Node, made: Tensors, differentiable: tuple[bool, ...]) -> None:
-        """Keep what a node made for its SEND, or for the next stage if that is on this rank too."""
+        """Keep a node's results for its SEND, or for the next stage if that is on this rank too."""
         stage, pipe = node.stage + (1 if node.kind is Kind.F else -1), self.placement.pipes[node.pipe]
         if not 0 <= stage < len(pipe):
             return
@@ -244,7 +244,7 @@ class _Walk:
             self._leaving[_chain(node)] = made, differentiable
 
     def _take(self, node: Node) -> Tensors:
-        """What a forward needs of the stage before it, a backward of the stage behind it."""
+        """Return a forward's tensors from the previous stage, or a backward's from the next stage."""
         chain = _chain(node)
         return self._folded.pop(chain) if chain in self._folded else self._arriving.pop(chain).wait()
 
@@ -293,7 +293,7 @@ class _Walk:
         self._finish_backward(node, run)
 
     def _roots(self, node: Node, run: _Forward) -> tuple[Tensor | None, Tensors, Tensors]:
-        """The loss; or the outputs that need a gradient, and their gradients."""
+        """Return the loss, the outputs that need a gradient, and their gradients."""
         if node.stage == self.last:
             return run.loss, (), ()
         outputs = tuple(t for t, differs in zip(run.outputs, run.differentiable, strict=True) if differs)
@@ -307,7 +307,7 @@ class _Walk:
             self._input_grads[node.microbatch] = grads
 
     def _pair(self, forward: Node, backward: Node) -> None:
-        """Run both members by the modules' protocol; it takes tuples, as autograd's engine does."""
+        """Run both members by the modules' own method, which takes tuples, as autograd's engine does."""
         run0, run1 = self._begin(forward), self._forwards.pop((backward.stage, backward.microbatch))
         module0, module1 = self.modules[forward.stage], self.modules[backward.stage]
         criterion0 = self.batch.criterion if forward.stage == self.last else None

@@ -1,8 +1,8 @@
-"""A model chunk as blocks of a stage: the user's forward step is suspended before each layer and behind the last.
+"""A model chunk as blocks of a stage: the user's forward step is suspended before each layer and after the last.
 
-1. :func:`parts_of` says where a chunk is cut, and which modules run in each part.
+1. :func:`parts_of` returns the parts into which a chunk is cut, with their modules.
 2. :class:`Chunk` runs the user's ``forward_step_func`` from one cut to the next; a :class:`Segment` is one such part.
-3. :class:`CutCheck` follows the first forward's graph: gradients must pass a cut by the layer's tensors alone.
+3. :class:`CutCheck` follows the first forward's graph: gradients must pass a cut only through the layer's tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from overlap1f1b.integrations.megatron.step import ChunkStep
 from overlap1f1b.moe import Experts
 
 Layers = Callable[[nn.Module], Sequence[nn.Module]]
-"""Returns the layers of a chunk, in the order in which its forward calls them."""
+"""Function that returns the layers of a chunk, in the order in which its forward calls them."""
 
 
 def default_layers(chunk: nn.Module) -> Sequence[nn.Module]:
     """Return the children of an ``nn.Sequential``, else ``chunk.layers``, else ``chunk.decoder.layers``, else none.
 
-    Wrappers are looked through by ``.module``. A chunk also has no layers here if its config runs layers inside a
+    Wrappers are unwrapped by ``.module``. The result is also empty if the chunk's config runs layers inside a
     checkpoint, which cannot be cut: ``recompute_granularity="full"``, or any granularity with layers of MTP, which use
     the embedding and the output layer of the other layers.
     """
@@ -58,7 +58,7 @@ class Part(NamedTuple):
         name: Name for messages.
         held: A module that holds the modules of the part.
         cut: The layer at which the part begins; None if it begins with the forward.
-        behind: Whether the part begins behind that layer instead of before it.
+        behind: Whether the part begins after that layer instead of before it.
     """
 
     name: str
@@ -70,21 +70,21 @@ class Part(NamedTuple):
 def parts_of(chunk: nn.Module, layers: Sequence[nn.Module], *, ends: bool) -> list[Part]:
     """Return the parts of a chunk that is cut at its layers; without layers it is one part.
 
-    Each layer is a part. The modules before the first layer are a part if they have parameters. The modules behind the
+    Each layer is a part. The modules before the first layer are a part if they have parameters. The modules after the
     last layer are a part if they have parameters or if the model ends there; so the backward walks a head and a loss
     once, not once for each call of experts before them.
 
-    Modules that are registered after the layers are taken to run after them. Modules that are registered before the
+    Modules that are registered after the layers are assumed to run after them. Modules that are registered before the
     layers may run on either side, so both parts hold them: their parameters are complete with the first part's
     backward.
 
     Args:
-        chunk: The chunk, perhaps wrapped.
+        chunk: The chunk, which may be wrapped.
         layers: Its layers in order.
         ends: Whether the chunk computes the loss.
 
     Raises:
-        ValueError: A layer is not in the chunk, or is there twice; or there are experts before the layers.
+        ValueError: A layer is not in the chunk or is in it twice, or there are experts before the layers.
     """
     if not layers:
         return [Part("it", chunk)]
@@ -126,9 +126,9 @@ def parts_of(chunk: nn.Module, layers: Sequence[nn.Module], *, ends: bool) -> li
 
 
 class CutCheck:
-    """Checks, node by node, that the graph of one forward passes each cut by the layer's tensors alone.
+    """Check of one forward's graph, part by part: it may pass a cut only through the layer's tensors.
 
-    The backward of a part starts from the tensors at its end, so a gradient that takes another way would be lost.
+    The backward of a part starts from the tensors at its end, so a gradient on another path would be lost.
 
     Args:
         name: Name of the chunk, for messages.
@@ -141,16 +141,16 @@ class CutCheck:
         self._here: list[Any] = []
 
     def add_leaves(self, leaves: Iterable[Tensor]) -> None:
-        """Note leaves of the part that runs."""
+        """Add leaves of the current part."""
         self._here += leaves
 
     def end_part(self, leaves: Iterable[Tensor]) -> None:
-        """Note that the part that runs ends, and the leaves that it began with."""
+        """End the current part, which began with these leaves."""
         self._earlier |= {id(part): part for part in (*self._here, *leaves)}
         self._here = []
 
     def check(self, outputs: Iterable[Any], number: int) -> None:
-        """Check the graph of tensors that the part of this number has computed.
+        """Check the graph of tensors that part ``number`` has computed.
 
         Raises:
             ValueError: The graph reaches an earlier part, or a parameter of another part.
@@ -184,7 +184,7 @@ class Chunk:
     """The forwards of one model chunk.
 
     Args:
-        model: A module with ``set_input_tensor``, perhaps wrapped.
+        model: A module with ``set_input_tensor``, which may be wrapped.
         layers: Modules at which the forward is cut, see :func:`parts_of`.
         stage: Number of the stage in the pipeline.
         last: Whether this chunk computes the loss.
@@ -200,7 +200,7 @@ class Chunk:
         self.set_input_tensor = attribute_of(model, "set_input_tensor")
         if self.set_input_tensor is None:
             raise ValueError(
-                f"a model chunk of type {type(model).__name__} without set_input_tensor; allowed: with one"
+                f"a model chunk of type {type(model).__name__} without set_input_tensor; allowed: one with this method"
             )
         self.model, self.stage, self.last, self.passes_last_input = model, stage, last, passes_last_input
         parameter = next(model.parameters(), None)
@@ -210,7 +210,7 @@ class Chunk:
         self.segments = [Segment(self, index, part.held) for index, part in enumerate(self.parts)]
         self.step: ChunkStep | None = None
         self.running = 0
-        """The microbatch of the node that runs."""
+        """The microbatch of the current node."""
         self._suspended: dict[int, _SuspendedForward] = {}
         self._checked = len(self.segments) == 1
 
@@ -273,7 +273,7 @@ class Chunk:
         return handed
 
     def _hook(self, index: int, layer: nn.Module, behind: bool) -> RemovableHandle:
-        """Suspend forwards where the part of this index begins: before its layer, or behind it."""
+        """Suspend forwards at the start of the part with this index: before or after its layer."""
         kind = type(layer).__name__
 
         def before_it(_: nn.Module, args: Any, kwargs: Any) -> Any:

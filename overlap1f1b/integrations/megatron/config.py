@@ -1,4 +1,4 @@
-"""Megatron-Core's config and process groups, as the drop-in reads them."""
+"""Megatron-Core's config and process groups, in the form that the drop-in reads."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ProcessGroups:
     >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "ep"))
     >>> groups = ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep"))
 
-    None stands for a group of one rank. Ranks of ``tp``, ``cp`` and ``dp`` play one plan, so that the collectives
-    inside their layers and between their gradients meet. Other attributes of a collection are for
+    None means a group of one rank. Ranks of ``tp``, ``cp`` and ``dp`` play one plan, so that the collectives inside
+    their layers and for their gradients come in one order. Other attributes of a collection are for
     ``finalize_model_grads_func``, which receives the collection.
 
     Args:

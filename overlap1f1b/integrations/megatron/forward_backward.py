@@ -76,28 +76,28 @@ def get_forward_backward_func(
     As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
 
-    A chunk is cut before each of its ``layers`` and behind the last, so that each layer is a block. If several MoE
-    layers were one block, the backward would walk all layers behind each of them to find the gradient of its experts:
-    a step of 8 layers in one block took 1.7 times as long as in 8 blocks. Every tensor whose gradient a layer
-    contributes to must be among its arguments; the first forward is checked for this.
+    A chunk is cut before each of its ``layers`` and after the last, so that each layer is a block. If several MoE
+    layers were one block, the backward would walk all layers after each of them to find the gradient of its experts: a
+    step of 8 layers in one block took 1.7 times as long as in 8 blocks. Every tensor whose gradient a layer contributes
+    to must be one of its arguments; the first forward is checked for this.
 
     Args:
-        pp_size: Number of pipeline ranks; by default that of the group ``pp``.
+        pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
         vp_size: Number of chunks of a rank, if interleaved. If ``pp_size``, ``vp_size`` and ``pg_collection`` are all
             missing, Megatron-Core's ``parallel_state`` gives it.
         pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
             and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
             else this rank alone.
-        schedule: One of ``SCHEDULES``, instead of that choice.
+        schedule: One of ``SCHEDULES``, instead of this choice.
         overlap: See :class:`~overlap1f1b.engine.Engine`.
         costs: Seconds of every node, instead of measuring them.
-        layers: Returns the layers of a chunk in order; an empty list leaves the chunk whole.
+        layers: Function that returns the layers of a chunk in order; an empty list leaves the chunk whole.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
         timeout: Limit in seconds of every wait for another rank.
 
     Raises:
-        ValueError: Sizes that do not fit the groups, or an unknown schedule.
+        ValueError: The sizes do not fit the groups, or the schedule is unknown.
     """
     groups = ProcessGroups.default() if pg_collection is None else pg_collection
     held = size_of(groups, "pp")
@@ -172,9 +172,9 @@ class ForwardBackward:
         """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
         Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
-        and resumed wherever a layer begins or experts are called, and other microbatches run in between: it must read
-        the model's state that it needs before the first layer. The only timer is ``forward-backward``, since forwards
-        and backwards interleave.
+        and resumed at each start of a layer and call of experts, and other microbatches run in between. So it must read
+        the model's state before the first layer. The only timer is ``forward-backward``, since forwards and backwards
+        interleave.
 
         Args:
             forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once for each microbatch of
@@ -191,8 +191,8 @@ class ForwardBackward:
             forward_only: Whether to run no backward.
             collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
             first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
-            adjust_tensor_shapes_fn: Accepted without interleaving, and not called: the engine needs no shapes ahead.
-            p2p_communicator: None; the engine has its own.
+            adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
+            p2p_communicator: Must be None; the engine has its own.
             pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
             force_all_reduce: Passed to ``finalize_model_grads_func``.
 
@@ -200,7 +200,7 @@ class ForwardBackward:
             On the last stage's rank, the report of ``loss_func`` for each microbatch in order; elsewhere nothing.
 
         Raises:
-            ValueError: A value that does not fit; the message names it.
+            ValueError: A value does not fit; the message names it.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
         # 1. Check the arguments.
@@ -307,7 +307,9 @@ class ForwardBackward:
         groups = self.groups if pg_collection is None else pg_collection
         for name in ("pp", "ep"):
             if group_of(groups, name) is not group_of(self.groups, name):
-                raise ValueError(f"pg_collection with another group {name}; allowed: that of get_forward_backward_func")
+                raise ValueError(
+                    f"pg_collection with another group {name}; allowed: the one of get_forward_backward_func"
+                )
         return groups
 
     def _checked_models(self, model: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -349,7 +351,7 @@ class ChunkEngine:
         self._sizes: Mapping[str, int | None] | None = None
 
     def expect(self, sizes: Mapping[str, int | None]) -> None:
-        """Let tensors between stages have other sizes than in the last step, if the call's sizes differ."""
+        """Let tensors between stages change their sizes, if the call's sizes differ from the last call's."""
         if self._sizes not in (None, sizes):
             self.engine.boundary.forget()
         self._sizes = sizes

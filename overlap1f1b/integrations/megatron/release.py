@@ -1,6 +1,6 @@
 """Outputs whose values are freed while their graph is still needed, as in Megatron-LM.
 
-The engine does not use these functions: it keeps only the graph of tensors that it has sent. They are here for code
+The engine does not use these functions: it keeps only the graph of the tensors that it has sent. They exist for code
 that calls them by Megatron-LM's names.
 """
 
@@ -31,7 +31,7 @@ def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = T
         deallocate_pipeline_outputs: Megatron-Core's switch; False does nothing.
 
     Raises:
-        ValueError: Another type; or a view, whose values another tensor holds.
+        ValueError: The output has another type, or is a view, whose values another tensor holds.
     """
     if out is None or not deallocate_pipeline_outputs:
         return
@@ -63,7 +63,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
         grad_output: Its gradient, in the shape that the output had before; None stands for 1.
 
     Raises:
-        ValueError: An output of several elements, or a value that is no tensor.
+        ValueError: The output has several elements, or an argument is not a tensor.
     """
     if not isinstance(output, Tensor) or output.numel() != 1:
         what = f"{output.numel()} elements" if isinstance(output, Tensor) else f"type {type(output).__name__}"
@@ -71,7 +71,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     if grad_output is not None and not isinstance(grad_output, Tensor):
         raise ValueError(f"grad_output of type {type(grad_output).__name__}; allowed: a tensor or None")
     grad = torch.ones_like(output) if grad_output is None else grad_output
-    # torch.autograd.backward would compare the gradient's shape with the one element that is left.
+    # torch.autograd.backward would compare the gradient's shape with the remaining element.
     Variable._execution_engine.run_backward(
         (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

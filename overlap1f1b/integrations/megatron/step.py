@@ -24,7 +24,7 @@ class AttachedLoss(NamedTuple):
         name: Name of the class.
         used: Field of the config that is set if the model has such losses.
         own_scale: Field of the config with a scale for these losses, used in place of ``grad_scale_func``.
-        by_sequence: Whether each rank along "cp" has a part of the loss.
+        by_sequence: Whether each rank along "cp" computes a part of the loss.
     """
 
     module: str
@@ -115,7 +115,7 @@ class Losses:
         return loss, report
 
     def scale_of(self, attached: AttachedLoss) -> Tensor:
-        """Return the gradient ``[1]`` of an attached loss: the main loss's, unless the config gives another scale."""
+        """Return the gradient ``[1]`` of an attached loss: the main loss's scale, unless the config gives another."""
         ones, config = torch.ones(1, device=self.tokens.device), self.config
         own = None if attached.own_scale is None else getattr(config, attached.own_scale)
         given = own() if own is not None else ones if config.grad_scale_func is None else config.grad_scale_func(ones)
@@ -166,11 +166,11 @@ class ChunkStep:
 
 
 class GradientSync:
-    """Lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk, in any node order.
+    """A switch that lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk.
 
-    ``no_sync_func`` is in force for the whole step, except while gradients of a last microbatch are added. With
-    ``grad_sync_func`` it stays in force there too, and ``grad_sync_func`` is called for a chunk as soon as its
-    gradients are complete, while the rest of the step goes on.
+    This holds for any order of nodes. ``no_sync_func`` is active for the whole step, except while gradients of a last
+    microbatch are added. With ``grad_sync_func`` it stays active then too, and ``grad_sync_func`` is called for a chunk
+    as soon as its gradients are complete, while the rest of the step continues.
 
     Args:
         config: Config of the model.
@@ -193,7 +193,7 @@ class GradientSync:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Hold reductions back inside the context of a step."""
+        """Suppress reductions inside the context of a step."""
         self._hold()
         try:
             yield

@@ -4,7 +4,7 @@ torch calls :class:`Registration` in place of its own compute actions. For each 
 
 1. waits for the tensors that torch's runtime receives, as torch does before its own compute,
 2. plays a forward, a backward, or both together on the :class:`AdoptedStage`,
-3. puts outputs and gradients where torch's runtime sends them from.
+3. puts outputs and gradients into torch's caches, from which torch's runtime sends them.
 
 This file reads and writes private attributes of torch's stages and schedules; torch has no public ones for this.
 """
@@ -83,7 +83,7 @@ def register(
 
     Args:
         schedule: ``ScheduleDualPipeV``, another schedule of several stages a rank, or one that was loaded from a table.
-        overlap: How the two members of an OVERLAP_F_B are interleaved: see :func:`combined_forward_backward_step`.
+        overlap: Interleaving of the two members of an OVERLAP_F_B, see :func:`combined_forward_backward_step`.
         costs: Seconds of the nodes, if ``overlap`` is a number.
         exchange: Exchange between the ranks that share the experts; by default over new groups of the ranks of the
             blocks' own :class:`GroupedExperts`, so that its transfers queue behind no others.
@@ -93,9 +93,9 @@ def register(
         A handle; its ``remove()`` leaves the schedule as it was.
 
     Raises:
-        ValueError: The schedule has one stage a rank; or a stage is not a plain ``PipelineStage``: traced, with a
-            ``dw_builder``, under DDP or FSDP, with DTensor parameters, or without experts on the whole rank. During a
-            step: arguments that are no tensors; keyword arguments for a list of blocks, or that require a gradient.
+        ValueError: The schedule has one stage a rank; a stage is not a plain ``PipelineStage`` (it is traced, has a
+            ``dw_builder`` or DTensor parameters, or is under DDP or FSDP); or no stage of the rank has experts. During
+            a step: an argument is not a tensor; a list of blocks gets keyword arguments, or one requires a gradient.
         RuntimeError: The schedule already has functions for these actions.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
@@ -197,7 +197,7 @@ def _index(action: _Action) -> int:
 
 
 def _independent(first: _Action, second: _Action) -> bool:
-    """Whether the actions are a forward and a backward of different microbatches."""
+    """Return whether the actions are a forward and a backward of different microbatches."""
     return (
         first.computation_type is FORWARD
         and second.computation_type in (FULL_BACKWARD, BACKWARD_INPUT)
@@ -224,7 +224,7 @@ def checked(stage: object) -> PipelineStage:
     if not isinstance(stage, PipelineStage):
         raise ValueError(f"{name} is a {type(stage).__name__}; allowed: torch.distributed.pipelining.PipelineStage")
     if stage.dw_builder is not None:
-        raise ValueError(f"{name} has a dw_builder; allowed: none, the engine computes weight gradients apart itself")
+        raise ValueError(f"{name} has a dw_builder; allowed: none, since the engine itself defers weight gradients")
     wrapped = [m for m in stage.submod.modules() if isinstance(m, DistributedDataParallel | FSDPModule)]
     if wrapped:
         kind = "DistributedDataParallel" if isinstance(wrapped[0], DistributedDataParallel) else "FSDP"
@@ -245,7 +245,7 @@ class _Run(NamedTuple):
 class AdoptedStage:
     """One of torch's stages, with its blocks as a stage of the engine.
 
-    Besides its compute, its methods do what torch's runtime does before and after a compute action.
+    Its methods also do the work of torch's runtime before and after a compute action.
 
     Args:
         stage: The stage of torch.
@@ -356,7 +356,7 @@ class AdoptedStage:
 
         Args:
             index: Number of the microbatch.
-            ends: Whether the backward has computed all weight gradients, too.
+            ends: Whether the backward has also computed all weight gradients.
         """
         stage = self.torch_stage
         if not stage.has_backward:
@@ -375,12 +375,12 @@ class AdoptedStage:
             self.held[self.number - 1].torch_stage.set_local_bwd_input(stage.get_local_bwd_output(index), index)
 
     def finish_weights(self, index: int) -> None:
-        """Compute the weight gradients that the backward has left, and add them to ``.grad``."""
+        """Compute the weight gradients that the backward has deferred, and add them to ``.grad``."""
         if index in self.runs:
             self.runs.pop(index).microbatch.accumulate_weights()
 
     def _loss_scale(self) -> float:
-        """Return the scale of the stage's auxiliary losses, as the user has set it."""
+        """Return the scale of the stage's auxiliary losses that the user has set."""
         scales = {carrier.loss_scale for carrier in self.carriers} or {1.0}
         if len(scales) > 1:
             raise ValueError(f"stage {self.number} has auxiliary losses of scales {sorted(scales)}; allowed: one scale")
@@ -411,7 +411,7 @@ def _one(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
 
 
 def _laid_out(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return a gradient in the layout of its leaf, as autograd leaves it: a view or expanded tensor cannot be sent."""
+    """Return a gradient in the layout of its leaf, as autograd does: a view or expanded tensor cannot be sent."""
     if grad is None or grad.stride() == like.stride():
         return grad
     return torch.empty_like(like).copy_(grad)

@@ -4,8 +4,8 @@
 >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 >>> result = engine.step(input_ids, target=labels)
 
-No code here knows an architecture: layers, experts, embedding and head are found by their structure and by the calls of
-the model's own forward. Only the conversion between a checkpoint's tensors and a model's is transformers' code.
+This code knows no architecture: it finds layers, experts, embedding and head by their structure and by the calls of the
+model's own forward. The conversion between a checkpoint's tensors and a model's tensors is transformers' own code.
 """
 
 from overlap1f1b.integrations.transformers.experts import register

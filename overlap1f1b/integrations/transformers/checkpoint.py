@@ -1,6 +1,6 @@
 """Folders of pretrained weights: a rank reads its part, and the ranks write a folder that ``from_pretrained`` opens.
 
-A checkpoint may be laid out in another way than the model. transformers' own rules convert it, in both directions.
+A checkpoint may have another layout than the model. transformers' own rules convert it, in both directions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Source(NamedTuple):
 
     Args:
         key: Its key.
-        pattern: Pattern of the rule that converts it; None if the model has it as it is.
+        pattern: Pattern of the rule that converts it; None if the model has the same tensor.
         tensor: A slice of safetensors, read when it is indexed; or a tensor.
         rows: The rows to read; all if it is an ellipsis.
     """
@@ -86,12 +86,12 @@ class Conversion:
         return {label: value[0] if isinstance(value, list) else value for label, value in made.items()}
 
     def remember(self) -> None:
-        """Note the rules that were used in the model, for the way back, as ``from_pretrained`` does."""
+        """Record the used rules in the model, for the conversion back, as ``from_pretrained`` does."""
         self._model._weight_conversions = [rule for rule in self._rules if rule.was_used()]
 
 
 def shared_experts(stage: nn.Module) -> dict[str, Experts]:
-    """Return the experts module of each parameter that several ranks share, by the parameter's name."""
+    """Return the experts module of each parameter that is divided over several ranks, by the parameter's name."""
     return {
         f"{path}.{label}": module
         for path, module in stage.named_modules()
@@ -214,7 +214,7 @@ def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
 def _read(
     conversion: Conversion, first: str, sources: Sequence[_Source], wanted: Mapping[str, Sequence[_Slot]]
 ) -> Mapping[str, Tensor]:
-    """Return the model's tensors that are made from the sources, this rank's part of each."""
+    """Return this rank's part of the model's tensors that are made from the sources."""
     parts = _parts(sources, wanted[first][0])
     if parts is not None:
         # Convert without data first: if the shapes are right, this rank's part of the sources is enough.
@@ -229,7 +229,7 @@ def _read(
 def _parts(sources: Sequence[_Source], slot: _Slot) -> list[_Source] | None:
     """Return this rank's part of the sources: its experts' tensors, or its rows of tensors with all experts.
 
-    None if the experts are not shared, or if the sources cannot be divided so.
+    None if the experts are not shared, or if the sources cannot be divided like this.
     """
     if slot.ranks == 1:
         return None
@@ -269,7 +269,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
-    """Let the model compute buffers that are on the meta device and in no checkpoint, such as rotary frequencies."""
+    """Let the model compute meta-device buffers that are in no checkpoint, such as rotary frequencies."""
     kept = {id(module) for stage in stages for module in stage.kept.values()}
     absent: set[int] = set()
     for stage in stages:
@@ -282,7 +282,7 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
         if id(module) in absent or not labels:
             continue
         for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            value._is_hf_initialized = True  # transformers leaves such tensors as they are
+            value._is_hf_initialized = True  # transformers does not initialise such tensors again
         for label in labels:
             module._buffers[label] = torch.empty_like(getattr(module, label), device=device)
         _initializer(model, name)(module)

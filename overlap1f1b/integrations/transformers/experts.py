@@ -1,4 +1,4 @@
-"""A model's own experts: where they are, and how ranks share them.
+"""A model's own experts: finding them, and sharing them between ranks.
 
 - :func:`find` returns a causal LM's experts and the decoder layers that hold them, without knowing its architecture.
 - :func:`adopt` makes an experts module one of the engine's; each rank then holds a part of its weights.
@@ -48,7 +48,7 @@ def find(model: nn.Module) -> Found:
 
     Raises:
         ValueError: The model is an encoder-decoder, quantised, dense, or was split before; or its experts or layers
-            are not recognised. The message says what was looked for and what was found.
+            are not recognised. The message compares the search with the result.
     """
     _refuse(model)
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
@@ -164,7 +164,7 @@ def _adapter_around(model: nn.Module, name: str) -> tuple[str, nn.Module] | None
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    """Whether a module adds weights to a module that it holds, or to itself, as PEFT's adapters do."""
+    """Return whether a module adds weights to a module that it holds, or to itself, as PEFT's adapters do."""
     held = (getattr(module, name, None) for name in ("base_layer", "original_module"))
     names = (*module._parameters, *module._modules)
     added = any(name.startswith("lora_") for name in names) or parametrize.is_parametrized(module)
@@ -184,7 +184,7 @@ class OwnExperts(Experts):
 
     A rank runs the model's own forward on the rows that it received, each row with one local expert and weight one. The
     routing weights are applied on the rank that sent the token. With weights in the usual layout, grouped matrix
-    products compute the same, with weight gradients apart.
+    products compute the same result, with separate weight gradients.
     """
 
     own_class: ClassVar[type[nn.Module]]
@@ -213,7 +213,7 @@ class OwnExperts(Experts):
         own: Any = self
         if self.grouped:
             gate_up = self.product(rows, own.gate_up_proj, counts)
-            # No flag of the module says that the activation is SwiGLU. Kernels compute that; torch's ops are equal.
+            # No flag of the module names SwiGLU. Kernels compute SwiGLU; torch's ops give equal results.
             plain = own._apply_gate.__name__ == "_default_apply_gate" and type(own.act_fn).__name__ in SILU
             gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
             return self.product(gated, own.down_proj, counts)
@@ -301,7 +301,7 @@ def register(name: str = NAME) -> None:
     >>> config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="overlap1f1b")
     >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)  # under torchrun
 
-    Such a model trains in a loop of transformers' own, which waits for each exchange. To hide exchanges, use
+    Such a model trains in transformers' own loop, which waits for each exchange. To hide exchanges, use
     :func:`split_model` and an engine.
 
     Raises:
@@ -321,7 +321,7 @@ def register(name: str = NAME) -> None:
 
 
 class ExchangedExperts(Experts):
-    """Exchanges tokens for an experts module, with the interface of transformers' ``EPImplementation``.
+    """The exchange of tokens for an experts module, with the interface of transformers' ``EPImplementation``.
 
     Args:
         experts: The model's own module, whose weights are this rank's part.
@@ -336,7 +336,7 @@ class ExchangedExperts(Experts):
         super().__init__()
         if tp_mesh.size() > 1:
             raise ValueError(f"ep_implementation {NAME!r} with tp_size={tp_mesh.size()}; allowed: 1")
-        # Only its forward: the module would become a child of its own child.
+        # Keep only its forward: otherwise the module would become a child of its own child.
         self._own: Callable[[Tensor, Tensor, Tensor], Tensor] = experts.forward
         self.share(experts.num_experts * ep_mesh.size(), ep_mesh.get_group())
 

@@ -1,4 +1,4 @@
-"""A causal LM's own forward around its layers: the computation before them, their arguments, and what follows them."""
+"""A causal LM's own forward around its layers: the computation before and after them, and their arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlap1f1b.integrations.transformers.experts import Found
 
 
 class Call(NamedTuple):
-    """The arguments that the model's forward gives a layer beside the hidden states."""
+    """The arguments, beside the hidden states, that the model's forward gives a layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,9 +30,9 @@ class Around(NamedTuple):
 
 
 class Shell:
-    """Runs a model's own forward with stand-ins for its layers.
+    """A model around its layers: runs the model's own forward with stand-ins for the layers.
 
-    So the model's own code computes masks, rotary embeddings and other arguments of a layer on every stage, and also
+    So on every stage the model's own code computes masks, rotary embeddings and other arguments of a layer, and also
     norm, head and loss.
 
     Args:
@@ -79,7 +79,7 @@ class Shell:
             if walk.refused:
                 raise
             raise ValueError(
-                f"{self.owner_name} cannot go on with what stands in for its layers ({error}); "
+                f"{self.owner_name} cannot run with stand-ins for its layers ({error}); "
                 "allowed: layers that take hidden states and return them, as one tensor"
             ) from error
         finally:
@@ -149,12 +149,12 @@ class Shell:
             except _Reached:
                 assert walk.first is not None
                 return walk.first, walk.calls
-        raise AssertionError("the last layer asked for was not reached")
+        raise AssertionError("the last needed layer was not reached")
 
     def end(
         self, named: Mapping[str, Tensor], hidden: Tensor, routed: Sequence[Tensor], labels: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Run the forward behind the last layer; return its logits, and before them its loss if there are labels.
+        """Run the forward after the last layer; return its logits, and before them its loss if there are labels.
 
         Args:
             named: The model's arguments, by name.
@@ -163,7 +163,7 @@ class Shell:
             labels: Labels ``[B, S]``.
 
         Raises:
-            RuntimeError: The config asks for router logits that were not asked for when the model was split.
+            RuntimeError: The config requests router logits, but did not when the model was split.
         """
         walk = _Walk(self, until=None, result=hidden)
         given = dict(named) if labels is None else dict(named, labels=labels)
@@ -210,7 +210,7 @@ class Shell:
 
 
 class _Reached(BaseException):
-    """Ends a forward after the call of the last layer that is needed."""
+    """The end of a forward after the call of the last needed layer."""
 
 
 class _Walk:
@@ -235,7 +235,7 @@ class _Walk:
         return len(self.calls) == len(self.shell.layers)
 
     def visit(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Note the call of a layer; return the hidden states for the next one."""
+        """Record the call of a layer; return the hidden states for the next layer."""
         name = self.shell.owner_name
         self.refused = True
         if number != len(self.calls):
@@ -248,7 +248,7 @@ class _Walk:
             hidden, args_ = kwargs.pop(next(iter(kwargs))), []
         if not isinstance(hidden, Tensor) or (self.passed is not None and hidden is not self.passed):
             raise ValueError(
-                f"{name} gives its layer {number} something else than what layer {number - 1} returned; "
+                f"{name} gives its layer {number} another tensor than layer {number - 1} returned; "
                 "allowed: layers that pass one tensor on"
             )
         if number == 0:
@@ -262,7 +262,7 @@ class _Walk:
 
 
 class _StandIn(nn.Module):
-    """Stands in for a layer, and has its attributes."""
+    """A stand-in for a layer, with the layer's attributes."""
 
     def __init__(self, layer: nn.Module, number: int, walk: _Walk) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Laye
 from overlap1f1b.schedule import Placement, Program
 
 IGNORED = -100
-"""Label of a token that does not count in the loss, as in transformers."""
+"""Label of a token that is ignored in the loss, as in transformers."""
 
 
 class SplitModel(Mapping[int, LanguageModelStage]):
@@ -63,7 +63,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
     @property
     def routers(self) -> list[nn.Module]:
-        """Modules of this rank's layers that compute router logits."""
+        """The modules of this rank's layers that compute router logits."""
         parts = [stage.part for stage in self._stages.values()]
         return [router for part in parts for n in range(part.start, part.end) for router, _ in part.shell.routers(n)]
 
@@ -128,7 +128,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """Load a state dict that :meth:`state_dict` of the same rank returned.
 
         Raises:
-            RuntimeError: Other names or shapes.
+            RuntimeError: The names or shapes differ.
         """
         for stage in self._stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
@@ -163,9 +163,9 @@ def split_model(
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
     (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
     model's classes stay unchanged. Each layer gets the arguments that the model's own forward gives it: every stage
-    computes masks and rotary embeddings by the model's code from the step's inputs, which stages pass on. Norm, head
+    computes masks and rotary embeddings with the model's code from the step's inputs, which stages pass on. Norm, head
     and loss also run in the model's own forward. So does the routers' auxiliary loss over the layers of all stages
-    (``config.output_router_logits``), whose logits stages pass on.
+    (``config.output_router_logits``); stages pass on its logits.
 
     Args:
         model: A causal LM with experts, as it was built or loaded.
@@ -174,18 +174,18 @@ def split_model(
         inputs: Names of the model's arguments for a step's inputs, in order: ``input_ids`` and, for example,
             ``attention_mask`` or ``position_ids``. A step takes them as a tuple, or as a mapping by these names, such
             as a tokenizer's output; None leaves an input out of this step.
-        weights: Weights of the layers for the split; by default stages have equally many layers.
+        weights: Relative costs of the layers for the split; by default stages have equally many layers.
         grouped: Whether experts with weights in the usual layout (``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H,
-            I]``) run as grouped products with weight gradients apart, instead of by the model's own forward. By default
-            they do if several ranks share them; on one rank the model's own forward gives bit-equal gradients.
+            I]``) run as grouped products with separate weight gradients, instead of by the model's own forward. By
+            default they do if several ranks share them; on one rank the model's own forward gives bit-equal gradients.
 
     Returns:
         The stages of this rank by their number.
 
     Raises:
-        ValueError: A dense, quantised or encoder-decoder model; one whose experts or layers are not recognised; more
-            stages than layers; experts that are not divisible by the ranks, or that have an adapter and would become
-            the engine's.
+        ValueError: The model is dense, quantised or an encoder-decoder; its experts or layers are not recognised; there
+            are more stages than layers; the experts are not divisible by the ranks; or experts for the engine have an
+            adapter.
     """
     # 1. Find layers and experts, and the modules around the layers.
     found = find(model)
@@ -194,7 +194,7 @@ def split_model(
         raise ValueError(f"{len(found.layers)} layers for {placement.stages} stages; allowed: at least one a stage")
     names = tuple(inputs)
     if not names or names[0] != "input_ids":
-        raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others behind it")
+        raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
     shell = Shell(model, found)
     around = shell.trace()
     # 2. Split the layers over the stages, and the experts over the ranks.

@@ -1,4 +1,4 @@
-"""Stages of a causal LM: its own layers, called with the arguments that its own forward gives them."""
+"""Stages of a causal LM: its own layers, called with the arguments from its own forward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StageRange:
         """Return the step's inputs that are not None, by name.
 
         Raises:
-            ValueError: Another number of inputs, or no ``input_ids``.
+            ValueError: The number of inputs is wrong, or ``input_ids`` is None.
         """
         if len(given) != len(self.inputs):
             raise ValueError(f"{len(given)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
@@ -72,7 +72,7 @@ class StageRange:
 
 
 class Layer(MicrobatchBlock):
-    """A block of a stage: a decoder layer; the first also runs the embedding, the last also norm, head and loss.
+    """A block of a stage: a decoder layer. The first also runs the embedding, the last also norm, head and loss.
 
     It takes and returns ``(hidden [B, S, H], *inputs of the model or None, *router logits [T, E] of earlier layers)``.
     The first block of the model takes only the model's inputs. The last returns ``(loss, logits [B, S, V])`` if there
@@ -83,7 +83,7 @@ class Layer(MicrobatchBlock):
         number: Number of the layer.
         layer: The model's own layer.
         gates: Modules in it that compute router logits, with the logits' index in each module's outputs.
-        beside: Other modules of the model that this block calls.
+        beside: Further modules of the model that this block calls.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Layer(MicrobatchBlock):
         call = calls[self.number]
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
-            raise ValueError(f"layer {self.number} has gradient checkpointing of its own; allowed: disabled")
+            raise ValueError(f"layer {self.number} has its own gradient checkpointing; allowed: disabled")
         with _recording() as here:
             hidden = self.layer(hidden, *call.args, **call.kwargs)
         if not isinstance(hidden, Tensor):
@@ -143,7 +143,7 @@ class Layer(MicrobatchBlock):
                 if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                     raise ValueError(
                         f"layer {self.number} ({type(self.layer).__name__}) depends on a parameter "
-                        f"{list(leaf.shape)} of another by another way than the hidden states; allowed: a chain"
+                        f"{list(leaf.shape)} of another layer, not only through hidden states; allowed: a chain"
                     )
             self._checked = True
         return outputs
@@ -170,7 +170,7 @@ class LanguageModelStage(nn.Module):
         super().__init__()
         self.__dict__["kept"] = dict(kept)
         self.hang(self)
-        # Not by assignment: a model may have modules of these names, which are registered now.
+        # Not by assignment: a model may have modules of these names, which are registered here.
         self.__dict__ |= {"part": part, "blocks": blocks, "tied": dict(tied)}
 
     def hang(self, root: nn.Module) -> None:
@@ -185,7 +185,7 @@ class LanguageModelStage(nn.Module):
             parent.add_module(last, module)
 
     def forward(self, *inputs: Tensor | None) -> Any:
-        """Run the stage by itself, with the inputs of its first block; return the outputs of its last."""
+        """Run the stage alone, with the inputs of its first block; return the outputs of its last block."""
         handed: Any = inputs
         for block in self.blocks:
             handed = block(*handed)

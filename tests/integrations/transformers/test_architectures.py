@@ -20,7 +20,7 @@ from tests.integrations.transformers import architectures, tiny
 
 INSTALLED = architectures.names()
 
-PASSES_MORE = "cannot go on with what stands in for its layers"
+PASSES_MORE = "cannot run with stand-ins for its layers"
 NO_SEAM = r"looked for a module called with \(tokens, indices, weights\)"
 REFUSED = {
     "doge": NO_SEAM,  # experts are rows of two embeddings

@@ -136,7 +136,7 @@ def test_layers_with_something_between() -> None:
             model.model._modules["layers"] = layers
 
     model.model.forward = doubled
-    assert "gives its layer 1 something else than what layer 0 returned" in refusal(model)
+    assert "gives its layer 1 another tensor than layer 0 returned" in refusal(model)
 
 
 def test_parameters_beside_the_layers() -> None:
