@@ -166,7 +166,7 @@ def streams() -> Finding:
     value = f"two streams take {two / one:.2f} times as long as one"
     if two < MOST * one:
         return Finding("streams", "ok", value)
-    advice = f"nothing can be hidden: unset {VARIABLE} and CUDA_LAUNCH_BLOCKING, and look for what else uses the GPU"
+    advice = f"nothing can be hidden: unset {VARIABLE} and CUDA_LAUNCH_BLOCKING, and look for others that use the GPU"
     return Finding("streams", "fail", value, advice)
 
 

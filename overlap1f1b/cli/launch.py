@@ -32,7 +32,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun (or a program that sets the same variables) started this process as one of several ranks.
 
-    Without RANK it is no rank, whatever other variables a shell or a cluster's job has left in the environment.
+    Without RANK the process is no rank, even if a shell or a cluster's job has left other variables in the environment.
 
     Raises:
         ValueError: RANK and WORLD_SIZE are there, but not all variables that a rank needs to find the others. Each such

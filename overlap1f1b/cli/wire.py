@@ -171,7 +171,7 @@ class Wire:
         end, far_end = ["name", self.interface, "netns", namespace], ["name", port, "netns", other]
         _run("ip", "link", "add", *end, "type", "veth", "peer", *far_end)
         for space, name in ((namespace, self.interface), (other, port)):
-            # Larger packets than the burst would be cut up by the kernel, which takes time from what is measured.
+            # The kernel would split packets larger than the burst, which takes processor time from the measured work.
             _run("ip", "-n", space, "link", "set", "dev", name, "gso_max_size", str(PACKET))
 
 

@@ -98,14 +98,14 @@ class _Builder:
         first, last = np.searchsorted(self.kernels.launched, (begin, end)).tolist()
         compute, travelled = self._split(slice(first, last))
         flights = travelled + flights[~np.isin(flights.what, travelled.what)]
-        if last > first:  # from the end of what was launched before to that of what is launched here
+        if last > first:  # from the end of the earlier launches' kernels to the end of this step's
             begin = max(begin, int(self.ran[first - 1]) if first else begin)
             begin = min(begin, int(self.kernels.start[first:last].min()))
             end = int(self.kernels.end[first:last].max())
         return StepRecord(number, begin, end, issued, compute, flights, waits)
 
     def _split(self, here: slice) -> tuple[Spans, Spans]:
-        """Return the kernels of a step that compute, and those of transfers."""
+        """Return the compute kernels of a step, and the kernels of its transfers."""
         owner, stream, start, end, launched = (column[here] for column in self.kernels)
         main, named = stream == self.main, owner >= 0
         travels = named & ~self.on_compute[owner]

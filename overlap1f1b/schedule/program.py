@@ -13,7 +13,7 @@ from overlap1f1b.schedule.table import read, write
 
 
 class Program(Rows):
-    """What every rank does in one training step.
+    """The actions of every rank in one training step.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("combined_1f1b", microbatches=3, extra_warmup=0)

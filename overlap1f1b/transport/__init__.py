@@ -1,1 +1,1 @@
-"""Move tensors between ranks: exchanges of experts, transfers between stages, and what happens when a rank fails."""
+"""Tensors between ranks: exchanges of experts, transfers between stages, and the handling of failed ranks."""

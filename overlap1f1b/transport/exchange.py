@@ -156,7 +156,7 @@ class Exchange(Protocol):
 
 
 class LocalExchange(Exchange):
-    """Exchange of one rank: everything stays where it is."""
+    """Exchange of one rank: rows and counts stay in place."""
 
     ranks = 1
     rank = 0

@@ -141,7 +141,7 @@ class Flight(Generic[T]):
             self._fail(error)
 
     def land(self) -> None:
-        """Wait until the transfer has ended, note when, and drop what was sent."""
+        """Wait until the transfer has ended, record the time, and drop the sent tensors."""
         transfer = self._transfer
         if transfer is None:  # failed or drained
             return

@@ -61,7 +61,7 @@ class Bench:
     Args:
         options: From the command line.
         rank: This process.
-        report: Called with a text that says what is measured now.
+        report: Function that is called with the name of each measurement as it begins.
     """
 
     shared_costs = True

@@ -36,7 +36,7 @@ def asked_for(options: BenchOptions) -> Variant:
 
 
 def variants_of(options: BenchOptions) -> list[Variant]:
-    """Return the rows for these options, the serial baseline first where there is one."""
+    """Return the rows for these options, the serial baseline first if there is one."""
     default = asked_for(options)
     rows = _pipelines(options, default) if options.pp > 1 else _ablation(options, default)
     table = {row.key: row for row in (*rows, default)}

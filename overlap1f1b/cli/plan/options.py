@@ -76,7 +76,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Draw a schedule, simulate what it costs, compare it with others, or search for the fastest.
+    """Draw a schedule, simulate its time, compare it with others, or search for the fastest.
 
     Nothing is trained and torch is not loaded. Times have the unit of the costs.
 

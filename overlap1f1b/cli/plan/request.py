@@ -29,7 +29,7 @@ def requested(options: PlanOptions) -> Candidate:
 def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
     """Raise ``ValueError`` for a program that is too large to be simulated."""
     chunks = 1 if candidate.chunks is None else candidate.chunks
-    if chunks < 1:  # refused where it is built
+    if chunks < 1:  # building the program refuses it
         return
     per_microbatch = 2 * chunks if layers is None else 13 * layers
     count = per_microbatch * ranks * microbatches

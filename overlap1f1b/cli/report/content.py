@@ -41,7 +41,7 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
 
 
 def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:
-    """Add the figures of a simulated step to those of its rank."""
+    """Add the figures of a simulated step to its rank's figures."""
     for rank in content["ranks"]:
         timeline = timelines[rank["rank"]]
         rank["predicted"] = {

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 
 from overlap1f1b.cli.train.trainer import Step
 
-LINES = 15  # per run, where there is no bar
+LINES = 15  # per run without a bar
 RECENT = 20  # steps over which speed and hidden share are averaged
 
 

@@ -117,11 +117,11 @@ def parts_of(chunk: nn.Module, layers: Sequence[nn.Module], *, ends: bool) -> li
     parts = [Part(f"layer {number}", layer, layer) for number, layer in enumerate(layers)]
     head, tail = (nn.ModuleList([*modules, nn.ParameterList(direct)]) for modules in (before, behind))
     if any(True for _ in head.parameters()):
-        parts.insert(0, Part("what precedes layer 0", head))
+        parts.insert(0, Part("the part before layer 0", head))
     else:
         parts[0] = parts[0]._replace(cut=None)
     if ends or any(True for _ in tail.parameters()):
-        parts.append(Part(f"what follows layer {len(layers) - 1}", tail, layers[-1], behind=True))
+        parts.append(Part(f"the part after layer {len(layers) - 1}", tail, layers[-1], behind=True))
     return parts
 
 

@@ -90,7 +90,7 @@ def register(
         timeout: Limit in seconds of every wait for another rank's rows.
 
     Returns:
-        A handle; its ``remove()`` leaves the schedule as it was.
+        A handle; its ``remove()`` restores the schedule.
 
     Raises:
         ValueError: The schedule has one stage a rank; a stage is not a plain ``PipelineStage`` (it is traced, has a
@@ -135,7 +135,7 @@ class Registration:
             schedule.register_custom_function(kind, self._act)
 
     def remove(self) -> None:
-        """Leave the schedule as it was. Call this between steps."""
+        """Restore the schedule. Call this between steps."""
         if self.schedule.__dict__.get("_step_microbatches") == self._step:
             del self.schedule.__dict__["_step_microbatches"]
             for kind in _KINDS:

@@ -74,9 +74,7 @@ def _refuse(model: nn.Module) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder model; allowed: a causal LM, whose layers form one chain")
     if any(isinstance(module, Experts) for module in model.modules()):
-        raise ValueError(
-            f"{kind} has been split before, or has experts of this library; allowed: a model as it was built"
-        )
+        raise ValueError(f"{kind} has been split before, or has experts of this library; allowed: an unchanged model")
     if (quantised := _quantised(model)) is not None:
         raise ValueError(f"{kind} has quantised weights ({quantised}); allowed: floating-point weights, which train")
 

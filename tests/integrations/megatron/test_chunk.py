@@ -156,12 +156,12 @@ class Leaves(Part):
     [
         (
             Skips,
-            "a tensor of an earlier layer gets a gradient from what follows layer 6 by another way than the layer's "
+            "a tensor of an earlier layer gets a gradient from the part after layer 6 by another way than the layer's "
             "result; allowed: no such tensor, or layers=lambda chunk",
         ),
         (Passes, "a tensor of an earlier layer gets a gradient from layer 6 by another way than the layer's arguments"),
-        (Borrows, "parameter .*norm.weight gets a gradient from what follows layer 6 by another way"),
-        (Backwards, "comes to layer 6 after what precedes layer 0; allowed: each layer once, in order"),
+        (Borrows, "parameter .*norm.weight gets a gradient from the part after layer 6 by another way"),
+        (Backwards, "comes to layer 6 after the part before layer 0; allowed: each layer once, in order"),
         (Leaves, "ends after layer 0, without layer 1; allowed: to call each layer once"),
     ],
 )
