@@ -59,7 +59,7 @@ def test_a_checkpoint_folder_that_could_not_be_written(tmp_path: Path, monkeypat
             check_folder(tmp_path / name)
     folder = locked(tmp_path / "locked", monkeypatch)
     for path in (folder, folder / "run" / "a"):
-        with pytest.raises(ValueError, match=f"^--checkpoint {path}: {folder} cannot be written; allowed: a writable folder"):
+        with pytest.raises(ValueError, match=f"^--checkpoint {path}: {folder} cannot be written; allowed: a writable"):
             check_folder(path)
 
 

@@ -363,7 +363,7 @@ def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> No
         ({"decoder_seq_length": 0}, "decoder_seq_length=0; allowed: 1 or more"),
         ({"model": []}, "0 model chunks for forward_backward_no_pipelining; allowed: 1"),
         ({"model": [3]}, "a model chunk of type int; allowed: nn.Module"),
-        ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: with one"),
+        ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: one with this"),
         ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
         ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
         ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None"),
