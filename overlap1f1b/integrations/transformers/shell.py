@@ -140,7 +140,7 @@ class Shell:
         Args:
             named: The model's arguments, by name.
             until: Number of that layer.
-            like: On a stage without the embedding, a tensor of the device to use; the hidden states are then zeros.
+            like: To leave out the embedding, a tensor of the device to use; the hidden states are then zeros.
         """
         walk = _Walk(self, until=until, result=None)
         with self._replaced(walk), nullcontext() if like is None else self._without_embedding(like):

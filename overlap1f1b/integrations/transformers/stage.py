@@ -53,22 +53,34 @@ class StageRange:
             raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
         return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
 
-    def begin(
-        self, given: OptionalTensors, microbatch: Microbatch | None, like: Tensor | None = None
-    ) -> tuple[Tensor, list[Call]]:
-        """Return the hidden states before layer 0, and the layers' calls, which the stage's blocks share.
+    def begin(self, given: OptionalTensors, microbatch: Microbatch | None) -> tuple[Tensor, list[Call]]:
+        """Run the embedding; return the hidden states before layer 0, and the layers' calls.
+
+        Other blocks share only the calls: a recomputation needs hidden states with a graph of their own.
 
         Args:
             given: The step's inputs of the microbatch.
             microbatch: The microbatch; None without an engine.
-            like: On a stage without the embedding, a tensor of the device to use; the hidden states are then zeros.
         """
-        if microbatch is None:
-            return self.shell.begin(self.named(given), self.end - 1, like)
-        if self not in microbatch.memo:
-            microbatch.memo[self] = self.shell.begin(self.named(given), self.end - 1, like)
-        begun: tuple[Tensor, list[Call]] = microbatch.memo[self]
-        return begun
+        hidden, calls = self.shell.begin(self.named(given), self.end - 1)
+        if microbatch is not None:
+            microbatch.memo[self] = calls
+        return hidden, calls
+
+    def calls(self, given: OptionalTensors, microbatch: Microbatch | None, like: Tensor) -> list[Call]:
+        """Return the layers' calls, which the stage's blocks share, without the embedding.
+
+        Args:
+            given: The step's inputs of the microbatch.
+            microbatch: The microbatch; None without an engine.
+            like: A tensor of the device to use.
+        """
+        calls: list[Call] | None = None if microbatch is None else microbatch.memo.get(self)
+        if calls is None:
+            _, calls = self.shell.begin(self.named(given), self.end - 1, like)
+            if microbatch is not None:
+                microbatch.memo[self] = calls
+        return calls
 
 
 class Layer(MicrobatchBlock):
@@ -112,7 +124,7 @@ class Layer(MicrobatchBlock):
             hidden, given, routed = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
             if self.number == part.start and routed:
                 routed = routed[0].unbind()
-            _, calls = part.begin(given, microbatch, like=hidden)
+            calls = part.calls(given, microbatch, like=hidden)
         call = calls[self.number]
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:

@@ -69,9 +69,10 @@ def test_one_rank_is_bit_equal(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
-def test_recomputed_layers_are_bit_equal(name: str) -> None:
+@pytest.mark.parametrize("schedule", ["sequential", "dualpipev"])  # four layers on one stage, and on two
+def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
     tokens, labels = tiny.batch(8)
-    program = build_schedule("dualpipev", ranks=1, microbatches=MICROBATCHES)
+    program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
     expected: dict[str, Tensor] = {}
     modes: list[Recompute] = ["none", "block", "experts", "attention"]
     for mode in modes:
