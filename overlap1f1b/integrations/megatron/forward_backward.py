@@ -372,7 +372,8 @@ class ChunkEngine:
         with gradient_sync.stepping():
             self._play(steps, gradient_sync)
         if engine.costs is not costs:  # they were measured in this step
-            engine.costs = agreed(engine.costs, self.groups, self.limit)
+            with engine.guarded(lambda: "in the agreement on costs"):
+                engine.costs = agreed(engine.costs, self.groups, self.limit)
 
     def _play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None) -> None:
         """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""
