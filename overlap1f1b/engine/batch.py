@@ -113,12 +113,12 @@ class Loss(NamedTuple):
     """How the loss of a step follows from its microbatches.
 
     Args:
-        function: ``(*outputs, *targets) → scalar`` of one microbatch.
+        function: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.
         count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
         scale: Factor of all gradients.
     """
 
-    function: LossFunction
+    function: LossFunction | None
     count_tokens: Callable[..., int] | None
     scale: float
 
@@ -145,11 +145,13 @@ def feed_batch(
         keep: Whether outputs are kept beside the loss.
 
     Raises:
-        ValueError: A batch that is missing or cannot be split, or counts for no token.
+        ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
+    if last in stages and loss.function is None:
+        raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")
     target_of = split_batch(target, count, "target") if last in stages else _nothing
     shares = _shares(program, mesh, loss, target_of)
 
@@ -195,6 +197,22 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
     return {index: number / total for index, number in tokens.items()}
 
 
+_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_scale", "keep_outputs"))
+
+
+def check_feed(feed: Feed, program: Program, rank: int) -> None:
+    """Raise ValueError if a feed is another object, or lacks the share of a microbatch that ends on this rank."""
+    if not isinstance(feed, Feed):
+        raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
+    placement = program.placement
+    for pipe, stage in placement.places(rank):
+        missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
+        if stage == placement.stages - 1 and missing:
+            raise ValueError(
+                f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
+            )
+
+
 class Microbatches(dict[MicrobatchKey, Microbatch]):
     """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
 
@@ -213,6 +231,13 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
         number, index = key
         seed = self._seed + index * self._count + number
         given = self._feed.given(number, index)
+        if not given.keys() <= _GIVEN:
+            unknown = ", ".join(sorted(given.keys() - _GIVEN))
+            raise ValueError(f"a feed gives {unknown}; allowed: {', '.join(sorted(_GIVEN))}")
+        if number == 0 and given.get("inputs") is None:
+            raise ValueError(f"a feed gives microbatch {index} no inputs; allowed: at least () for the first stage")
+        if number == self._count - 1 and self._grad and given.get("loss_fn") is None:
+            raise ValueError(f"a feed gives microbatch {index} no loss_fn; allowed: one for the last stage")
         made = self[key] = Microbatch(self._stages[number], index, **given, seed=seed, grad=self._grad)
         made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
         if made.before is not None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import calls, options, structure, values
-from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, feed_batch
+from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.play.device import cuda_watch
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
@@ -22,7 +22,7 @@ from overlap1f1b.engine.reduce.choose import reductions_of
 from overlap1f1b.engine.reduce.clip import clip
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
-from overlap1f1b.engine.result import Played, StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -56,7 +56,7 @@ class Engine:
         program: Schedule of the step over the mesh's pipeline ranks.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
-            for an engine whose feeds have losses of their own: see :meth:`play`.
+            on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
         overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
         recompute: Activations that blocks drop after their forward and compute again before their backward:
@@ -261,7 +261,7 @@ class Engine:
             ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        loss = self._loss(loss_scale)
+        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
         return self.play(
             lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
             loss_scale=loss_scale,
@@ -271,18 +271,13 @@ class Engine:
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        loss = self._loss(1.0)
+        loss = Loss(self.loss_fn, self.count_tokens, 1.0)
         return self.play(
             lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
             grad=False,
         ).result
 
-    def _loss(self, scale: float) -> Loss:
-        if self.loss_fn is None:
-            raise ValueError("an Engine without loss_fn; allowed: one, or Engine.play with a feed that has its own")
-        return Loss(self.loss_fn, self.count_tokens, scale)
-
-    def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> Played:
+    def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
 
         :meth:`step` and :meth:`evaluate` are this with the feed of a batch.
@@ -331,7 +326,7 @@ class Engine:
             self._steps += 1
         return played
 
-    def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> Played:
+    def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
         if self._capacity.factor is None:
             return self._play_nodes(plan, make_feed(), grad=grad)
@@ -346,8 +341,9 @@ class Engine:
             with self._capacity.exact():
                 return self._play_nodes(plan, make_feed(), grad=grad)
 
-    def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> Played:
+    def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
         nodes, placement = plan.ranks[self.rank], self.program.placement
+        check_feed(feed, self.program, self.rank)
         # 1. Set gradients of earlier steps aside; post the first receives.
         reductions = self.reductions if grad else []
         for reduction in reductions:
@@ -364,7 +360,7 @@ class Engine:
         # 3. Wait for the reductions, the last to set gradients aside first.
         for reduction in reversed(reductions):
             reduction.finish()
-        return Played(result, microbatches)
+        return PlayedStep(result, microbatches)
 
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""

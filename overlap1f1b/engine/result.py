@@ -62,7 +62,7 @@ class StepResult:
         return (losses * weights).sum() / weights.sum()
 
 
-class Played(NamedTuple):
+class PlayedStep(NamedTuple):
     """A step that was played: its result, and its microbatches with their outputs and input gradients."""
 
     result: StepResult

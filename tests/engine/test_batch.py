@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, Feed, Stage
 from overlap1f1b.engine.batch import Loss, Microbatches, feed_batch, split_batch
@@ -14,6 +15,7 @@ from overlap1f1b.engine.run.microbatch import is_absent
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
+from tests.ranks import Ranks
 
 X = torch.arange(12.0).view(6, 2)
 
@@ -81,7 +83,7 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
 
     def given(stage: int, microbatch: int) -> dict[str, Any]:
         asked.append((stage, microbatch))
-        return {}
+        return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
     made = Microbatches(stages, program.placement, Feed(given, {}, None), grad=True)
     assert not made
@@ -113,5 +115,33 @@ def test_a_feed_plays_losses_of_its_own() -> None:
     assert [loss.item() for loss in played.result.losses] == losses
     assert not models.equal(models.gradients(model), expected)
     assert [m.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3
-    with pytest.raises(ValueError, match="an Engine without loss_fn"):
+    with pytest.raises(ValueError, match="no loss_fn on a rank with the last stage"):
         engine.step(inputs, target=target)
+
+
+def _loss_where_it_is_needed(rank: int, size: int) -> bool:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    program, (inputs, target) = build_schedule("1f1b", ranks=2, microbatches=2), models.batch(2)
+    engine = Engine(models.build(), program, mesh=mesh, loss_fn=models.loss_fn if rank else None, timeout=20)
+    engine.step(inputs, target=target)
+    return any(p.grad is not None for p in engine.parameters())
+
+
+def test_the_loss_is_needed_where_the_last_stage_is(ranks2: Ranks) -> None:
+    assert ranks2.run(_loss_where_it_is_needed) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("feed", "message"),
+    [
+        (None, "a feed of type NoneType; allowed: a Feed"),
+        (Feed(lambda stage, microbatch: {}, {}, None), r"a feed without shares of microbatches \[0, 1\]"),
+        (Feed(lambda stage, microbatch: {}, {0: 1.0, 1: 1.0}, None), "a feed gives microbatch 0 no inputs"),
+        (Feed(lambda stage, microbatch: {"inputs": X}, {0: 1.0, 1: 1.0}, None), "a feed gives microbatch 0 no loss_fn"),
+        (Feed(lambda stage, microbatch: {"input": X}, {0: 1.0, 1: 1.0}, None), "a feed gives input; allowed: inputs, "),
+    ],
+)
+def test_feeds_that_lack_something_are_refused(feed: Any, message: str) -> None:
+    engine = Engine(nn.Sequential(nn.Linear(2, 2)), build_schedule("sequential", microbatches=2))
+    with pytest.raises(ValueError, match=message):
+        engine.play(lambda: feed)

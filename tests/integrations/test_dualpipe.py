@@ -434,6 +434,39 @@ def test_stages_of_a_rank_may_share_a_parameter(ranks2: Ranks, kind: str) -> Non
     assert ranks2.run(_tied, kind) == [[]] * 2
 
 
+class Recorded(Mlp):
+    """Notes its forwards and backwards, as F or B, stage and microbatch."""
+
+    def __init__(self, stage: int, notes: list[str]) -> None:
+        super().__init__()
+        self.stage, self.notes, self.calls = stage, notes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        run, y = f"{self.stage}.{self.calls}", super().forward(x)
+        self.calls += 1
+        self.notes.append(f"F{run}")
+        y.register_hook(lambda grad: self.notes.append(f"B{run}"))
+        return y
+
+
+class OwnRecorded(Pairs, Recorded):
+    pass
+
+
+def _order(rank: int, size: int, own: bool) -> str:
+    STORE.__init__()
+    notes: list[str] = []
+    kind = OwnRecorded if own else Recorded
+    pipeline = DualPipeV([kind(stage, notes) for stage in range(2)], weight_store=STORE, timeout=20)
+    pipeline.step(torch.zeros(3, H), num_chunks=3, criterion=criterion, labels=[torch.zeros(3, H)])
+    return " ".join(notes)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_forward_of_a_pair_runs_before_its_backward(own: bool) -> None:
+    assert run(_order, 1, own) == ["F0.0 F1.0 F0.1 B1.0 F1.1 B0.0 F0.2 B1.1 F1.2 B0.1 B1.2 B0.2"]
+
+
 class Failing(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         raise OSError("no disk")

@@ -107,6 +107,7 @@ class Bench:
             self.played,
             default.program,
             loss_fn=self.loss_fn,
+            weights=self.weights,
             recompute=self.options.recompute,
             capacity=self.options.capacity,
             overflow=self.options.overflow,

@@ -111,7 +111,7 @@ def save_checkpoint(
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         together = Together(engine.mesh, f"checkpoint {directory / name} cannot be written")
-        writing = _Writing(engine, optimizer, together, step, dict(config or {}), keep)
+        writing = _Writing(engine, optimizer, together, step, config or {}, keep)
         writing.accept(together.each(writing.describe))
         writing.begin(together.first(lambda: begin(directory, step)))
         plans = together.each(writing.plan)
@@ -224,6 +224,12 @@ class _Held:
     def tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors as they are stored, by name."""
         state = self.model.state_dict()
+        renamed = sorted(self.sliced - state.keys())
+        if renamed:
+            raise ValueError(
+                f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
+                "state_dict with the parameters' names"
+            )
         return {f"model.{name}": self.whole(tensor, name) for name, tensor in state.items() if self.holds(name)}
 
     @property
@@ -311,7 +317,7 @@ class _Writing:
         optimizer: torch.optim.Optimizer,
         together: Together,
         step: int,
-        config: dict[str, Any],
+        config: Mapping[str, Any],
         keep: int,
     ) -> None:
         self.engine, self.optimizer, self.together = engine, optimizer, together
@@ -324,6 +330,7 @@ class _Writing:
         if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
             raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
         try:
+            self.config = dict(self.config)
             json.dumps(self.config)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None

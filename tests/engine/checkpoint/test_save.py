@@ -258,7 +258,30 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
     with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
         model.save(tmp_path, 1, keep=0)
+    for config in (["a"], "abc", 5):
+        with pytest.raises(ValueError, match="allowed: JSON values"):
+            model.save(tmp_path, 1, config=config)
     assert os.listdir(tmp_path) == []
+
+
+def renamed_on(rank: int, size: int, folder: Path) -> str:
+    model = Tiny(ep(size))
+
+    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        for name in [name for name in state if "expert" in name]:
+            state[f"{name}.slice"] = state.pop(name)
+
+    model.register_state_dict_post_hook(rename)
+    try:
+        model.save(folder, 1)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def test_sliced_parameters_under_other_names_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
+    for said in ranks2.run(renamed_on, tmp_path):
+        assert "a parameter of experts that ranks share; allowed: a state_dict with the parameters' names" in said
 
 
 # Killed, or out of disk.
