@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from overlap1f1b.schedule.action import Action, Slot, actions_of, peaks_of
@@ -33,7 +34,7 @@ class Program(Rows):
 
     def draw(self) -> str:
         """Return one line a rank; ``‖`` joins the members of a pair. Stages are named if there are several."""
-        places = {action[1::2] for rank in range(len(self.ranks)) for action in self.actions(rank)}
+        places = {(action.stage, action.pipe) for rank in range(len(self.ranks)) for action in self.actions(rank)}
 
         def text(action: Action) -> str:
             return f"{action.kind.value}{action.microbatch}" if places == {(0, 0)} else str(action)
@@ -54,7 +55,8 @@ class Program(Rows):
         Raises:
             ValueError: The file is malformed; the message names line, column and text.
         """
-        return cls(**vars(read(path)))
+        rows = read(path)
+        return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
 
     def check(self) -> None:
         """Raise ``ValueError`` for the first broken rule of the schedule, naming rank, position and action."""

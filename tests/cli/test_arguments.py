@@ -58,7 +58,7 @@ def test_help_stays(capsys: Capture, words: str) -> None:
     assert not ended.value.code
     assert out.startswith("usage: overlap1f1b")
     assert "--help" in out
-    assert "error" not in out
+    assert "error: " not in out
     assert err == ""
 
 

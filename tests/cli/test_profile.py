@@ -106,7 +106,7 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
 def test_without_what_to_profile() -> None:
     done = subprocess.run(PROFILE, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
-    assert "is it overlapping" in done.stdout
+    assert "to see where the exchange overlaps" in done.stdout
     assert "overlap1f1b profile train --nsys" in done.stdout
 
 

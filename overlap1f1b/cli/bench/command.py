@@ -104,7 +104,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         + ("" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}")
     )
     if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
-        screen.print("ranks outnumber processors: compute waits for its measured time instead of taking it")
+        screen.print("ranks outnumber processors: products wait for their time instead of computing")
     table = Table(box=None, pad_edge=False)
     for name in ("program", "overlap", "order"):
         table.add_column(name, no_wrap=True)
