@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Plan, check, compile
-from overlap1f1b.schedule import Kind, Pair, Placement, Program, forwards_of
+from overlap1f1b.schedule import Kind, Pair, Placement, Program, Slot, actions_of, forwards_of
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.limits import DRAIN_S
@@ -106,8 +107,10 @@ class WholeModules:
         key = (program.microbatches, grad)
         if key not in self._plans:
             played = program if grad else forwards_of(program)
-            self._plans[key] = compile(played, (BlockShape(seams=0),), NodeCosts(), "serial")
-            check(self._plans[key])
+            plan = compile(played, (BlockShape(seams=0),), NodeCosts(), "serial")
+            ranks = tuple(map(_forwards_first, played.ranks, plan.ranks))
+            plan = self._plans[key] = replace(plan, ranks=ranks)
+            check(plan)
         return self._plans[key]
 
     @contextmanager
@@ -159,16 +162,21 @@ class _Walk:
         self.nodes, self.last = plan.ranks[self.rank], self.placement.stages - 1
         self.position: Node | str = "its batch"
         pairs = [slot for slot in self.program.ranks[self.rank] if isinstance(slot, Pair)] if whole.overlapped else []
-        self._pair_of: dict[_Run, _Run] = {pair.forward[1:3]: pair.backward[1:3] for pair in pairs}
-        self._paired = set(self._pair_of.values())
-        self._split: set[_Run] = {a[1:3] for a in self.program.actions(self.rank) if a.kind is Kind.I}
+        self._forward_of: dict[_Run, _Run] = {
+            (b.stage, b.microbatch): (f.stage, f.microbatch) for f, b in pairs
+        }  # of a backward, the forward that runs it
+        self._backward_of: dict[_Run, Node] = {
+            self._forward_of[node.stage, node.microbatch]: node
+            for node in self.nodes
+            if node.kind is Kind.I and node.op is Op.DENSE and (node.stage, node.microbatch) in self._forward_of
+        }
+        self._split: set[_Run] = {(a.stage, a.microbatch) for a in self.program.actions(self.rank) if a.kind is Kind.I}
         self._parts: dict[int, Tensors] = {}
         self._labels: dict[int, OptionalTensors] = {}
         self._forwards: dict[_Run, _Forward] = {}
         self._arriving: dict[_Chain, Flight[Tensors]] = {}
         self._folded: dict[_Chain, Tensors] = {}  # for the next stage on this rank, where a V turns
         self._leaving: dict[_Chain, tuple[Tensors, tuple[bool, ...]]] = {}
-        self._held_back: list[Node] = []  # of a pair's backward, until its forward comes
         self._sends: deque[Flight[None]] = deque()
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensors] = {}
@@ -203,9 +211,7 @@ class _Walk:
 
     def _issue(self, node: Node) -> None:
         run = node.stage, node.microbatch
-        if node.kind is Kind.I and run in self._paired and node.op is not Op.RECEIVE:
-            self._held_back.append(node)
-        elif node.op is Op.RECEIVE:
+        if node.op is Op.RECEIVE:
             self._arriving[_chain(node)] = self.boundary.receive(node)
         elif node.op is Op.SEND:
             self._send(node)
@@ -213,14 +219,12 @@ class _Walk:
             if self.weight_store is not None and run in self._split:
                 self.weight_store.pop()
         elif node.kind is Kind.I:
-            self._backward(node)
-        elif run in self._pair_of:
-            backward, *sends = self._held_back
-            self._held_back = []
+            if run not in self._forward_of:  # else it has run with its forward
+                self._backward(node)
+        elif run in self._backward_of:
+            backward = self._backward_of[run]
             self.position = f"{node} with {backward}"
             self._pair(node, backward)
-            for send in sends:
-                self._send(send)
         else:
             self._forward(node)
 
@@ -317,6 +321,33 @@ class _Walk:
         )
         self._finish_forward(forward, run0, tensors(outputs0), loss0)
         self._finish_backward(backward, run1)
+
+
+def _forwards_first(slots: tuple[Slot, ...], nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return a rank's serial order with the forward of each pair first, then its backward, then the sends of both.
+
+    All ranks have this order, whether they overlap pairs or not; sends keep their order, so receives do too.
+    """
+    slot_of: dict[tuple[Kind, int, int, int], int] = {}
+    for index, slot in enumerate(slots):
+        for action in actions_of(slot):
+            for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+                slot_of[kind, action.stage, action.microbatch, action.pipe] = index
+    parts: list[list[Node]] = [[] for _ in slots]
+    receives: list[Node] = []  # they stay ahead of the node before which they stand, of any slot
+    for node in nodes:
+        receives.append(node)
+        if node.op is not Op.RECEIVE:
+            parts[slot_of[node.kind, node.stage, node.microbatch, node.pipe]] += receives
+            receives.clear()
+    return tuple(chain.from_iterable(sorted(part, key=_turn) for part in parts))
+
+
+def _turn(node: Node) -> int:
+    """Return where a node comes in its slot: receives, forward, backward, sends."""
+    if node.op in (Op.RECEIVE, Op.SEND):
+        return 0 if node.op is Op.RECEIVE else 3
+    return 1 if node.kind is Kind.F else 2
 
 
 def _in_order(made: Mapping[int, T]) -> list[T]:
