@@ -158,5 +158,5 @@ def _against_exposure(sums: Sums) -> str:
     phases = sums.by_phase
     edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
     if edges > overlap.exposed / 2:
-        return "most is exposed where a step begins and ends: more microbatches, or extra_warmup=1 and overlap=3"
-    return "more open actions (overlap=4), more microbatches or two chunks; overlap1f1b plan --layers --search compares"
+        return "most is exposed where a step begins and ends: more microbatches, or extra_warmup=1 if it is 0"
+    return "more open actions (overlap=4), more microbatches or two chunks; overlap1f1b plan --search compares"
