@@ -11,13 +11,15 @@ from typing import Any
 
 import tyro
 
-_WRONG_TYPE = {
-    r"no type matching INT could be instantiated from \[(.*)\]": "a whole number",
-    r"no type matching FLOAT could be instantiated from \[(.*)\]": "a number",
-    r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
-    r"could not convert string to float: (.*)": "a number",
+_MESSAGES = {
+    r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
+    r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
+    r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
+    r"allowed: INT$": "allowed: a whole number",
+    r"allowed: FLOAT$": "allowed: a number",
 }
-"""Patterns of tyro's messages about a value of the wrong type, and the words for the allowed values."""
+"""Patterns of tyro's messages, and the same in the words of this project's errors; applied in this order."""
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
@@ -52,12 +54,14 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
 
 def _one_line(box: str) -> str:
     """Return the first sentence of tyro's box, drawn in Unicode or ASCII, and the names of similar options."""
-    _, *lines, _ = box.strip().splitlines()
-    paragraph, *others = re.split(r"\n[─-]+\n", "\n".join(line.strip("│| ") for line in lines))
-    text = re.sub(r"-{4,}", "", paragraph.split("\n\n", 1)[0])
-    sentence = " ".join(text.split()).rstrip(".").replace("{None}|", "")
-    for pattern, kind in _WRONG_TYPE.items():
-        sentence = re.sub(rf"Error parsing (\S+): {pattern}", rf"\1 \2; allowed: {kind}", sentence)
+    lines = [line.strip("│ ") for line in box.strip().splitlines() if not line.startswith(("╭", "╰"))]
+    paragraphs = re.split(r"\n[─-]+\n", "\n".join(lines))
+    if not box.startswith("╭") and len(paragraphs) > 1:
+        del paragraphs[0]  # drawn without box characters, the title is a paragraph
+    paragraph, *others = paragraphs
+    sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).rstrip(".").replace("{None}|", "")
+    for pattern, words in _MESSAGES.items():
+        sentence = re.sub(pattern, words, sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
     names = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
     return sentence + (f"; perhaps {', '.join(names)}" if names else "")

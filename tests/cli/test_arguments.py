@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -21,8 +22,9 @@ Capture = pytest.CaptureFixture[str]
         ("plan --ranks ''", ["--ranks", "a whole number", "''"]),
         ("plan --compare 1f1b zb_h1 --extra_warmup a", ["--extra-warmup", "'a'"]),
         ("plan --schedule 1f1b --forward fast", ["--forward", "a number", "'fast'"]),
-        ("plan --ranks", ["--ranks", "Missing value"]),
-        ("plan --csv --tables", ["--csv", "Missing value"]),
+        ("plan --ranks", ["error: --ranks without a value; allowed: 1 after it; see "]),
+        ("plan --csv --tables", ["error: --csv without a value; allowed: 1 after it; see "]),
+        ("report --compare a", ["error: --compare 'a'; allowed: {PATH PATH}; see "]),
         ("plan --foo 3", ["Unrecognized options: --foo"]),
         ("plan --microbatch=3", ["Unrecognized options: --microbatch=3", "--microbatches"]),
         ("plan -x", ["Unrecognized options: -x"]),
@@ -71,3 +73,17 @@ def test_the_line_says_where_the_options_are() -> None:
     assert parse(["draw", "--sides", "3", "4"], verbs, prog="p", description="") == Options((3, 4))
     with pytest.raises(ValueError, match=r"^[^\n╭│─]*--sides[^\n╭│─]*; see p draw --help$"):
         parse(["draw", "--sides", "3"], verbs, prog="p", description="")
+
+
+def test_a_text_of_tyro_without_a_box_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Options:
+        side: int = 1
+
+    def ends(*_: object, **__: object) -> None:
+        sys.stderr.write("something else")
+        raise SystemExit(2)
+
+    monkeypatch.setattr("tyro.extras.subcommand_cli_from_dict", ends)
+    with pytest.raises(ValueError, match=r"^something else; see p draw --help$"):
+        parse(["draw"], {"draw": Options}, prog="p", description="")

@@ -75,6 +75,18 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     assert result["doubts"] == doubts(result)
 
 
+@pytest.mark.slow
+def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
+    """The engine whose exchanges are answered locally splits the model as the rows do."""
+    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 7, "--dense-layers", 1)
+    sizes = ("--hidden", 32, "--heads", 2, "--intermediate", 32, "--sequence", 32)
+    status, out, err = Run("bench", "--text", text, *SMALL, *options, *sizes, "--json", "-").wait()
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    assert "interleaved_1f1b, 3 chunks" in {row["program"] for row in rows}
+    assert all(row["grads_equal"] for row in rows)
+
+
 def shown(*found: str, **changes: Any) -> list[str]:
     """The lines of a result with one row, with these changes, and these doubts."""
     row = dict.fromkeys(KEYS | {"over_contended"}, 1.0) | {"program": "sequential", "overlap": "1", "order": "1"}
