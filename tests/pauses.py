@@ -12,13 +12,15 @@ from unittest.mock import patch
 
 from overlap1f1b.engine import Microbatch
 from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.segment import Segment
 from overlap1f1b.transport.exchange import PeerExchange, Transfer
 from overlap1f1b.transport.lanes import Flight
 
 PLACES: tuple[tuple[type, str], ...] = (
     (Microbatch, "await_input"),  # the thread that computes, before each node
-    (BlockRun, "attention_f"),
-    (BlockRun, "attention_b"),
+    (BlockRun, "_start"),
+    (BlockRun, "_resume"),
+    (Segment, "walk"),
     (Flight, "wait"),
     (Flight, "depart"),  # the thread that starts transfers
     (PeerExchange, "rows"),

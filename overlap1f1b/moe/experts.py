@@ -1,8 +1,9 @@
-"""Experts of a layer, spread over the ranks of a group, and their exchange in plain autograd."""
+"""Experts of a layer, spread over the ranks of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +15,9 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route, WeightedRoute
+from overlap1f1b.transport.calls import exchange_rows
 from overlap1f1b.transport.exchange import Exchange, build_exchange
+from overlap1f1b.transport.suspend import computed_once, run_part
 
 WeightsIn = Literal["combine", "activation"]
 """Place where a row's routing weight is applied: the sum of returned rows, or the experts' activation before it."""
@@ -22,12 +25,12 @@ GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
 class Experts(nn.Module):
-    """Experts spread over the ranks of a group, called in one place: the seam.
+    """Experts spread over the ranks of a group.
 
     >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
 
-    A call exchanges rows at once, inside autograd: the plain path, and the reference. The engine replaces this call and
-    uses :meth:`compute` between its own exchanges. A subclass implements :meth:`compute`.
+    A call sends each row to its expert's rank and back. In a plain loop it waits for both exchanges; under an engine
+    the forward is suspended at each. A subclass implements :meth:`compute`.
 
     Attributes:
         experts: E, over all ranks.
@@ -36,10 +39,12 @@ class Experts(nn.Module):
         exchange: Exchange between these ranks.
         product: Grouped matrix product for :meth:`compute`; the engine replaces it with its own.
         kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
+        capacity: Room for rows in an engine's step, see :class:`~overlap1f1b.moe.route.Route`; None outside.
         route_kind: Class of the routes of their rows.
     """
 
     route_kind: type[Route] = Route
+    capacity: float | None = None
 
     experts: int
     local_experts: int
@@ -92,16 +97,26 @@ class Experts(nn.Module):
         return F.pad(result, (0, 0, 0, rest)) if rest else result
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        route = self.route(indices, self.exchange.ranks)
-        counts = self.exchange.counts(route.counts)
-        route.host = counts.host
-        route.arrive(counts.finish())
-        rows = Gather.apply(tokens, weights, route)
-        received = _Rows.apply(rows, self.exchange, route.send, route.receive)
-        result = self.compute_routed(_Group.apply(received, route), route).to(tokens.dtype)
-        result = _Ungroup.apply(result, route)
-        returned = _Rows.apply(result, self.exchange, route.receive, route.send)
-        return Aggregate.apply(returned, weights, route)
+        route, exchange = self.route(indices, self.exchange.ranks, capacity=self.capacity), self.exchange
+        # Nothing here keeps rows alive that an engine has sent: a forward may be suspended for long.
+        received = [
+            exchange_rows(
+                [Gather.apply(tokens, weights, route)],
+                route,
+                exchange,
+                feeds_part=True,
+                answer=tokens.new_empty(0, tokens.shape[1]),
+            )
+        ]
+        result = [run_part(partial(self._compute_received, route, tokens.dtype), received.pop())]
+        returned = [exchange_rows(result, route, exchange, back=True)]
+        if route.keeps_returned:
+            return Aggregate.apply(returned.pop(), weights, route, None)
+        return computed_once(lambda known: Aggregate.apply(returned.pop(), weights, route, known))
+
+    def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
+        result = self.compute_routed(_Group.apply(received, route), route).to(dtype)
+        return _Ungroup.apply(result, route)
 
 
 class GroupedExperts(Experts):
@@ -230,30 +245,17 @@ class Gather(torch.autograd.Function):
 
 
 class Aggregate(torch.autograd.Function):
-    """Weighted sum of the returned rows of each token."""
+    """Weighted sum of the returned rows of each token; a sum that is ``known`` is not computed again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route, known: Tensor | None) -> Tensor:
         ctx.route = route
         ctx.save_for_backward(rows if route.keeps_returned else None, weights)
-        return route.aggregate(rows, weights)
+        return route.aggregate(rows, weights) if known is None else known.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None
-
-
-class _Rows(torch.autograd.Function):
-    """Exchange with an immediate wait; its backward is the exchange with the sizes swapped."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
-        ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
-        return exchange.rows(rows, send, receive).finish()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.exchange.rows(grads[0], ctx.receive, ctx.send).finish(), None, None, None
+        return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None, None
 
 
 class _Group(torch.autograd.Function):

@@ -14,11 +14,11 @@ from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
 from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows, spread_weighted, take_rows
 from overlap1f1b.kernels.slots import invert, pack_slots, place_slots, sort_slots
+from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
-from overlap1f1b.transport.streams import HostCopy
 
 
-class Route:
+class Route(Splits):
     """Splits and permutations of the rows for ``indices [T, K]`` over E experts, spread evenly over the ranks.
 
     A row goes from its token into slot order (sorted by expert, and so by rank), through the exchange, into groups by
@@ -38,15 +38,17 @@ class Route:
 
     Attributes:
         keeps_returned: Whether the backward of :meth:`aggregate` needs the returned rows.
+        tokens: T.
+        top_k: K.
         counts: ``[E]`` int64, rows sent to each expert.
         dropped: ``[E]`` int64, rows without room; None without a capacity.
-        host: Copies of the counts on their way to the host, if the exchange makes them.
 
     Raises:
         ValueError: ``indices`` name an unknown expert. On CUDA a device-side assertion fails instead.
     """
 
     keeps_returned = True
+    counts: Tensor
 
     def __init__(
         self,
@@ -57,11 +59,10 @@ class Route:
         *,
         capacity: float | None = None,
     ) -> None:
-        self.top_k, self.ranks, self.kernels = indices.shape[1], ranks, kernels
+        super().__init__((), ())
+        self.tokens, self.top_k = indices.shape
+        self.ranks, self.kernels = ranks, kernels
         self.dropped: Tensor | None = None
-        self.host: HostCopy | None = None
-        self.send: list[int] = []
-        self.receive: list[int] = []
         self._arrived: Tensor | None = None  # rows by source and local expert
         self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
         if not indices.is_cuda:

@@ -143,6 +143,15 @@ class BlockShape(NamedTuple):
 StageShape = tuple[BlockShape, ...]
 
 
+def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
+    """Return a block's exchanges of rows in forward order, each with its number among those of the same sub-op.
+
+    >>> [f"{op}[{seam}]" for op, seam in exchanges_of(BlockShape(seams=2))]
+    ['dispatch[0]', 'combine[0]', 'dispatch[1]', 'combine[1]']
+    """
+    return tuple((op, seam) for seam in range(shape.seams) for op in (Op.DISPATCH, Op.COMBINE))
+
+
 def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     """Yield the nodes of a forward; each needs the one before it."""
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}

@@ -181,7 +181,7 @@ def test_gradients_under_a_capacity(kind: type[Route]) -> None:
         if isinstance(route, WeightedRoute):
             rows, factors = route.opened(rows)
             rows = rows * factors.unsqueeze(1)
-        return Aggregate.apply(rows * rows.sin(), weights, route)
+        return Aggregate.apply(rows * rows.sin(), weights, route, None)
 
     assert torch.autograd.gradcheck(call, (tokens, weights))
 

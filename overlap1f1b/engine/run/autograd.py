@@ -1,9 +1,9 @@
-"""Gradients of a graph that has been cut, and weight gradients apart from input gradients."""
+"""Weight gradients apart from input gradients, and where gradients enter a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,90 +50,23 @@ class Root(NamedTuple):
         return grad if grad.shape == self.shape else grad.expand(self.shape)
 
 
-def grad_of(
-    roots: Sequence[Tensor | GradientEdge],
-    leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    retain_graph: bool = False,
-) -> tuple[Tensor | None, ...]:
-    # The annotation allows tensors or edges, the function itself both together.
-    mixed = cast("Sequence[Tensor]", roots)
-    try:
-        return torch.autograd.grad(mixed, leaves, grads, allow_unused=True, retain_graph=retain_graph)
-    except RuntimeError as error:
-        if "Checkpointing is not compatible" not in str(error):
-            raise
-        raise ValueError(
-            "a checkpoint with use_reentrant=True in a block whose weight gradients are computed apart; "
-            "allowed: use_reentrant=False, or recompute= of the engine"
-        ) from error
-
-
-def gradients(
-    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Return gradients of the leaves without running the leaves' hooks: those run when the sum is accumulated."""
-    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    held = [dict(hook) for hook in hooks]
-    try:
-        for hook in hooks:
-            hook.clear()
-        if not roots or not leaves:
-            return (None,) * len(leaves)
-        return grad_of(roots, leaves, grads)
-    finally:
-        for hook, content in zip(hooks, held, strict=True):
-            hook.update(content)
-
-
-def accumulated(
-    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return gradients of the leaves, and add gradients of parameters to ``.grad`` on the way.
-
-    ``backward`` gets no ``inputs``: a reentrant checkpoint refuses them.
-    """
-    if roots:
-        torch.autograd.backward(cast("Sequence[Tensor]", roots), grads)
-    return [leaf.grad for leaf in leaves]
-
-
-def leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf of the same values if the tensor requires a gradient, else the tensor."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-def present(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> Gradients:
-    return {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
-
-
-def dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
-
-
 Gradients = dict[nn.Parameter, Tensor]
 
 
 class WeightQueue:
-    """Weight gradients that one backward of one microbatch has left for later.
-
-    While ``probing`` is set, backwards leave nothing: the engine will walk that part of the graph a second time.
-    """
+    """Weight gradients that one backward of one microbatch has left for later."""
 
     def __init__(self) -> None:
-        self.probing = False
         self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
         self._ready: Gradients = {}
 
     def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor | None]) -> None:
         """Leave a gradient to be computed later; ``gradient`` returns None if it has added it elsewhere."""
-        if not self.probing:
-            self._waiting.append((weight, gradient))
+        self._waiting.append((weight, gradient))
 
-    def keep(self, gradients: Gradients) -> None:
-        """Keep gradients that are computed already, to be added to the queued gradients of the same parameters."""
-        self._ready = gradients
+    def keep(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Keep a gradient that is computed already, to be added to the queued gradients of the same parameter."""
+        self._ready[weight] = self._ready[weight] + gradient if weight in self._ready else gradient
 
     def compute(self) -> Gradients:
         """Return all gradients, summed per parameter, and empty the queue."""
@@ -146,11 +79,17 @@ class WeightQueue:
 
 
 class SplitLinear(torch.autograd.Function):
-    """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's."""
+    """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's.
+
+    The weight comes in a tuple, so that no edge of the graph leads to it: its hooks must not run before its gradient is
+    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-        kind = x.device.type
+    def forward(
+        ctx: Any, x: Tensor, weights: tuple[nn.Parameter], bias: Tensor | None, queue: WeightQueue, anchor: Tensor
+    ) -> Tensor:
+        kind, (weight,) = x.device.type, weights
         ctx.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.dtype, ctx.queue, ctx.weight = x.dtype, queue, weight
         if ctx.cast is not None:
@@ -159,17 +98,16 @@ class SplitLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        cast, queue = ctx.cast, ctx.queue
-        if ctx.needs_input_grad[1] and not queue.probing:
-            queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
+        cast = ctx.cast
+        ctx.queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
         matrix = weight if cast is None else weight.to(cast)
         grad_x = (grad @ matrix).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = None
-        if ctx.needs_input_grad[2] and not queue.probing:
+        if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(weight.dtype)
-        return grad_x, None, grad_bias, None
+        return grad_x, None, grad_bias, None, None
 
 
 def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -179,18 +117,21 @@ def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 class SplitGroupedMM(torch.autograd.Function):
     """``grouped_mm`` whose backward computes the gradient of the rows, and queues the weight's.
 
-    With ``kernels`` the weight's gradient is added to its main gradient, if there is one.
+    Weight and anchor are as in :class:`SplitLinear`. With ``kernels`` the weight's gradient is added to its main
+    gradient, if there is one.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        weight: nn.Parameter,
+        weights: tuple[nn.Parameter],
         counts: Sequence[int],
         queue: WeightQueue,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None,
+        anchor: Tensor | None,
     ) -> Tensor:
+        (weight,) = weights
         ctx.counts, ctx.queue, ctx.weight, ctx.kernels = counts, queue, weight, kernels
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = rows.to(ctx.dtype)
@@ -198,15 +139,18 @@ class SplitGroupedMM(torch.autograd.Function):
         return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         parameter, kernels = ctx.weight, ctx.kernels
         main = None if kernels is None else main_grad(parameter)
-        if ctx.needs_input_grad[1] and main is not None:
+        if parameter.requires_grad and main is not None:
             ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
-        elif ctx.needs_input_grad[1]:
+        elif parameter.requires_grad:
             ctx.queue.put(parameter, lambda: grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype))
-        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), None, None, None, None
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype)
+        return of_rows, None, None, None, None, None
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor | None:

@@ -1,198 +1,174 @@
-"""One block for one microbatch, cut where the block calls its experts.
+"""One block for one microbatch, cut at its exchanges.
 
-A block's forward is an ordinary ``nn.Module.forward``; ``Blocks.installed`` makes its calls of experts suspend. The
-residual around the experts is not cut. With the block's input ``x`` detached, the tensors that go to the experts
-detached, and the experts' result a fresh leaf ``y``, the backward has three phases:
+A block's forward is an ordinary ``nn.Module.forward``, which every exchange suspends: ``S0 E0 S1 E1 … SK``, segments
+and exchanges in turns. The backward goes the same way in reverse. Every node computes one segment:
 
-1. ``gy = grad(out, y, g)`` walks the graph between ``y`` and ``out``, and frees or accumulates nothing;
-2. aggregate, combine, experts and dispatch run backward; their graph is cut off from everything else;
-3. ``grad([out, tokens, weights], [g, g_tokens, g_weights])`` by ``x`` and the parameters walks the rest, once.
-
-With several calls of experts in a block, 1 and 2 repeat in reverse order.
+1. forward: it takes the rows that the exchange before it brought, and runs on to the next exchange or to the end;
+2. backward: it takes the gradients of the rows that the segment has sent, walks the segment's graph once, and leaves
+   the gradients of the rows that the segment had received, for the exchange before it;
+3. gradients of what had entered the segment from earlier ones wait for the walks of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
 
-from overlap1f1b.engine.run.autograd import (
-    Root,
-    WeightQueue,
-    accumulate,
-    accumulated,
-    dense,
-    grad_of,
-    gradients,
-    leaf,
-    main_grad,
-    present,
-)
-from overlap1f1b.engine.run.blocks import Dropped, MicrobatchBlock
+from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
+from overlap1f1b.engine.run.blocks import MicrobatchBlock
+from overlap1f1b.engine.run.crossing import CrossingMode
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.suspend import OUTSIDE, Forward, SeamCall, ThreadState
-from overlap1f1b.moe.experts import Experts
+from overlap1f1b.engine.run.segment import Crossing, Entry, Layout, Segment, next_sequence_number
+from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.exchange import Exchange, Transfer
+from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
-
-
-class SeamRun:
-    """One call of experts by one microbatch, from the dispatch to the end of its backward.
-
-    Args:
-        call: The suspended call.
-        exchange: Carries rows to the experts and back.
-        capacity: Room for rows as a multiple of an even share; None for exact sizes.
-    """
-
-    def __init__(self, call: SeamCall, exchange: Exchange, capacity: float | None = None) -> None:
-        assert isinstance(call.experts, Experts)
-        self.experts, self.exchange = call.experts, exchange
-        self.tokens: Tensor | None = call.tokens
-        self.weights, self.state, self.dtype = call.weights, call.state, call.tokens.dtype
-        self.queue = WeightQueue()
-        with torch.no_grad():
-            self.route = self.experts.route(call.indices, exchange.ranks, capacity=capacity)
-            self.rows: Tensor | None = self.route.gather(call.tokens.detach(), call.weights.detach())
-            hidden, width = call.tokens.shape[1], self.rows.shape[1]
-            self.back = call.tokens.new_empty(0, hidden)
-            """``[0, H]``, like rows on their way back."""
-            self.outward = self.back if width == hidden else call.tokens.new_empty(0, width)
-            """Like rows on their way to the experts."""
-        self.leaf: Tensor | None = None
-        """Input of the experts."""
-        self.result: GradientEdge | None = None
-        """Output of the experts, whose values have been sent away."""
-        self.result_dtype = self.dtype
-        self.returned: Tensor | None = None
-        """Rows that came back, if the backward of their sum needs them."""
-        self.y: Tensor | None = None
-        """Result of the call, a leaf."""
-        self.version = 0  # of y's values
-
-    def aggregate(self, returned: Tensor) -> Tensor:
-        """Return the result of the call, a leaf, from the rows that came back."""
-        self.y = self.route.aggregate(returned, self.weights.detach()).requires_grad_(self.state.grad)
-        self.version = 0 if self.y.is_inference() else self.y._version
-        return self.y
+from overlap1f1b.transport.suspend import OUTSIDE, Forward
 
 
 class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains.
 
-    ``*_f`` and ``*_b`` are the compute nodes of forward and backward; ``received`` are the rows of the exchange before.
-    :meth:`post` starts the exchange nodes. Which node is which method: :mod:`overlap1f1b.engine.run.nodes`.
+    :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
+    before. :meth:`post` starts the exchange nodes. Which node is which method: :mod:`overlap1f1b.engine.run.nodes`.
     """
 
     def __init__(self, microbatch: Microbatch, block: int) -> None:
         self.microbatch, self.block = microbatch, block
         stage = microbatch.stage
         self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
+        self.exchanges = stage.exchanges[block]
+        """Sub-ops of the block's exchanges of rows, and their numbers among those of the same sub-op."""
         self.is_last = block == len(stage.blocks) - 1
         self.queue = WeightQueue()
+        self.mode = CrossingMode(self)
         self.forward: Forward | None = None
-        self.seams: list[SeamRun] = []
-        """Calls of experts whose backward has not ended."""
-        self.x: list[Tensor] = []
-        """Inputs, leaves."""
+        self.segments: list[Segment] = []
+        """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
         """Outputs; their values have been handed on, only their graph is held."""
+        self.rows: Tensor | None = None
+        """Rows for the exchange that is next."""
         self.in_backward = False
-        self.roots: list[Tensor | GradientEdge] = []  # where gradients enter the graph, and these gradients
-        self.root_grads: list[Tensor] = []
+        self._changed: set[tuple[int, int]] = set()  # tensors that a later segment has changed in place
+        self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
     # ---------------------------------------------------------------------------------------------- forward
 
-    def attention_f(self) -> None:
-        """Run from the block's input to its first call of experts, or, without experts, to its end."""
-        x = self.microbatch.take_activations()
-        if self.microbatch.grad:
-            if self.block == 0:  # the user's own tensors; between blocks they are leaves already
-                x = tuple([leaf(t) for t in x])
-            self.x = list(x)
-        self._continue(x)
-
-    def experts_f(self, received: Tensor) -> None:
-        """Run the experts on the rows that they received."""
-        seam = self.seams[-1]
-        differs = seam.state.grad and self.microbatch.grad
-        seam.leaf = seam.route.group(received).detach().requires_grad_(differs)
-        result = self._run_experts(seam, seam.state, self.microbatch.random)
-        seam.rows = seam.route.ungroup(result.detach().to(seam.dtype))
-        if result.requires_grad:
-            seam.result, seam.result_dtype = get_gradient_edge(result), result.dtype
+    def run_forward(self, received: Tensor | None) -> None:
+        """Run the next segment: from the block's input, or with the rows that its exchange brought."""
+        if received is None:
+            reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            seam.leaf = None
-
-    def aggregate_f(self, received: Tensor) -> None:
-        """Sum the rows that came back, and run on to the next call of experts or to the end."""
-        seam = self.seams[-1]
-        if self.microbatch.grad and seam.route.keeps_returned:
-            seam.returned = received
-        self._continue(seam.aggregate(received))
-
-    def _run_experts(self, seam: SeamRun, state: ThreadState, random: RandomStream) -> Tensor:
-        assert seam.leaf is not None
-        self.stage.queue = seam.queue
-        with random, state.applied(self.name, device=self.stage.device, grad=self.microbatch.grad):
-            return seam.experts.compute_routed(seam.leaf, seam.route)
-
-    def _continue(self, value: Tensor | Tensors) -> None:
-        """Run the forward on, and note whether it ended or suspended at a call of experts."""
-        reached = self._advance(value, self.microbatch.random)
-        if isinstance(reached, SeamCall):
-            self._begin_call(reached)
-            self._check_seams(ended=False)
+            reached = self._resume(self.segments[-1].layout.unpack(received), self.microbatch.random)
+        if isinstance(reached, ExchangeCall):
+            self._reach(reached)
             return
-        self._check_seams(ended=True)
+        if len(self.segments) <= len(self.exchanges):
+            raise ValueError(self._wrong_number(f"{len(self.segments) - 1}"))
         self.forward = None
         self._pass_on(reached)
 
-    def _advance(self, value: Tensor | Tensors, random: RandomStream) -> SeamCall | Tensors:
-        """Run from the block's input, or from a call's result, to the next call of experts or to the outputs."""
-        self.stage.queue = self.queue
-        with random, torch.set_grad_enabled(self.microbatch.grad):
-            if isinstance(value, Tensor):
-                assert self.forward is not None
-                return self.forward.resume(value)
-            if not self.stage.shape[self.block].seams:  # nothing will suspend it
-                return self._run_module(*value)
-            self.forward = Forward(self._run_module, self.name, self.stage.device)
-            return self.forward.start(*value)
+    def _inputs(self) -> Tensors:
+        return self.microbatch.take_activations()
 
-    def _begin_call(self, call: SeamCall) -> None:
-        stage = self.stage
-        if stage.capacity is not None and stage.check_tokens is not None:
-            stage.check_tokens(len(call.indices))
-        place = self.block, len(self.seams)
-        if place not in stage.calls:
-            k, hidden = call.indices.shape[-1], call.tokens.shape[-1]
-            stage.calls[place] = f"{k} experts a token, hidden {hidden}, {str(call.tokens.dtype)[6:]}"
-        seam = SeamRun(call, stage.exchange, stage.capacity)
-        self.seams.append(seam)
-        if seam.route.dropped is not None:
-            route, index = seam.route, self.microbatch.index
-            stage.dropped.append(Dropped(self.block, index, seam.route.dropped, route.counts, route.send[0]))
+    def _start(self, x: Tensors, random: RandomStream) -> ExchangeCall | Tensors:
+        """Run the module from its inputs to its first exchange or to its outputs."""
+        grad, stage = self.microbatch.grad, self.stage
+        segment = self._open()
+        given = segment.enter(x, [grad and t.requires_grad for t in x])
+        mode = grad and stage.watches(self.block)
+        with random, torch.set_grad_enabled(grad):
+            if self.exchanges:
+                self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
+                reached: ExchangeCall | Tensors = self.forward.start(*given, mode=mode)
+                return reached
+            if not mode:  # nothing will suspend it, and nothing else can enter
+                return self._run_module(*given)
+            with self.mode:
+                return self._run_module(*given)
+
+    def _resume(self, received: list[Tensor], random: RandomStream) -> ExchangeCall | Tensors:
+        """Run the module on from an exchange to the next one or to its outputs."""
+        assert self.forward is not None
+        before, grad = self.segments[-1], self.microbatch.grad
+        call = before.call
+        assert call is not None
+        segment = self._open()
+        given = segment.enter(received, before.differs)
+        with random, torch.set_grad_enabled(grad):
+            reached: ExchangeCall | Tensors = self.forward.resume(tuple(given), mode=grad and not call.feeds_part)
+            return reached
+
+    def _open(self) -> Segment:
+        """Add the next segment; its weight gradients go to the queue of its weight node."""
+        number, grad = len(self.segments), self.microbatch.grad
+        op, seam = self.exchanges[number - 1] if number else (Op.ATTENTION, 0)
+        if op is Op.DISPATCH:
+            segment = Segment(Op.EXPERTS, seam, next_sequence_number() if grad else 0, WeightQueue())
+        else:
+            segment = Segment(
+                Op.AGGREGATE if number else self.stage.shape[self.block].own,
+                seam,
+                next_sequence_number() if grad else 0,
+                self.queue,
+            )
+        self.segments.append(segment)
+        self.stage.queue = segment.queue
+        return segment
+
+    def _reach(self, call: ExchangeCall) -> None:
+        """Take what the forward hands out for an exchange; of its graph only the edges stay."""
+        stage, segment, number = self.stage, self.segments[-1], len(self.segments) - 1
+        if number >= len(self.exchanges):
+            raise ValueError(self._wrong_number(f"more than {len(self.exchanges)}"))
+        if isinstance(call.splits, Route):
+            stage.note_route(call, call.splits, self.block, self.exchanges[number][1], self.microbatch.index)
+        segment.call = call
+        self.rows = self._sent(segment, call)
+
+    def _sent(self, segment: Segment, call: ExchangeCall) -> Tensor:
+        tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
+        call.tensors.clear()
+        segment.here = {}
+        segment.layout, segment.differs = (
+            Layout.of(tensors),
+            [self.microbatch.grad and t.requires_grad for t in tensors],
+        )
+        segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
+        return segment.layout.pack([tensor.detach() for tensor in tensors])
+
+    def _wrong_number(self, found: str) -> str:
+        expected = self.stage.shape[self.block].seams
+        return (
+            f"{self.name} exchanges rows {found} times and holds {expected} Experts; "
+            f"allowed: one call of each, {len(self.exchanges)} exchanges"
+        )
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch = self.microbatch
+        if microbatch.grad:
+            outs = tuple([self.entered(out) for out in outs])
+            self.segments[-1].here = {}
         detached = tuple([out.detach() for out in outs])
         if microbatch.grad:
+            self.stage.learned.add(self.block)
             self._keep(outs)
+        differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = detached, True
-            microbatch.differentiable = tuple([out.requires_grad for out in outs])
+            microbatch.differentiable = differs
         else:
-            microbatch.activations = tuple(
-                t.requires_grad_(out.requires_grad) for t, out in zip(detached, outs, strict=True)
-            )
+            microbatch.activations = tuple(t.requires_grad_(d) for t, d in zip(detached, differs, strict=True))
         if not microbatch.grad:
             self._leave(ends=self.is_last)
 
@@ -228,106 +204,153 @@ class BlockRun:
             )
         return microbatch.with_loss(outs, self.name) if self.is_last else outs
 
-    def _check_seams(self, *, ended: bool) -> None:
-        found, expected = len(self.seams), self.stage.shape[self.block].seams
-        if found > expected or (ended and found < expected):
-            times = str(found) if ended else f"more than {expected}"
-            raise ValueError(
-                f"{self.name} calls experts {times} times and holds {expected} Experts; allowed: one call of each"
-            )
+    # ---------------------------------------------------------------------------------------------- entering
+
+    def entered(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or what enters the running segment in its place."""
+        node = tensor.grad_fn
+        if node is None:
+            return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
+        segment = self.segments[-1]
+        if not self.segments[0].start <= node._sequence_nr() < segment.start:
+            return tensor
+        key = id(node), tensor.output_nr
+        if key not in segment.here:
+            if key in self._changed:
+                raise ValueError(
+                    f"{self.name} changes a tensor in place that it made before another exchange, and uses it behind a "
+                    "third; allowed: a copy"
+                )
+            crossing = segment.crossed[key] = Crossing(get_gradient_edge(tensor), Entry(tensor))
+            segment.here[key] = crossing.entry.enter(tensor)
+        return segment.here[key]
+
+    def changed(self, tensor: Tensor) -> None:
+        """Note that a call changes a tensor in place."""
+        node = tensor.grad_fn
+        if node is not None and self.segments[0].start <= node._sequence_nr() < self.segments[-1].start:
+            self._changed.add((id(node), tensor.output_nr))
+
+    def _entered_parameter(self, parameter: Parameter) -> Tensor:
+        """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
+
+        Its gradients are summed before they are added to ``.grad``, as in one backward of everything.
+        """
+        stage, number, segment = self.stage, len(self.segments) - 1, self.segments[-1]
+        home = stage.tied.get(parameter)
+        alone = parameter not in stage.split_weights[self.block] and home in (None, self.block)
+        if alone and stage.uses[self.block].setdefault(parameter, number) == number:
+            return parameter
+        if parameter not in segment.here:
+            if not number:
+                stage.watched.add(self.block)
+            entry = segment.parameters[parameter] = Entry(parameter)
+            entered = segment.here[parameter] = entry.enter(parameter)
+            entered.__dict__.update(parameter.__dict__)
+        return segment.here[parameter]
 
     # ---------------------------------------------------------------------------------------------- exchange
 
     def post(self, node: Node) -> Post[Tensor]:
-        """Return the function that starts an exchange of the last call; a lane's thread may call it."""
-        seam, microbatch, op, kind = self.seams[-1], self.microbatch, node.op, node.kind
+        """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""
+        segment, microbatch, exchange = self.segments[-1], self.microbatch, self.stage.exchange
+        op, kind, call = node.op, node.kind, segment.call
+        assert call is not None
+        splits, back = call.splits, call.back != (kind is Kind.I)
         node = node._replace(microbatch=microbatch.index, stage=self.stage.number)  # tags outlive a step's plan
-        counts = microbatch.flights.pop(kind) if op is Op.DISPATCH and kind is Kind.F else None
-        rows, seam.rows = seam.rows, seam.rows if op is Op.COUNTS else None
+        counts = microbatch.flights.pop(kind) if call.counted and op is Op.DISPATCH and kind is Kind.F else None
+        announce = self._announcement(node, segment)
+        rows, self.rows = self.rows, self.rows if op is Op.COUNTS else None
 
         def start() -> Transfer[Tensor]:
-            route, exchange = seam.route, seam.exchange
             if counts is not None:
-                route.arrive(counts.wait(), counts.lane.timeout)
+                splits.arrive(counts.wait(), counts.lane.timeout)
             expected = microbatch.expected.pop(kind, None)
             if op is Op.COUNTS:
-                sizes = exchange.counts(route.counts, node.tag, expected)
-                route.host = sizes.host
+                assert splits.counts is not None
+                sizes = exchange.counts(splits.counts, node.tag, expected)
+                splits.host = sizes.host
                 return sizes
             assert rows is not None
-            to_experts = (op is Op.DISPATCH) == (kind is Kind.F)
-            send, receive = (route.send, route.receive) if to_experts else (route.receive, route.send)
-            transfer = exchange.rows(rows, send, receive, node.tag, expected)
-            self._announce(node)
+            transfer = exchange.rows(rows, *splits.sizes(back=back), node.tag, expected)
+            if announce is not None:
+                microbatch.expected[announce[0]] = announce[1]()
             return transfer
 
         return start
 
-    def _announce(self, node: Node) -> None:
-        """Announce the receive of the chain's next exchange; the sizes of a forward dispatch are not known yet."""
-        seam, expected, kind = self.seams[node.seam], self.microbatch.expected, node.kind
-        exchange, route, like = seam.exchange, seam.route, seam.back
-        if (node.op is Op.DISPATCH) == (kind is Kind.F):  # rows went to the experts and come back next
-            back = node._replace(op=Op.COMBINE if kind is Kind.F else Op.DISPATCH)
-            expected[kind] = exchange.expect_rows(like if kind is Kind.F else seam.outward, route.send, back.tag)
-            return
-        neighbour = self.stage.seam_beside(node.block, node.seam, 1 if kind is Kind.F else -1)
-        if neighbour is not None and not self.stage.alike:
-            return
-        if kind is Kind.F and neighbour is not None:
-            following = node._replace(op=Op.COUNTS, block=neighbour[0], seam=neighbour[1])
-            expected[kind] = exchange.expect_counts(route.counts, following.tag)
-        elif kind is Kind.F and self.microbatch.grad:  # the last call of the forward is the first of the backward
-            expected[Kind.I] = exchange.expect_rows(like, route.receive, node._replace(kind=Kind.I).tag)
-        elif kind is Kind.I and neighbour is not None:
-            before = self.microbatch.runs[neighbour[0]]
-            assert isinstance(before, BlockRun)
-            following = node._replace(op=Op.COMBINE, block=neighbour[0], seam=neighbour[1])
-            expected[kind] = exchange.expect_rows(like, before.seams[neighbour[1]].route.receive, following.tag)
+    def _announcement(self, node: Node, segment: Segment) -> tuple[Kind, Callable[[], Expected | None]] | None:
+        """Return how to announce the receive of the chain's next exchange; None if its sizes are not known yet."""
+        if node.op is Op.COUNTS:
+            return None
+        stage, exchange, kind, call = self.stage, self.stage.exchange, node.kind, segment.call
+        assert call is not None
+        splits, number = call.splits, len(self.segments) - 1
+        if kind is Kind.F and call.answer is not None:  # rows went to the experts and come back next
+            tag, like = node._replace(op=Op.COMBINE).tag, call.answer
+            return kind, lambda: exchange.expect_rows(like, splits.sizes(back=not call.back)[1], tag)
+        following = stage.exchange_beside(self.block, number, 1 if kind is Kind.F else -1)
+        if following is None:
+            if kind is Kind.I or not self.microbatch.grad:
+                return None
+            tag, like = node._replace(kind=Kind.I).tag, segment.layout.like  # the last exchange of the forward is
+            return Kind.I, lambda: exchange.expect_rows(
+                like, splits.sizes(back=not call.back)[1], tag
+            )  # the first back
+        block, position = following
+        op, seam = stage.exchanges[block][position]
+        if kind is Kind.I:
+            run = self.microbatch.runs[block]
+            assert isinstance(run, BlockRun)
+            before = run.segments[position]
+            assert before.call is not None
+            if block != self.block and not stage.alike:
+                return None
+            earlier, other, like = before.call, before.call.splits, before.layout.like
+            tag = node._replace(op=op, block=block, seam=seam).tag
+            return kind, lambda: exchange.expect_rows(like, other.sizes(back=not earlier.back)[1], tag)
+        if stage.alike and call.back and splits.counts is not None:
+            counts, tag = splits.counts, node._replace(op=Op.COUNTS, block=block, seam=seam).tag
+            return kind, lambda: exchange.expect_counts(counts, tag)
+        return None
 
     # ---------------------------------------------------------------------------------------------- backward
 
-    def dense_b(self) -> None:
-        """Run the whole backward of a block without experts."""
-        self._begin_backward()
-        self._finish_backward()
-
-    def aggregate_b(self, received: Tensor | None) -> None:
-        """Compute the gradients of the rows that the last open call returned (phase 1).
-
-        ``received`` are the gradients of the rows that the block's next call sent; None at its last call.
-        """
-        if self.in_backward:
-            assert received is not None
-            self._end_call(received)
-        else:
+    def run_backward(self, received: Tensor | None) -> None:
+        """Run the backward of the last segment; ``received`` are the gradients of the rows that it has sent."""
+        # 1. Where gradients enter: at the block's outputs, or at the rows that the segment has sent.
+        if received is None:
             self._begin_backward()
-        seam = self.seams[-1]
-        assert seam.y is not None
-        grad = self._probe(seam.y) if seam.y.requires_grad and self.roots else None
-        grad = dense(grad, seam.y)
-        rows, weights = seam.route.aggregate_backward(grad, seam.returned, seam.weights.detach())
-        seam.rows, seam.returned, seam.y = rows, None, None
-        self._add_root(seam.weights, weights)
-
-    def experts_b(self, received: Tensor) -> None:
-        """Run the experts' backward on the gradients of their output rows (phase 2)."""
-        seam = self.seams[-1]
-        if seam.result is None or seam.leaf is None:  # no gradient passes these experts, but their rows still travel
-            seam.rows = seam.outward.new_zeros(len(received), seam.outward.shape[1])
         else:
-            parameters = self.stage.expert_parameters[seam.experts]
-            grad = seam.route.group(received).to(seam.result_dtype)
-            grads = gradients([seam.result], [grad], [seam.leaf, *parameters])
-            seam.rows = seam.route.ungroup(dense(grads[0], seam.leaf))
-            seam.queue.keep(present(parameters, grads[1:]))
-        seam.result = seam.leaf = None
-        self.microbatch.queues[Op.EXPERTS, self.block, len(self.seams) - 1] = seam.queue
-
-    def attention_b(self, received: Tensor) -> None:
-        """Run the rest of the backward (phase 3); ``received`` are gradients of the rows that the first call sent."""
-        self._end_call(received)
-        self._finish_backward()
+            self._take(received)
+        # 2. Walk the segment once.
+        segment = self.segments[-1]
+        self.stage.queue = segment.queue
+        self._add_tied(segment)
+        segment.walk()
+        self.segments.pop()
+        # 3. Gradients of what had entered it.
+        for crossing in segment.crossed.values():
+            if crossing.entry.grad is not None:
+                self._maker(crossing.edge).add_root(crossing.edge, crossing.entry.grad)
+        for parameter, entry in segment.parameters.items():
+            if entry.grad is not None:
+                self._pass_to_others(parameter, entry.grad)
+        if segment.op is Op.EXPERTS:
+            self.microbatch.queues[Op.EXPERTS, self.block, segment.seam] = segment.queue
+        # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
+        if self.segments:
+            before = self.segments[-1]
+            assert before.call is not None
+            count = sum(before.call.splits.sizes(back=before.call.back)[1])
+            self.rows = before.layout.pack(
+                [
+                    like.new_zeros(count, *like.shape[1:]) if entry is None else entry.dense()
+                    for like, entry in zip(before.layout.rows, segment.received, strict=True)
+                ]
+            )
+        else:
+            self._finish_backward(segment)
 
     def _begin_backward(self) -> None:
         self.in_backward = True
@@ -335,66 +358,52 @@ class BlockRun:
         outs, self.outs = self.outs, []
         for out, grad in zip(outs, grads, strict=True):
             if out is not None and grad is not None:
-                self.roots.append(out.edge)
-                self.root_grads.append(out.checked(grad, self.name))
+                self.segments[-1].add_root(out.edge, out.checked(grad, self.name))
 
-    def _probe(self, y: Tensor) -> Tensor | None:
-        """Return the gradient of the experts' result, by a walk of the graph behind it that phase 3 walks again.
+    def _take(self, received: Tensor) -> None:
+        segment = self.segments[-1]
+        roots, segment.sent = segment.sent, []
+        for root, grad in zip(roots, segment.layout.unpack(received), strict=True):
+            if root is not None:
+                segment.add_root(root.edge, grad)
 
-        Raises:
-            ValueError: The walk adds to a main gradient, which would be added twice.
-        """
-        held = [main for p in self.stage.block_parameters[self.block] if (main := main_grad(p)) is not None]
-        before = [main._version for main in held]
-        self.queue.probing = True
-        (grad,) = grad_of(self.roots, [y], self.root_grads, retain_graph=True)
-        self.queue.probing = False
-        if before != [main._version for main in held]:
-            raise ValueError(
-                f"{self.name} adds to main_grad in the backward of the layers behind its experts, which is walked "
-                "twice; allowed: a block that ends with its experts, or no gradient_accumulation_fusion"
-            )
-        return grad
+    def _maker(self, edge: GradientEdge) -> Segment:
+        """Return the segment that has made a node of the graph."""
+        return self.segments[bisect_right(self.segments, edge.node._sequence_nr(), key=_start_of) - 1]
 
-    def _end_call(self, received: Tensor) -> None:
-        """Take the gradients of the rows that the last open call sent; its tokens have their gradient now."""
-        seam = self.seams.pop()
-        assert seam.tokens is not None
-        for root, grad in zip((seam.tokens, seam.weights), seam.route.gather_backward(received), strict=True):
-            self._add_root(root, grad)
-
-    def _add_root(self, root: Tensor, grad: Tensor | None) -> None:
-        if root.requires_grad and grad is not None:
-            self.roots.append(root)
-            self.root_grads.append(grad)
-
-    def _finish_backward(self) -> None:
-        leaves = [t for t in self.x if t.requires_grad]
-        grads: Sequence[Tensor | None]
-        if self.stage.whole_backward[self.block]:
-            grads = accumulated(self.roots, self.root_grads, leaves)
+    def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
+        """Keep a gradient until those of the parameter's other uses are there."""
+        stage = self.stage
+        if stage.tied.get(parameter, self.block) != self.block:
+            _add(self.microbatch.tied, parameter, grad)
+        elif parameter in stage.split_weights[self.block]:
+            self.queue.keep(parameter, grad)
         else:
-            grads = self._split_backward(leaves)
-        self.roots, self.root_grads = [], []
-        by_leaf = iter(grads)
-        passed = tuple([dense(next(by_leaf), t) if t.requires_grad else None for t in self.x])
-        self.x = []
+            _add(self._summed, parameter, grad)
+
+    def _add_tied(self, segment: Segment) -> None:
+        """Begin the walk of the segment that uses a parameter first with the gradients of its later uses."""
+        stage, number = self.stage, len(self.segments) - 1
+        for sums, held in ((self._summed, list(self._summed)), (self.microbatch.tied, list(self.microbatch.tied))):
+            for parameter in held:
+                if (
+                    stage.tied.get(parameter, self.block) == self.block
+                    and stage.uses[self.block].get(parameter, 0) == number
+                ):
+                    segment.add_root(get_gradient_edge(parameter), sums.pop(parameter))
+
+    def _finish_backward(self, first: Segment) -> None:
+        passed = tuple([None if entry is None else entry.dense() for entry in first.received])
+        shape = self.stage.shape[self.block]
+        if shape.split:
+            self.microbatch.queues[shape.own, self.block, 0] = self.queue
+        else:
+            accumulate(self.queue.compute())
         if self.block == 0:
             self.microbatch.input_grads = passed
         else:
             self.microbatch.output_grads = passed
         self._leave(ends=self.block == 0)
-
-    def _split_backward(self, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return gradients of the leaves; keep the parameters' for the weight node, or add them if none follows."""
-        parameters, shape = self.stage.block_parameters[self.block], self.stage.shape[self.block]
-        grads = gradients(self.roots, self.root_grads, [*leaves, *parameters])
-        self.queue.keep(self.microbatch.complete(present(parameters, grads[len(leaves) :]), self.block))
-        if shape.split:
-            self.microbatch.queues[shape.own, self.block, 0] = self.queue
-        else:
-            accumulate(self.queue.compute())
-        return grads[: len(leaves)]
 
     def _leave(self, *, ends: bool) -> None:
         """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
@@ -405,3 +414,11 @@ class BlockRun:
         """Unwind a suspended forward."""
         if self.forward is not None:
             self.forward.stop()
+
+
+def _start_of(segment: Segment) -> int:
+    return segment.start
+
+
+def _add(sums: Gradients, parameter: Parameter, grad: Tensor) -> None:
+    sums[parameter] = sums[parameter] + grad if parameter in sums else grad

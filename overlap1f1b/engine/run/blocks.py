@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
@@ -11,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.random import generators_of
-from overlap1f1b.engine.run.suspend import suspending, uncompiled
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
-from overlap1f1b.plan import BlockShape, Recompute, StageShape, parse_recompute
+from overlap1f1b.moe.route import Route
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
+from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.suspend import uncompiled
 
 
 class MicrobatchBlock(nn.Module):
@@ -114,16 +116,24 @@ class Blocks:
             )
             for index in range(len(self.blocks))
         )
-        self.whole_backward = [
-            not shape.split and not any(p in self.tied for p in own)
-            for shape, own in zip(self.shape, self.block_parameters, strict=True)
-        ]
-        """Whether a block's backward may add to ``.grad`` at once, as no other node contributes to its gradients."""
+        self.split_weights = [{m.weight for m in linears} for linears in self.linears]
+        """Weights of these layers."""
+        self.exchanges = [exchanges_of(shape) for shape in self.shape]
+        """Exchanges of rows of each block, see :func:`exchanges_of`."""
+        self.uses: list[dict[nn.Parameter, int]] = [{} for _ in self.blocks]
+        """For each block the first segment that uses a parameter."""
+        self.learned: set[int] = set()
+        """Blocks whose uses of parameters are known, because they have run forward."""
+        self.watched: set[int] = set()
+        """Blocks whose first segment uses a parameter that is used in other places, too."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
-        self._seams = [(block, seam) for block, shape in enumerate(self.shape) for seam in range(shape.seams)]
+        self._places = [
+            (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
+        ]
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
+        self.anchor = torch.empty(0, requires_grad=True)
 
     def _find_parameters(self) -> None:
         first: dict[nn.Parameter, int] = {}
@@ -147,10 +157,27 @@ class Blocks:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
-    def seam_beside(self, block: int, seam: int, step: int) -> tuple[int, int] | None:
-        """Return (block, seam) of the call of experts ``step`` calls later, earlier if negative; None past an end."""
-        position = self._seams.index((block, seam)) + step
-        return self._seams[position] if 0 <= position < len(self._seams) else None
+    def exchange_beside(self, block: int, position: int, step: int) -> tuple[int, int] | None:
+        """Return block and position of the exchange ``step`` exchanges later, earlier if negative; None past an end."""
+        place = self._places.index((block, position)) + step
+        return self._places[place] if 0 <= place < len(self._places) else None
+
+    def watches(self, block: int) -> bool:
+        """Return whether parameters may enter the first segment of a block."""
+        foreign = any(self.tied.get(p, block) != block for p in self.block_parameters[block])
+        return foreign or block in self.watched or block not in self.learned
+
+    def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
+        """Note a call of experts: its sizes, and rows without room under a capacity."""
+        if call.back:
+            return
+        if self.capacity is not None and self.check_tokens is not None:
+            self.check_tokens(route.tokens)
+        if (block, seam) not in self.calls:
+            like = call.tensors[0] if call.answer is None else call.answer
+            self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
+        if route.dropped is not None:
+            self.dropped.append(Dropped(block, microbatch, route.dropped, route.counts, route.send[0]))
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
@@ -166,7 +193,7 @@ class Blocks:
 
     @contextmanager
     def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:
-        """Replace the forwards of experts and linear layers: the former suspend, the latter split weight gradients off.
+        """Replace the forwards of linear layers and the products of experts, which split their weight gradients off.
 
         Only attributes of module instances change, and all of them change back at the end.
 
@@ -179,21 +206,18 @@ class Blocks:
             changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
             module.__dict__[name] = value
 
-        compiler: Any = sys.modules.get("torch._functorch.config")  # loaded with torch.compile
-        if compiler is not None:
-            donated, compiler.donated_buffer = compiler.donated_buffer, False  # parts of a graph are walked twice
         try:
             for experts in self.expert_parameters:
-                change(experts, "forward", suspending(experts, _unsplit(experts)))
+                change(experts, "forward", uncompiled(experts.forward))
+                change(experts, "capacity", self.capacity)
                 change(experts, "product", uncompiled(_SplitProduct(self, experts)))
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", uncompiled(_SplitForward(self, linear)))
             for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
-            yield
+            with functions_cross():
+                yield
         finally:
-            if compiler is not None:
-                compiler.donated_buffer = donated
             for attributes, name, value in reversed(changed):
                 if value is _MISSING:
                     del attributes[name]
@@ -211,7 +235,7 @@ class _SplitForward:
         self.blocks, self.linear = blocks, linear
 
     def __call__(self, input: Tensor) -> Tensor:
-        return SplitLinear.apply(input, self.linear.weight, self.linear.bias, self.blocks.queue)
+        return SplitLinear.apply(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
 
 
 class _SplitProduct:
@@ -222,21 +246,14 @@ class _SplitProduct:
         self.kernels = experts.kernels if blocks.adds_to_main else None
 
     def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return SplitGroupedMM.apply(rows, weight, counts, self.blocks.queue, self.kernels)
-
-
-def _unsplit(experts: Experts) -> Callable[..., Tensor]:
-    """Return the experts' own forward, for calls that nothing suspends, as in a checkpoint's second forward."""
-    forward, whole = experts.forward, experts.product
-
-    def call(*args: Tensor) -> Tensor:
-        split, experts.product = experts.product, whole
-        try:
-            return forward(*args)
-        finally:
-            experts.product = split
-
-    return call
+        return SplitGroupedMM.apply(
+            rows,
+            (weight,),
+            counts,
+            self.blocks.queue,
+            self.kernels,
+            self.blocks.anchor if weight.requires_grad else None,
+        )
 
 
 def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -84,6 +84,7 @@ class Microbatch:
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
+        """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""
         self.memo: dict[object, Any] = {}
         """Values that blocks share, see :class:`~overlap1f1b.engine.run.blocks.MicrobatchBlock`."""
 
@@ -157,22 +158,6 @@ class Microbatch:
         taken, self.output_grads = self.output_grads, None
         assert taken is not None, f"microbatch {self.index} has no gradient of its output"
         return taken
-
-    def complete(self, gradients: Gradients, block: int) -> Gradients:
-        """Return the gradients that are complete after ``block``, with sums of tied parameters at their first block.
-
-        Plain autograd sums a microbatch's gradients of a tied parameter before it adds the sum to ``.grad``; the same
-        order here keeps sums bit-equal.
-        """
-        tied = self.stage.tied
-        for parameter in [p for p in gradients if p in tied]:
-            grad = gradients.pop(parameter)
-            before = self.tied.get(parameter)
-            self.tied[parameter] = grad if before is None else before + grad
-        for parameter, first in tied.items():
-            if first == block and parameter in self.tied:
-                gradients[parameter] = self.tied.pop(parameter)
-        return gradients
 
     def accumulate_weights(self) -> None:
         """Compute the weight gradients that the backward has left, and add them to ``.grad``."""

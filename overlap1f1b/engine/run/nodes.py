@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -15,20 +14,14 @@ from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.lanes import Post
 
-_COMPUTE: dict[tuple[Op, Kind], Callable[[BlockRun, Any], None]] = {
-    (Op.DENSE, Kind.F): lambda run, received: run.attention_f(),
-    (Op.ATTENTION, Kind.F): lambda run, received: run.attention_f(),
-    (Op.EXPERTS, Kind.F): lambda run, received: run.experts_f(received),
-    (Op.AGGREGATE, Kind.F): lambda run, received: run.aggregate_f(received),
-    (Op.AGGREGATE, Kind.I): lambda run, received: run.aggregate_b(received),
-    (Op.EXPERTS, Kind.I): lambda run, received: run.experts_b(received),
-    (Op.ATTENTION, Kind.I): lambda run, received: run.attention_b(received),
-    (Op.DENSE, Kind.I): lambda run, received: run.dense_b(),
+_COMPUTE: dict[Kind, Callable[[BlockRun, Tensor | None], None]] = {
+    Kind.F: BlockRun.run_forward,
+    Kind.I: BlockRun.run_backward,
 }
 _RECOMPUTE: dict[Op, Callable[[RecomputedRun], None]] = {
-    Op.RECOMPUTE_EXPERTS: lambda run: run.recompute_experts(),
-    Op.RECOMPUTE_ATTENTION: lambda run: run.recompute_attention(),
-    Op.RECOMPUTE_DENSE: lambda run: run.recompute_attention(),
+    Op.RECOMPUTE_EXPERTS: RecomputedRun.recompute_experts,
+    Op.RECOMPUTE_ATTENTION: RecomputedRun.recompute_attention,
+    Op.RECOMPUTE_DENSE: RecomputedRun.recompute_attention,
 }
 
 
@@ -40,7 +33,7 @@ def compute(node: Node, microbatch: Microbatch, received: Tensor | None) -> None
     run = _run_of(microbatch, node.block)
     again = _RECOMPUTE.get(node.op)
     if again is None:
-        _COMPUTE[node.op, node.kind](run, received)
+        _COMPUTE[node.kind](run, received)
     else:
         assert isinstance(run, RecomputedRun)
         again(run)

@@ -3,9 +3,9 @@
 The block's input and all exchanged rows are kept: the rows that the experts received, and the rows that came back.
 Everything else is computed from these without another exchange:
 
-- inside the experts, from the rows that they received;
-- outside, from the block's input and the weighted sum of the rows that came back (if the experts apply the weights,
-  the sum itself is kept).
+- the experts, from the rows that they received: the parts that the forward runs by ``run_part``;
+- everything else, from the block's input and the rows that came back (if the experts apply the weights, the sum of
+  these rows is kept instead). A block that exchanges rows by itself has no such parts: all of it is computed again.
 
 The first forward runs with gradients enabled, so that it takes the same kernels and shows which outputs require a
 gradient, but everything that autograd saves is dropped at once. The second forward is not suspended. It gets the same
@@ -15,17 +15,22 @@ in a loop of combined steps these belong to the call that runs the forward, not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.engine.run.block import BlockRun, SeamRun
+from overlap1f1b.engine.run.autograd import Root
+from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.suspend import SeamCall, ThreadState
+from overlap1f1b.engine.run.segment import Segment
 from overlap1f1b.moe.auxiliary import loss_scales_of
 from overlap1f1b.plan import Op
+from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.suspend import ThreadState
 
 
 def _forget(_: Tensor) -> None:
@@ -39,6 +44,22 @@ def _forgotten(_: None) -> Tensor:
 _FORGETTING = (_forget, _forgotten)
 
 
+class Part(NamedTuple):
+    """A part of a forward that can be run again by itself.
+
+    Args:
+        function: The part.
+        rows: Its argument.
+        state: Of the thread, when it ran first.
+        random: Its random numbers.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    rows: Tensor
+    state: ThreadState
+    random: RandomStream
+
+
 class RecomputedRun(BlockRun):
     """The nodes of one block for one microbatch, with parts that are dropped and computed again."""
 
@@ -46,86 +67,150 @@ class RecomputedRun(BlockRun):
         super().__init__(microbatch, block)
         shape = self.stage.shape[block]
         self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
-        self.streams: list[RandomStream] = []  # at the start of the forward, and behind each call of experts
-        self.expert_streams: list[RandomStream] = []  # at the start of the experts
-        self.state: ThreadState | None = None  # at the start of the forward
-        self.loss_scales: list[float] = []  # of auxiliary losses
+        self.x: Tensors = ()
+        self.streams: list[RandomStream] = []
+        """Random numbers of each segment."""
+        self.part_random: RandomStream | None = None
+        """Random numbers of the part that runs."""
+        self.parts: dict[int, Part] = {}
+        """Parts that were dropped, by the number of their segment."""
+        self.brought: list[list[Tensor] | None] = []
+        """What each exchange brought; None if no second forward needs it."""
+        self.sums: list[tuple[Tensor, int]] = []
+        """Values that the second forward takes from the first, and their versions."""
+        self.state: ThreadState | None = None
+        """At the start of the forward."""
+        self.loss_scales: list[float] = []
+        """Scales of auxiliary losses."""
+        self.again = False
+        """Whether the second forward runs."""
 
     # ---------------------------------------------------------------------------------------------- dropping
 
-    def _advance(self, value: Tensor | Tensors, random: RandomStream) -> SeamCall | Tensors:
-        if not self.drops_own:
-            return super()._advance(value, random)
-        if self.state is None:
-            self.state = ThreadState.capture(self.stage.device)
-            self.loss_scales = [carrier.loss_scale for carrier in self.stage.carriers[self.block]]
+    def _inputs(self) -> Tensors:
+        x = super()._inputs()
+        self.state = ThreadState.capture(self.stage.device)
+        self.loss_scales = [carrier.loss_scale for carrier in self.stage.carriers[self.block]]
+        if self.drops_own:
+            self.x = x
+        return x
+
+    def _start(self, x: Tensors, random: RandomStream) -> ExchangeCall | Tensors:
+        if self.again or not self.drops_own:
+            return super()._start(x, random)
         self.streams.append(random.again())
         with saved_tensors_hooks(*_FORGETTING):
-            reached = super()._advance(value, random)
-        if isinstance(reached, SeamCall):  # the experts may be kept
-            hooks = tuple(hook for hook in reached.state.hooks if hook != _FORGETTING)
-            reached = reached._replace(state=replace(reached.state, hooks=hooks))
-        return reached
+            return super()._start(x, random)
+
+    def _resume(self, received: list[Tensor], random: RandomStream) -> ExchangeCall | Tensors:
+        call, forward = self.segments[-1].call, self.forward
+        assert call is not None
+        assert forward is not None
+        forward.part, forward.once = self._run_part, self._compute_once
+        self.part_random = random.again() if call.feeds_part and not self.again else None
+        if self.again or not self.drops_own:
+            return super()._resume(received, random)
+        self.streams.append(random.again())
+        self.brought.append(None if call.feeds_part else received)
+        with saved_tensors_hooks(*_FORGETTING):
+            return super()._resume(received, random)
+
+    def _run_part(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        if self.again:  # its own node computes it
+            return rows.detach()
+        device, state = self.stage.device, ThreadState.capture(self.stage.device)
+        kept = tuple(hook for hook in state.hooks if hook != _FORGETTING)
+        if self.drops_experts:
+            assert self.part_random is not None
+            state = replace(state, hooks=kept)
+            self.parts[len(self.segments) - 1] = Part(function, rows.detach(), state, self.part_random)
+            kept = (*kept, _FORGETTING)
+        with replace(state, hooks=kept).applied(self.name, device=device, grad=True):
+            return function(rows)
+
+    def _compute_once(self, function: Callable[[Tensor | None], Tensor]) -> Tensor:
+        if not self.drops_own:
+            return function(None)
+        if self.again:
+            return function(self.sums.pop(0)[0])
+        value = function(None)
+        kept = value.detach()
+        self.sums.append((kept, 0 if kept.is_inference() else kept._version))
+        self.brought[-1] = None  # the sum of these rows is kept instead
+        return value
 
     def _keep(self, outs: Tensors) -> None:
-        if not self.drops_own:
+        if self.again or not self.drops_own:
             super()._keep(outs)
-            return
-        for seam in self.seams:
-            seam.tokens, seam.weights = None, seam.weights.detach()
-            if seam.route.keeps_returned:
-                seam.y = None  # summed again
-            elif seam.y is not None and seam.y._version != seam.version:
+        else:
+            if any(not kept.is_inference() and kept._version != version for kept, version in self.sums):
                 raise ValueError(
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
                 )
+            for number, segment in enumerate(self.segments):
+                if not self._is_part(number):
+                    segment.sent, segment.crossed, segment.parameters = [None] * len(segment.sent), {}, {}
+        if self.drops_experts and not self.again:
+            for number in self.parts:
+                self.segments[number].sent = [None]
 
-    def experts_f(self, received: Tensor) -> None:
-        super().experts_f(received)
-        if self.drops_experts:
-            self.seams[-1].result = None
-
-    def _run_experts(self, seam: SeamRun, state: ThreadState, random: RandomStream) -> Tensor:
-        if self.drops_experts:
-            self.expert_streams.append(random.again())
-            state = replace(state, hooks=(*state.hooks, _FORGETTING))
-        return super()._run_experts(seam, state, random)
+    def _is_part(self, number: int) -> bool:
+        """Return whether a segment is a part that is run by itself."""
+        before = self.segments[number - 1].call if number else None
+        return before is not None and before.feeds_part
 
     # ---------------------------------------------------------------------------------------------- computing again
 
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
-        seam, random = self.seams[-1], self.expert_streams.pop()
-        if seam.leaf is not None:
-            seam.result = get_gradient_edge(super()._run_experts(seam, seam.state, random))
+        part, segment = self.parts.pop(len(self.segments) - 1), self.segments[-1]
+        (entry,) = segment.received
+        self.stage.queue = segment.queue
+        with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):
+            segment.sent = [Root.of(part.function(part.rows if entry is None else entry.enter(part.rows)))]
 
     def recompute_attention(self) -> None:
         """Compute everything outside the experts again, from the block's input."""
         stage, state = self.stage, self.state
         assert state is not None
+        self.again = True
         with (
             state.applied(self.name, device=stage.device, grad=True),
             loss_scales_of(stage.carriers[self.block], self.loss_scales),
         ):
-            self._advance_again()
+            self._run_again()
 
-    def _advance_again(self) -> None:
-        """Run the whole forward a second time and keep its graph."""
-        streams, self.streams = iter(self.streams), []
-        reached = super()._advance(tuple(self.x), next(streams))
-        for seam, random in zip(self.seams, streams, strict=True):
-            if not isinstance(reached, SeamCall) or reached.experts is not seam.experts:
-                break
-            seam.tokens, seam.weights = reached.tokens, reached.weights
-            y = seam.y if seam.returned is None else seam.aggregate(seam.returned)
-            assert y is not None
-            reached = super()._advance(y, random)
-        else:
-            if not isinstance(reached, SeamCall):
-                self.forward = None
-                super()._keep(reached)
-                return
-        raise ValueError(
-            f"{self.name} calls other experts when it is recomputed; allowed: a forward that repeats its calls"
-        )
+    def _run_again(self) -> None:
+        """Run the whole forward a second time, answer its exchanges with what they brought, and keep its graph."""
+        first, self.segments = self.segments, []
+        reached = self._start(self.x, self.streams[0])
+        for number, old in enumerate(first[:-1]):
+            if not isinstance(reached, ExchangeCall) or old.call is None or reached.back != old.call.back:
+                raise ValueError(
+                    f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
+                )
+            segment = self.segments[-1]
+            segment.call = old.call
+            if self._is_part(number):  # its graph is kept, or is made by its own node
+                old.start = segment.start  # for what later segments use of others
+                self.segments[-1] = old
+                reached.tensors.clear()
+            else:
+                self._sent(segment, reached)
+            reached = self._resume(self._answer(number, old), self.streams[number + 1])
+        if isinstance(reached, ExchangeCall):
+            raise ValueError(
+                f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
+            )
+        self.forward, self.x, self.brought, self.streams = None, (), [], []
+        self._keep(reached)
+
+    def _answer(self, number: int, old: Segment) -> list[Tensor]:
+        """Return what an exchange has brought, or tensors of its shape whose values nobody reads."""
+        brought = self.brought[number]
+        if brought is not None:
+            return brought
+        assert old.call is not None
+        count = sum(old.call.splits.sizes(back=old.call.back)[1])
+        return [like.new_zeros(()).expand(count, *like.shape[1:]) for like in old.layout.rows]

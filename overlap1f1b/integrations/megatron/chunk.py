@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from overlap1f1b.engine.run.microbatch import Tensors
-from overlap1f1b.engine.run.suspend import Forward, SeamCall, ThreadState
 from overlap1f1b.integrations.graph import graph_nodes
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.step import ChunkStep
 from overlap1f1b.moe import Experts
+from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.suspend import Forward, ThreadState
 
 Layers = Callable[[nn.Module], Sequence[nn.Module]]
 """Function that returns the layers of a chunk, in the order in which its forward calls them."""
@@ -248,7 +249,7 @@ class Chunk:
             suspended.part, forward, check = part, suspended.forward, suspended.check
             handed = forward.resume(inputs)
         # 2. Pass each call of experts on to the block's forward, which is suspended for it.
-        while isinstance(handed, SeamCall):
+        while isinstance(handed, ExchangeCall):
             if check is not None:
                 check.check((handed.tokens, handed.weights), part)
             outer = getcurrent().parent

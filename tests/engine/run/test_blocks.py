@@ -24,14 +24,10 @@ def test_parameters_are_told_apart() -> None:
     assert [shape.reduced for shape in stage.shape] == [True] * 4 + [False]
 
 
-def test_calls_of_experts_are_in_one_row_over_all_blocks() -> None:
+def test_exchanges_are_in_one_row_over_all_blocks() -> None:
     stage = Stage(models.build(seams=2))
-    assert [stage.seam_beside(1, 0, 1), stage.seam_beside(1, 1, 1), stage.seam_beside(3, 1, 1)] == [
-        (1, 1),
-        (3, 0),
-        None,
-    ]
-    assert [stage.seam_beside(3, 0, -1), stage.seam_beside(1, 0, -1)] == [(1, 1), None]
+    assert [stage.exchange_beside(*place) for place in ((1, 0, 1), (1, 3, 1), (3, 3, 1))] == [(1, 1), (3, 0), None]
+    assert [stage.exchange_beside(*place) for place in ((3, 0, -1), (1, 0, -1))] == [(1, 3), None]
 
 
 def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:

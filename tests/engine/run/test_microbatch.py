@@ -70,15 +70,6 @@ def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
     assert grad.tolist() == [4, 4]
 
 
-def test_gradients_of_tied_parameters_are_complete_with_their_first_block() -> None:
-    tied = nn.Linear(2, 2, bias=False)
-    stage = Stage([nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)])
-    taken = stage.microbatch()
-    assert taken.complete({tied.weight: torch.ones(2, 2)}, 2) == {}
-    found = taken.complete({tied.weight: torch.full((2, 2), 2.0)}, 0)
-    assert found[tied.weight].tolist() == [[3, 3], [3, 3]]
-
-
 def test_a_finished_microbatch_holds_results_alone() -> None:
     taken = microbatch(target=torch.ones(1), loss_fn=lambda x, y: x.sum())
     combined_forward_backward_step(taken, None)

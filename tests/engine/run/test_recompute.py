@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
-from overlap1f1b.engine.run.suspend import Forward
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
+from overlap1f1b.transport.suspend import Forward
 from tests import models
-from tests.engine.run.test_suspend import CONTEXTS, Wrapped
+from tests.transport.test_suspend import CONTEXTS, Wrapped
 from tests.engine.test_engine import COSTS, Delayed, step
 from tests.pauses import pauses
 from tests.ranks import Ranks
@@ -189,7 +189,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
             return super().forward(x) if type(self).calls < 3 else x * 1.0
 
     model = models.build(block=Fickle)
-    with pytest.raises(ValueError, match=r"block \d \(Fickle\) calls other experts when it is recomputed; allowed"):
+    with pytest.raises(ValueError, match=r"block \d \(Fickle\) exchanges other rows when it is recomputed; allowed"):
         step(model, build_schedule("sequential", microbatches=2), 1, models.batch(2), recompute="attention")
     gc.collect()
     assert not [g for g in gc.get_objects() if type(g) is Forward and not g.dead and g]

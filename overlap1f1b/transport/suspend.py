@@ -1,4 +1,4 @@
-"""Suspend a module's forward where it calls its experts.
+"""Suspend a module's forward where it exchanges rows.
 
 This file reads private attributes of torch: no public function shows or sets the stacks of hooks and modes.
 """
@@ -10,85 +10,83 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
-class SeamCall(NamedTuple):
-    """A call of experts that is suspended until its result ``[T, H]`` is there."""
-
-    experts: nn.Module
-    tokens: Tensor  # [T, H]
-    indices: Tensor  # [T, K] int64
-    weights: Tensor  # [T, K]
-    state: ThreadState  # at the call: the experts must run in it
-
-
-class OnceHooks(TorchFunctionMode):
-    """Makes a tensor hook behind a call of experts run once, although the engine walks that part of the graph twice.
-
-    Both walks bring the same gradient, so the second walk gets the first result of the hook.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.register_hook:
-            tensor, hook = args
-            return func(tensor, _once(hook))
-        return func(*args, **(kwargs or {}))
-
-
-def _once(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    made: list[Tensor | None] = []
-
-    def call(grad: Tensor) -> Tensor | None:
-        if not made:
-            made.append(hook(grad))
-        return made[0]
-
-    return call
-
-
 class Forward(greenlet):
-    """``function(*args)`` on its own stack, which is suspended at every call of experts.
+    """``function(*args)`` on its own stack, which is suspended at every exchange.
 
-    :meth:`start` and :meth:`resume` return the next :class:`SeamCall`, or the function's own result.
+    :meth:`start` and :meth:`resume` return what the function hands out at its next exchange, or its own result.
+
+    Args:
+        function: The function.
+        name: Name for messages.
+        device: Device of the model.
+        mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
+
+    Attributes:
+        part: Runs a part of the function that can be computed again by itself, see :func:`run_part`.
+        once: Computes a value that a second forward takes from the first, see :func:`computed_once`.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[..., Any], name: str, device: torch.device, mode: TorchFunctionMode | None = None
+    ) -> None:
         super().__init__(self._main)
-        self._once_hooks = OnceHooks()
-        self.function, self.name, self.device = function, name, device
+        self.function, self.name, self.device, self.mode = function, name, device, mode
+        self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+        self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
         self.gr_context = contextvars.copy_context()
         self._outside = ThreadState.capture(device)
+        self._with_mode = False
 
-    def start(self, *args: Any) -> Any:
-        """Run the function to its first call of experts."""
-        return self._enter(args)
+    @staticmethod
+    def running() -> Forward | None:
+        """Return the forward on whose stack this is called; None outside."""
+        if torch.compiler.is_compiling():  # a graph cannot switch stacks
+            return None
+        current = getcurrent()
+        return current if isinstance(current, Forward) else None
 
-    def resume(self, result: Any) -> Any:
-        """Return the call's result inside the function, and run it to the next call."""
-        return self._enter(result)
+    def start(self, *args: Any, mode: bool = False) -> Any:
+        """Run the function to its first exchange, with the mode if ``mode``."""
+        return self._enter(args, mode)
+
+    def resume(self, result: Any, *, mode: bool = False) -> Any:
+        """Return the exchange's result inside the function, and run it to the next one."""
+        return self._enter(result, mode)
 
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
         if not self.dead and self:
             self.throw(GreenletExit)
 
-    def _enter(self, value: Any) -> Any:
+    def _enter(self, value: Any, mode: bool) -> Any:
         self.parent = getcurrent()
         self._outside = ThreadState.capture(self.device)
+        self._with_mode = mode and self.mode is not None
         return self.switch(value)
 
     def _main(self, args: tuple[Any, ...]) -> Any:
         try:
+            now = self._outside
+            self._with(now).restore(now, self.name)
             return self.function(*args)
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
+
+    def _with(self, inside: ThreadState) -> ThreadState:
+        """Return a state of the function with the mode where it is wanted, else without."""
+        modes = [mode for mode in inside.function_modes if mode is not self.mode]
+        if self._with_mode:  # below the function's own modes, which it leaves by itself
+            modes.insert(len(self._outside.function_modes), self.mode)
+        return replace(inside, function_modes=tuple(modes))
 
     def suspend(self, handed: object, inside: ThreadState) -> Any:
         """Leave the function here, in the state ``inside``; return the value that it is resumed with.
@@ -97,29 +95,25 @@ class Forward(greenlet):
         """
         self._outside.restore(inside, self.name)
         assert self.parent is not None
-        if self._once_hooks not in inside.function_modes:  # below the function's own modes, which it leaves by itself
-            own = len(self._outside.function_modes)
-            modes = (*inside.function_modes[:own], self._once_hooks, *inside.function_modes[own:])
-            inside = replace(inside, function_modes=modes)
         try:
             return self.parent.switch(handed)
         finally:  # the function's own context managers must find their state, also when it is stopped
-            inside.restore(ThreadState.capture(self.device), self.name)
+            self._with(inside).restore(ThreadState.capture(self.device), self.name)
 
 
-def suspending(experts: nn.Module, plain: Callable[..., Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a stand-in for ``experts.forward`` that suspends inside a :class:`Forward`, and else calls ``plain``."""
+def run_part(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return ``function(rows)``: all that a forward computes between two exchanges.
 
-    def call(tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        current = getcurrent()
-        if isinstance(current, Forward):
-            state = ThreadState.capture(current.device)
-            result = current.suspend(SeamCall(experts, tokens, indices, weights, state), state)
-            assert isinstance(result, Tensor)
-            return result
-        return plain(tokens, indices, weights)
+    An engine may drop its activations and call it again before its backward.
+    """
+    forward = Forward.running()
+    return function(rows) if forward is None or forward.part is None else forward.part(function, rows)
 
-    return uncompiled(call)
+
+def computed_once(function: Callable[[Tensor | None], Tensor]) -> Tensor:
+    """Return ``function(None)``, or, in a second forward, ``function`` of the result of the first."""
+    forward = Forward.running()
+    return function(None) if forward is None or forward.once is None else forward.once(function)
 
 
 OUTSIDE = "the engine goes on outside the compiled graph"
@@ -181,8 +175,8 @@ class ThreadState:
         for (what, mine), (_, other) in zip(self.fixed, now.fixed, strict=True):
             if mine != other:
                 raise ValueError(
-                    f"{name} calls its experts inside {what}, which cannot be carried over a suspended forward; "
-                    "allowed around experts: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
+                    f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
+                    "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
                 )
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.autocast:

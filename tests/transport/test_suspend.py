@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.run.suspend import Forward
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.suspend import Forward
 from tests import models
 from tests.engine.test_engine import COSTS, OVERLAPS, programs, step
 
@@ -125,7 +125,7 @@ def test_a_context_variable_is_seen_inside_and_not_outside() -> None:
 @pytest.mark.parametrize("context", [torch.inference_mode, torch._C.DisableTorchFunctionSubclass])
 def test_a_context_that_cannot_be_carried_is_refused_by_name(context: Any) -> None:
     block = type("Block", (Wrapped,), {"context": staticmethod(context)})
-    with pytest.raises(ValueError, match="calls its experts inside"):
+    with pytest.raises(ValueError, match="exchanges rows inside"):
         step(models.build(block=block), programs(2)[1], 2, models.batch(2))
     assert not torch.is_inference_mode_enabled()
 

@@ -1,0 +1,196 @@
+"""Segments of a block's forward, and the tensors that enter them.
+
+A *segment* runs from one exchange to the next. No two segments share a graph, so a plain backward walks each of them
+once. What a segment uses and did not make itself enters it as a new tensor without a history: the block's inputs, the
+rows that an exchange brought, tensors that an earlier segment made (a residual, a shared expert's output, routing
+weights), and parameters that are used in other places, too. An :class:`Entry` catches the gradient of such a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import Parameter
+
+from overlap1f1b.engine.run.autograd import Root, WeightQueue
+from overlap1f1b.plan import Op
+from overlap1f1b.transport.calls import ExchangeCall
+
+
+class Entry:
+    """A place where a tensor enters a segment: it catches the gradient, and holds neither values nor graph.
+
+    Args:
+        tensor: The tensor, of which shape, dtype and device are kept.
+
+    Attributes:
+        grad: Gradient of the tensor; None before a backward has reached it.
+    """
+
+    __slots__ = ("device", "dtype", "grad", "shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.grad: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """Return the gradient, or zeros if none has come."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self.grad is None else self.grad
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return the tensor without its history; it requires a gradient, which this entry will catch."""
+        with torch.enable_grad():
+            anchor = torch.empty(0, requires_grad=True)
+            return Enter.apply(anchor, tensor.detach(), self)
+
+
+class Enter(torch.autograd.Function):
+    """The tensor as it is, in a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        entry, (grad,) = ctx.entry, grads
+        if grad is not None:
+            entry.grad = grad if entry.grad is None else entry.grad + grad
+        return None, None, None
+
+
+def next_sequence_number() -> int:
+    """Return a number below those of all autograd nodes that this thread makes from now on, and above earlier ones."""
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+class Layout(NamedTuple):
+    """Shapes of a row of each tensor of one exchange; several tensors travel as one, a row's bytes side by side.
+
+    Args:
+        rows: Of each tensor ``[0, …]``.
+    """
+
+    rows: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+        """Return the layout of some tensors."""
+        return cls(tuple([tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors]))
+
+    @property
+    def like(self) -> Tensor:
+        """Packed rows ``[0, …]``."""
+        return self.pack(self.rows)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors as one; of bytes ``[R, W]`` if there are several."""
+        if len(tensors) == 1:
+            return tensors[0].to(self.rows[0].dtype)
+        count, parts = len(tensors[0]), []
+        for like, tensor in zip(self.rows, tensors, strict=True):
+            size = _bytes(like)
+            packed = tensor.new_zeros(count, _padded(size), dtype=torch.uint8)
+            packed[:, :size] = _as_bytes(tensor.to(like.dtype), size)
+            parts.append(packed)
+        return torch.cat(parts, 1)
+
+    def unpack(self, rows: Tensor) -> list[Tensor]:
+        """Return the tensors of packed rows."""
+        if len(self.rows) == 1:
+            return [rows]
+        widths = [_padded(_bytes(like)) for like in self.rows]
+        return [
+            part[:, : _bytes(like)].contiguous().view(like.dtype).view(len(rows), *like.shape[1:])
+            for like, part in zip(self.rows, rows.split(widths, 1), strict=True)
+        ]
+
+
+def _bytes(like: Tensor) -> int:
+    return like.element_size() * like.shape[1:].numel()
+
+
+def _as_bytes(tensor: Tensor, size: int) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8).view(len(tensor), size)
+
+
+def _padded(size: int) -> int:
+    """Round up to 16 bytes, so that every part is aligned for its dtype and for a GPU's products."""
+    return -(-size // 16) * 16
+
+
+class Crossing(NamedTuple):
+    """A tensor of an earlier segment, or a parameter, in a segment that uses it.
+
+    Args:
+        edge: Where its gradient goes on.
+        entry: Catches its gradient here.
+    """
+
+    edge: GradientEdge
+    entry: Entry
+
+
+class Segment:
+    """One segment of a block's forward for one microbatch.
+
+    Args:
+        op: Sub-op of its nodes.
+        seam: Number among the block's nodes of this sub-op.
+        start: Number below those of its autograd nodes and above earlier ones.
+        queue: Where its weight gradients wait.
+
+    Attributes:
+        received: Entries of the tensors that the exchange before it brought, or of the block's inputs; None for one
+            that requires no gradient.
+        crossed: What entered it from earlier segments, by the tensor's place in the graph.
+        parameters: Parameters that entered it, because they are used in other places, too.
+        roots: Where gradients enter its graph.
+        grads: These gradients.
+        call: The exchange behind it.
+        sent: Graph of the tensors that the exchange behind it sends.
+        differs: Whether each of them requires a gradient.
+        layout: Of these tensors.
+    """
+
+    def __init__(self, op: Op, seam: int, start: int, queue: WeightQueue) -> None:
+        self.op, self.seam, self.start, self.queue = op, seam, start, queue
+        self.received: list[Entry | None] = []
+        self.crossed: dict[tuple[int, int], Crossing] = {}
+        self.parameters: dict[Parameter, Entry] = {}
+        self.roots: list[GradientEdge] = []
+        self.grads: list[Tensor] = []
+        self.call: ExchangeCall | None = None
+        self.sent: list[Root | None] = []
+        self.differs: list[bool] = []
+        self.layout = Layout(())
+        self.here: dict[object, Tensor] = {}
+        """What entered, while the segment runs: values are not kept longer."""
+
+    def enter(self, values: Sequence[Tensor], differs: Sequence[bool]) -> list[Tensor]:
+        """Return what the segment begins with: values as new tensors, where they require a gradient."""
+        self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
+        return [
+            value if entry is None else entry.enter(value) for value, entry in zip(values, self.received, strict=True)
+        ]
+
+    def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
+        """Note a gradient with which the walk of this segment begins."""
+        self.roots.append(edge)
+        self.grads.append(grad)
+
+    def walk(self) -> None:
+        """Run the segment's backward, and release its graph."""
+        roots, grads = self.roots, self.grads
+        self.roots, self.grads = [], []
+        if roots:
+            torch.autograd.backward(roots, grads)

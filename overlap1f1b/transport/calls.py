@@ -1,0 +1,180 @@
+"""Exchanges inside a forward: in plain autograd, or, under an engine, where the forward is suspended.
+
+An exchange is an all-to-all of rows that autograd knows: its backward is the exchange with the sizes swapped. A module
+calls :func:`exchange`. In a plain training loop the call sends, waits and returns. Inside an engine's step it suspends
+the forward: the engine launches the exchange, computes for other microbatches, and resumes the forward with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.transport.exchange import Exchange, build_exchange
+from overlap1f1b.transport.streams import HostCopy
+from overlap1f1b.transport.suspend import Forward, ThreadState
+
+
+class Splits:
+    """Rows that go to each rank and come from each rank in an exchange; the exchange back swaps them.
+
+    Args:
+        send: Rows to each rank.
+        receive: Rows from each rank.
+
+    Attributes:
+        counts: ``[E]`` int64, to be exchanged before the rows, because :attr:`receive` follows from them; None if the
+            sizes are known.
+        host: Copies of the counts on their way to the host, if the exchange makes them.
+    """
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int]) -> None:
+        self.send, self.receive = list(send), list(receive)
+        self.counts: Tensor | None = None
+        self.host: HostCopy | None = None
+
+    def arrive(self, counts: Tensor, timeout: timedelta | None = None) -> None:
+        """Take the received counts and set the sizes; a lane's thread may call it."""
+        raise NotImplementedError
+
+    def sizes(self, *, back: bool) -> tuple[list[int], list[int]]:
+        """Return rows to and from each rank, swapped if they travel ``back``."""
+        return (self.receive, self.send) if back else (self.send, self.receive)
+
+
+class ExchangeCall(NamedTuple):
+    """An exchange that a suspended forward waits for.
+
+    Args:
+        tensors: Sent tensors, with as many rows each. The engine takes them out of the list, so that nothing else keeps
+            them alive.
+        splits: Rows to and from each rank.
+        back: Whether rows travel back, by the swapped sizes of an earlier call.
+        group: Ranks of the exchange; None for the ranks that share the experts.
+        state: Of the thread, at the call.
+        feeds_part: Whether :func:`run_part` alone uses the received rows.
+        answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
+    """
+
+    tensors: list[Tensor]
+    splits: Splits
+    back: bool
+    group: dist.ProcessGroup | None
+    state: ThreadState
+    feeds_part: bool = False
+    answer: Tensor | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether counts are exchanged before the rows."""
+        return self.splits.counts is not None and not self.back
+
+
+def exchange_rows(
+    rows: list[Tensor],
+    splits: Splits,
+    exchange: Exchange,
+    *,
+    back: bool = False,
+    feeds_part: bool = False,
+    answer: Tensor | None = None,
+) -> Tensor:
+    """Exchange rows ``[R, …]`` by splits whose sizes may still have to be exchanged; return the received rows.
+
+    Args:
+        rows: List of one tensor, which is taken out of it.
+        splits: Rows to and from each rank.
+        exchange: Exchange for a call that nothing suspends.
+        back: See :class:`ExchangeCall`, as the others.
+        feeds_part: As there.
+        answer: As there.
+    """
+    forward = Forward.running()
+    if forward is not None:
+        state = ThreadState.capture(forward.device)
+        received: Tensor
+        (received,) = forward.suspend(ExchangeCall(rows, splits, back, None, state, feeds_part, answer), state)
+        return received
+    if splits.counts is not None and not back:
+        counts = exchange.counts(splits.counts)
+        splits.host = counts.host
+        splits.arrive(counts.finish())
+    return _Rows.apply(rows.pop(), exchange, *splits.sizes(back=back))
+
+
+@overload
+def exchange(
+    tensors: Tensor, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
+) -> Tensor: ...
+
+
+@overload
+def exchange(
+    tensors: tuple[Tensor, ...], send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]: ...
+
+
+def exchange(
+    tensors: Tensor | tuple[Tensor, ...],
+    send: Sequence[int] | None,
+    receive: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> Tensor | tuple[Tensor, ...]:
+    """Exchange rows between ranks, differentiably; inside an engine's step the exchange is hidden behind compute.
+
+    >>> rows, probs = exchange((rows, probs), send, receive, group)  # one exchange: both go by the same sizes
+    >>> y = exchange(experts(rows, probs), receive, send, group)  # and back
+
+    Args:
+        tensors: One tensor ``[R, …]`` or several, which travel together.
+        send: Rows to each rank; None for equal parts.
+        receive: Rows from each rank; None for equal parts.
+        group: Ranks of the exchange; inside an engine's step the engine's ranks along "ep".
+
+    Raises:
+        ValueError: Sizes of another number than ranks, negative, or with another sum than there are rows.
+    """
+    given = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    ranks, rows = group.size(), len(given[0]) if given else 0
+    if not given or any(len(tensor) != rows for tensor in given):
+        raise ValueError(f"tensors of {[len(tensor) for tensor in given]} rows; allowed: as many in each")
+    splits = Splits(_sizes(send, "send", rows, ranks), _sizes(receive, "receive", rows, ranks))
+    if sum(splits.send) != rows:
+        raise ValueError(f"send={splits.send} for {rows} rows; allowed: sizes whose sum is {rows}")
+    forward = Forward.running()
+    if forward is None or ranks == 1:
+        by = build_exchange(group, device=given[0].device.type)
+        got = tuple(_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given)
+    else:
+        state = ThreadState.capture(forward.device)
+        got = forward.suspend(ExchangeCall(list(given), splits, False, group, state), state)
+    return got[0] if isinstance(tensors, Tensor) else got
+
+
+def _sizes(given: Sequence[int] | None, name: str, rows: int, ranks: int) -> list[int]:
+    if given is None:
+        if rows % ranks:
+            raise ValueError(f"{name}=None for {rows} rows and {ranks} ranks; allowed: a multiple, or sizes")
+        return [rows // ranks] * ranks
+    sizes = [int(size) for size in given]
+    if len(sizes) != ranks or min(sizes) < 0:
+        raise ValueError(f"{name}={sizes}; allowed: a size of 0 or more for each of {ranks} ranks")
+    return sizes
+
+
+class _Rows(torch.autograd.Function):
+    """Exchange with an immediate wait; its backward is the exchange with the sizes swapped."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
+        ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
+        return exchange.rows(rows, send, receive).finish()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange.rows(grads[0], ctx.receive, ctx.send).finish(), None, None, None
