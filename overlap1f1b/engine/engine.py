@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -208,10 +209,23 @@ class Engine:
                 watch=watch,
                 fills=not program.splits(rank),
             )
-            counts_block = not self.exchange.background and capacity is None
-            self._plans = Plans(
-                program, self.shapes, self.overlap, counts_block=counts_block, mesh=self.mesh, costs=costs, plan=plan
-            )
+            self._counts_block = not self.exchange.background and capacity is None
+            self._plans = self._new_plans(costs, plan)
+            # 6. Blocks may exchange rows by themselves: the first step shows where.
+            self._looks = ep is not None and plan is None
+            for stage in self.stages.values():
+                stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+
+    def _new_plans(self, costs: NodeCosts | None, plan: Plan | None = None) -> Plans:
+        return Plans(
+            self.program,
+            self.shapes,
+            self.overlap,
+            counts_block=self._counts_block,
+            mesh=self.mesh,
+            costs=costs,
+            plan=plan,
+        )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the parameters of this rank's stages; one that blocks share comes several times."""
@@ -309,6 +323,9 @@ class Engine:
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
             # 2. Forwards, backwards, exchanges, reductions.
+            looks = first and self._looks
+            for stage in self.stages.values() if looks else ():
+                stage.look_for_exchanges()
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
@@ -318,13 +335,23 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first:
                 self.mesh.agree(calls(self.stages))
-            # 4. The second step's times are the costs of the plan to come.
+            # 4. The second step's times are the costs of the plan to come, or those of the first step that is cut.
+            if looks:
+                self._adopt_exchanges()
             if measuring and self._warm:
                 nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
                 self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
             self._warm = True
             self._steps += 1
         return played
+
+    def _adopt_exchanges(self) -> None:
+        """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
+        found = [stage.adopt_exchanges() for stage in self.stages.values()]
+        if self.mesh.combined(any(found), lambda _, every: any(every)):
+            self.mesh.agree(structure(self.stages))
+            self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+            self._plans = self._new_plans(self._plans.costs)
 
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""

@@ -8,6 +8,7 @@ from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     RECOMPUTES,
     RESOURCE_OF,
+    SEGMENT_BEHIND,
     BlockShape,
     Node,
     Op,
@@ -26,6 +27,7 @@ from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, pa
 __all__ = [
     "RECOMPUTES",
     "RESOURCE_OF",
+    "SEGMENT_BEHIND",
     "ActionRange",
     "BlockShape",
     "Chains",

@@ -118,4 +118,9 @@ def _check_blocks(shapes: Sequence[object]) -> None:
             if not isinstance(block, BlockShape):
                 raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
             check_size(f"stage {stage}: seams", block.seams, 0)
+            if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
+                named = ", ".join(block.exchanges)
+                raise ValueError(
+                    f"stage {stage}: exchanges {named} and {block.seams} seams; allowed: dispatch and combine, or seams"
+                )
             parse_recompute(block.recompute)

@@ -65,6 +65,8 @@ RECOMPUTE_OF = {
     Op.ATTENTION: Op.RECOMPUTE_ATTENTION,
     Op.EXPERTS: Op.RECOMPUTE_EXPERTS,
 }
+SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
+"""What is computed behind an exchange of rows."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
 _DROPPED: dict[Recompute, tuple[Op, ...]] = {
     "none": (),
@@ -82,7 +84,7 @@ class Node(NamedTuple):
     >>> str(Node(Op.EXPERTS, Kind.W, microbatch=3, block=1))
     'experts.w[1] m3'
 
-    ``block`` counts the stage's blocks, ``seam`` the calls of experts inside a block.
+    ``block`` counts the stage's blocks, ``seam`` the nodes of the same sub-op inside a block: the calls of experts.
     """
 
     op: Op
@@ -118,22 +120,30 @@ class BlockShape(NamedTuple):
     """The properties of a block that a plan depends on.
 
     Args:
-        seams: Calls of experts in the block's forward; 0 for a dense block.
+        seams: Calls of experts in the block's forward; 0 for a block without.
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
         reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
             contribution.
         recompute: Activations that its forward drops and its backward computes again.
+        exchanges: Exchanges of rows that a block without calls of experts makes by itself, ``DISPATCH`` or ``COMBINE``;
+            the sizes of the rows are known when they start.
     """
 
     seams: int
     split: bool = True
     reduced: bool = False
     recompute: Recompute = "none"
+    exchanges: tuple[Op, ...] = ()
 
     @property
     def own(self) -> Op:
-        """Sub-op of the block's part outside the experts."""
-        return Op.ATTENTION if self.seams else Op.DENSE
+        """Sub-op of the block's first segment, and of all that is not the experts'."""
+        return Op.ATTENTION if self.seams or self.exchanges else Op.DENSE
+
+    def defers(self, op: Op) -> bool:
+        """Return whether a sub-op of the backward leaves weight gradients to a node of their own."""
+        several = bool(self.exchanges) or self.seams > 1  # then there is more between exchanges than a sum
+        return op is Op.EXPERTS or (self.split and (op is self.own or (op is Op.AGGREGATE and several)))
 
     def drops(self, op: Op) -> bool:
         """Return whether the forward of a sub-op keeps nothing for the backward."""
@@ -149,7 +159,9 @@ def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
     >>> [f"{op}[{seam}]" for op, seam in exchanges_of(BlockShape(seams=2))]
     ['dispatch[0]', 'combine[0]', 'dispatch[1]', 'combine[1]']
     """
-    return tuple((op, seam) for seam in range(shape.seams) for op in (Op.DISPATCH, Op.COMBINE))
+    if not shape.exchanges:
+        return tuple((op, seam) for seam in range(shape.seams) for op in (Op.DISPATCH, Op.COMBINE))
+    return tuple((op, shape.exchanges[:position].count(op)) for position, op in enumerate(shape.exchanges))
 
 
 def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
@@ -157,9 +169,11 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index, block in enumerate(shape):
         yield Node(block.own, Kind.F, block=index, **at)
-        for seam in range(block.seams):
-            for op in (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE):
-                yield Node(op, Kind.F, block=index, seam=seam, **at)
+        for op, seam in exchanges_of(block):
+            if op is Op.DISPATCH and block.seams:
+                yield Node(Op.COUNTS, Kind.F, block=index, seam=seam, **at)
+            yield Node(op, Kind.F, block=index, seam=seam, **at)
+            yield Node(SEGMENT_BEHIND[op], Kind.F, block=index, seam=seam, **at)
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
@@ -174,18 +188,17 @@ def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
         block = shape[index]
         if block.drops(block.own):
             yield Node(RECOMPUTE_OF[block.own], Kind.I, block=index, **at)
-        experts = (Op.RECOMPUTE_EXPERTS, Op.EXPERTS) if block.drops(Op.EXPERTS) else (Op.EXPERTS,)
-        for seam in reversed(range(block.seams)):
-            for op in (Op.AGGREGATE, Op.COMBINE, *experts, Op.DISPATCH):
-                yield Node(op, Kind.I, block=index, seam=seam, **at)
+        for op, seam in reversed(exchanges_of(block)):
+            if op is Op.DISPATCH and block.seams and block.drops(Op.EXPERTS):
+                yield Node(Op.RECOMPUTE_EXPERTS, Kind.I, block=index, seam=seam, **at)
+            yield Node(SEGMENT_BEHIND[op], Kind.I, block=index, seam=seam, **at)
+            yield Node(op, Kind.I, block=index, seam=seam, **at)
         yield Node(block.own, Kind.I, block=index, **at)
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:
     """Return the weight-gradient node that becomes possible after a node of the backward chain, if any."""
-    if node.kind is Kind.I and (
-        node.op is Op.EXPERTS or (node.op in (Op.ATTENTION, Op.DENSE) and shape[node.block].split)
-    ):
+    if node.kind is Kind.I and node.resource is Resource.COMPUTE and shape[node.block].defers(node.op):
         return node._replace(kind=Kind.W)
     return None
 

@@ -44,7 +44,7 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     last = {
         (node.pipe, node.stage, node.block): index
         for index, node in enumerate(nodes)
-        if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS)
+        if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS, Op.AGGREGATE)
         and node.kind is not Kind.F
         and chains.shapes[node.stage][node.block].reduced
     }

@@ -140,20 +140,38 @@ def exchange(
         ValueError: Sizes of another number than ranks, negative, or with another sum than there are rows.
     """
     given = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    ranks, rows = group.size(), len(given[0]) if given else 0
+    rows = len(given[0]) if given else 0
     if not given or any(len(tensor) != rows for tensor in given):
         raise ValueError(f"tensors of {[len(tensor) for tensor in given]} rows; allowed: as many in each")
+    splits = splits_of(rows, send, receive, group.size())
+    forward = Forward.running()
+    if forward is not None and forward.hides(given, splits, group):
+        got = suspend_for(list(given), splits, group)
+    else:
+        by = build_exchange(group, device=given[0].device.type)
+        got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+    return got[0] if isinstance(tensors, Tensor) else got
+
+
+def suspend_for(tensors: list[Tensor], splits: Splits, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
+    forward = Forward.running()
+    assert forward is not None
+    state = ThreadState.capture(forward.device)
+    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False, group, state), state)
+    return brought
+
+
+def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:
+    """Return the sizes of an exchange of ``rows`` rows; None stands for equal parts.
+
+    Raises:
+        ValueError: Sizes of another number than ranks, negative, or with another sum.
+    """
     splits = Splits(_sizes(send, "send", rows, ranks), _sizes(receive, "receive", rows, ranks))
     if sum(splits.send) != rows:
         raise ValueError(f"send={splits.send} for {rows} rows; allowed: sizes whose sum is {rows}")
-    forward = Forward.running()
-    if forward is None or ranks == 1:
-        by = build_exchange(group, device=given[0].device.type)
-        got = tuple(_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given)
-    else:
-        state = ThreadState.capture(forward.device)
-        got = forward.suspend(ExchangeCall(list(given), splits, False, group, state), state)
-    return got[0] if isinstance(tensors, Tensor) else got
+    return splits
 
 
 def _sizes(given: Sequence[int] | None, name: str, rows: int, ranks: int) -> list[int]:

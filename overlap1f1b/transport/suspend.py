@@ -33,6 +33,7 @@ class Forward(greenlet):
     Attributes:
         part: Runs a part of the function that can be computed again by itself, see :func:`run_part`.
         once: Computes a value that a second forward takes from the first, see :func:`computed_once`.
+        hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Forward(greenlet):
         self.function, self.name, self.device, self.mode = function, name, device, mode
         self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
         self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
+        self.hides: Callable[..., bool] = _never
         self.gr_context = contextvars.copy_context()
         self._outside = ThreadState.capture(device)
         self._with_mode = False
@@ -99,6 +101,10 @@ class Forward(greenlet):
             return self.parent.switch(handed)
         finally:  # the function's own context managers must find their state, also when it is stopped
             self._with(inside).restore(ThreadState.capture(self.device), self.name)
+
+
+def _never(*_: object) -> bool:
+    return False
 
 
 def run_part(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -63,11 +63,11 @@ class Plans:
     def of_step(self) -> Plan:
         """Plan of the next step: the compiled one, or the serial one as long as there are no costs."""
         if self._plan is None and self._costs is not None:
-            self._plan = self._compiled(self.program, self._costs, self.overlap)
+            self._plan = self._compiled(self.program, self.shapes, self._costs, self.overlap)
         if self._plan is not None:
             return self._plan
         if self._serial is None:
-            self._serial = self._compiled(self.program, NodeCosts(), "serial")
+            self._serial = self._compiled(self.program, self.shapes, NodeCosts(), "serial")
         return self._serial
 
     @of_step.setter
@@ -84,11 +84,15 @@ class Plans:
     def of_evaluation(self) -> Plan:
         """Plan of the forwards alone."""
         if self._evaluation is None:
-            self._evaluation = self._compiled(forwards_of(self.program), self._costs or NodeCosts(), self.overlap)
+            costs = self._costs or NodeCosts()
+            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+            # them from other collectives.
+            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+            self._evaluation = self._compiled(forwards_of(self.program), shapes, costs, self.overlap)
         return self._evaluation
 
-    def _compiled(self, program: Program, costs: NodeCosts, overlap: Overlap) -> Plan:
-        plan = planning.compile(program, self.shapes, costs, overlap, counts_block=self.counts_block)
+    def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
+        plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
         planning.check(plan)
         return plan
 

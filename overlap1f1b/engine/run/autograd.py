@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,11 @@ class WeightQueue:
     def keep(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Keep a gradient that is computed already, to be added to the queued gradients of the same parameter."""
         self._ready[weight] = self._ready[weight] + gradient if weight in self._ready else gradient
+
+    def move(self, weights: Collection[nn.Parameter], other: WeightQueue) -> None:
+        """Leave the gradients of some parameters to another queue."""
+        other._waiting += [entry for entry in self._waiting if entry[0] in weights]
+        self._waiting = [entry for entry in self._waiting if entry[0] not in weights]
 
     def compute(self) -> Gradients:
         """Return all gradients, summed per parameter, and empty the queue."""

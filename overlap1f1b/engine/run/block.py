@@ -12,9 +12,11 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
@@ -22,13 +24,14 @@ from torch.nn import Parameter
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode
+from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.segment import Crossing, Entry, Layout, Segment, next_sequence_number
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import Node, Op
+from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of, suspend_for
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 from overlap1f1b.transport.suspend import OUTSIDE, Forward
@@ -45,8 +48,13 @@ class BlockRun:
         self.microbatch, self.block = microbatch, block
         stage = microbatch.stage
         self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
-        self.exchanges = stage.exchanges[block]
+        self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad else ()
+        self.exchanges = stage.exchanges[block] if self.foreign or stage.shape[block].seams else ()
         """Sub-ops of the block's exchanges of rows, and their numbers among those of the same sub-op."""
+        seen = stage.foreign.seen if microbatch.grad else None
+        self.seen = None if seen is None else seen.get(block)
+        self.exchanging = stage.foreign.functions
+        self.watching: list[Watched] | None = None if self.seen is None else []
         self.is_last = block == len(stage.blocks) - 1
         self.queue = WeightQueue()
         self.mode = CrossingMode(self)
@@ -58,6 +66,8 @@ class BlockRun:
         self.rows: Tensor | None = None
         """Rows for the exchange that is next."""
         self.in_backward = False
+        self._state = self.module.state if isinstance(self.module, MicrobatchBlock) else None
+        self._carried: object = None  # state of modules that the suspended forward has taken along
         self._changed: set[tuple[int, int]] = set()  # tensors that a later segment has changed in place
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
@@ -87,10 +97,10 @@ class BlockRun:
         given = segment.enter(x, [grad and t.requires_grad for t in x])
         mode = grad and stage.watches(self.block)
         with random, torch.set_grad_enabled(grad):
-            if self.exchanges:
+            if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
-                reached: ExchangeCall | Tensors = self.forward.start(*given, mode=mode)
-                return reached
+                self.forward.hides = self.hides
+                return self._left(self.forward.start(*given, mode=mode))
             if not mode:  # nothing will suspend it, and nothing else can enter
                 return self._run_module(*given)
             with self.mode:
@@ -105,22 +115,23 @@ class BlockRun:
         segment = self._open()
         given = segment.enter(received, before.differs)
         with random, torch.set_grad_enabled(grad):
-            reached: ExchangeCall | Tensors = self.forward.resume(tuple(given), mode=grad and not call.feeds_part)
-            return reached
+            if self._state is not None:
+                self._state.enter(self._carried)
+            return self._left(self.forward.resume(tuple(given), mode=grad and not call.feeds_part))
+
+    def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
+        if self._state is not None:
+            self._carried = self._state.leave()
+        return reached
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
         number, grad = len(self.segments), self.microbatch.grad
         op, seam = self.exchanges[number - 1] if number else (Op.ATTENTION, 0)
-        if op is Op.DISPATCH:
-            segment = Segment(Op.EXPERTS, seam, next_sequence_number() if grad else 0, WeightQueue())
-        else:
-            segment = Segment(
-                Op.AGGREGATE if number else self.stage.shape[self.block].own,
-                seam,
-                next_sequence_number() if grad else 0,
-                self.queue,
-            )
+        shape = self.stage.shape[self.block]
+        op = SEGMENT_BEHIND[op] if number else shape.own
+        queue = WeightQueue() if number and shape.defers(op) else self.queue
+        segment = Segment(op, seam, next_sequence_number() if grad else 0, queue)
         self.segments.append(segment)
         self.stage.queue = segment.queue
         return segment
@@ -130,10 +141,32 @@ class BlockRun:
         stage, segment, number = self.stage, self.segments[-1], len(self.segments) - 1
         if number >= len(self.exchanges):
             raise ValueError(self._wrong_number(f"more than {len(self.exchanges)}"))
-        if isinstance(call.splits, Route):
+        if self.foreign:
+            call = self._expected(call, number)
+        elif isinstance(call.splits, Route):
             stage.note_route(call, call.splits, self.block, self.exchanges[number][1], self.microbatch.index)
         segment.call = call
         self.rows = self._sent(segment, call)
+
+    def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
+        """Return an exchange of the block's own with what the first step has shown of it.
+
+        Raises:
+            ValueError: It is another one than in the first step.
+        """
+        wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
+        found = Layout.of(call.tensors).rows
+        kinds = [[(like.dtype, like.shape[1:]) for like in rows] for rows in (found, wanted.rows)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"{where} has rows of {kinds[0]}; allowed: {kinds[1]}, as in the first step")
+        if wanted.op is Op.COMBINE:
+            earlier = self.segments[wanted.back_of].call
+            assert earlier is not None
+            check_back(call.splits, earlier.splits, where)
+        following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
+        if following is not None and following.back_of == number:
+            return call._replace(answer=Layout(following.rows).like)
+        return call
 
     def _sent(self, segment: Segment, call: ExchangeCall) -> Tensor:
         tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
@@ -148,6 +181,11 @@ class BlockRun:
 
     def _wrong_number(self, found: str) -> str:
         expected = self.stage.shape[self.block].seams
+        if self.foreign:
+            return (
+                f"{self.name} exchanges rows {found} times; "
+                f"allowed: {len(self.foreign)} times, as in the first step, on all ranks"
+            )
         return (
             f"{self.name} exchanges rows {found} times and holds {expected} Experts; "
             f"allowed: one call of each, {len(self.exchanges)} exchanges"
@@ -161,7 +199,7 @@ class BlockRun:
             self.segments[-1].here = {}
         detached = tuple([out.detach() for out in outs])
         if microbatch.grad:
-            self.stage.learned.add(self.block)
+            self.stage.uses.learn(self.block)
             self._keep(outs)
         differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
@@ -231,6 +269,12 @@ class BlockRun:
         if node is not None and self.segments[0].start <= node._sequence_nr() < self.segments[-1].start:
             self._changed.add((id(node), tensor.output_nr))
 
+    def used_apart(self, weight: Parameter) -> None:
+        """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
+        uses, number = self.stage.uses, len(self.segments) - 1
+        if uses.first[self.block].setdefault(weight, number) != number:
+            uses.split[self.block].add(weight)
+
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
 
@@ -239,17 +283,47 @@ class BlockRun:
         stage, number, segment = self.stage, len(self.segments) - 1, self.segments[-1]
         home = stage.tied.get(parameter)
         alone = parameter not in stage.split_weights[self.block] and home in (None, self.block)
-        if alone and stage.uses[self.block].setdefault(parameter, number) == number:
+        if alone and stage.uses.first[self.block].setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
             if not number:
-                stage.watched.add(self.block)
+                stage.uses.enters(self.block)
+            if parameter in stage.split_weights[self.block]:
+                stage.uses.split[self.block].add(parameter)
             entry = segment.parameters[parameter] = Entry(parameter)
             entered = segment.here[parameter] = entry.enter(parameter)
             entered.__dict__.update(parameter.__dict__)
         return segment.here[parameter]
 
     # ---------------------------------------------------------------------------------------------- exchange
+
+    def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
+        """Return whether an exchange that the block makes by itself suspends its forward.
+
+        One without a gradient, or over other ranks, runs where it stands; so do all in the first step, which notes
+        them.
+        """
+        if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
+            return False
+        if list(self.stage.foreign.ranks) != dist.get_process_group_ranks(group):
+            return False
+        if self.seen is not None:
+            seen = Seen(splits.send, splits.receive, Layout.of(tensors).rows)
+            self.seen.setdefault(self.microbatch.index, []).append(seen)
+        return bool(self.foreign)
+
+    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
+        """Note an all-to-all of the model's own that has run where it stands."""
+        tensor, send, receive, group = call
+        self.hides((tensor,), splits_of(len(tensor), send, receive, group.size()), group)
+
+    def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
+        """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
+        forward = Forward.running()
+        splits = splits_of(len(tensor), send, receive, group.size())
+        if forward is not self.forward or forward is None or not self.hides((tensor,), splits, group):
+            return None
+        return suspend_for([tensor], splits, group)[0]
 
     def post(self, node: Node) -> Post[Tensor]:
         """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""
@@ -281,36 +355,36 @@ class BlockRun:
 
     def _announcement(self, node: Node, segment: Segment) -> tuple[Kind, Callable[[], Expected | None]] | None:
         """Return how to announce the receive of the chain's next exchange; None if its sizes are not known yet."""
-        if node.op is Op.COUNTS:
-            return None
         stage, exchange, kind, call = self.stage, self.stage.exchange, node.kind, segment.call
         assert call is not None
-        splits, number = call.splits, len(self.segments) - 1
+
+        def rows_of(call: ExchangeCall, like: Tensor, tag: int) -> Callable[[], Expected | None]:
+            """Expect rows by the sizes of a call, swapped; the sizes of this one may still have to arrive."""
+            return lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
+
+        following = stage.exchange_beside(self.block, len(self.segments) - 1, 1 if kind is Kind.F else -1)
+        if node.op is Op.COUNTS:
+            return None
         if kind is Kind.F and call.answer is not None:  # rows went to the experts and come back next
-            tag, like = node._replace(op=Op.COMBINE).tag, call.answer
-            return kind, lambda: exchange.expect_rows(like, splits.sizes(back=not call.back)[1], tag)
-        following = stage.exchange_beside(self.block, number, 1 if kind is Kind.F else -1)
+            return kind, rows_of(
+                call, call.answer, node._replace(op=Op.COMBINE, seam=self.exchanges[len(self.segments)][1]).tag
+            )
         if following is None:
             if kind is Kind.I or not self.microbatch.grad:
-                return None
-            tag, like = node._replace(kind=Kind.I).tag, segment.layout.like  # the last exchange of the forward is
-            return Kind.I, lambda: exchange.expect_rows(
-                like, splits.sizes(back=not call.back)[1], tag
-            )  # the first back
+                return None  # the last exchange of the forward is the first of the backward
+            return Kind.I, rows_of(call, segment.layout.like, node._replace(kind=Kind.I).tag)
         block, position = following
         op, seam = stage.exchanges[block][position]
-        if kind is Kind.I:
+        node = node._replace(op=op, block=block, seam=seam)
+        if kind is Kind.I and (block == self.block or stage.alike):
             run = self.microbatch.runs[block]
             assert isinstance(run, BlockRun)
             before = run.segments[position]
             assert before.call is not None
-            if block != self.block and not stage.alike:
-                return None
-            earlier, other, like = before.call, before.call.splits, before.layout.like
-            tag = node._replace(op=op, block=block, seam=seam).tag
-            return kind, lambda: exchange.expect_rows(like, other.sizes(back=not earlier.back)[1], tag)
-        if stage.alike and call.back and splits.counts is not None:
-            counts, tag = splits.counts, node._replace(op=Op.COUNTS, block=block, seam=seam).tag
+            return kind, rows_of(before.call, before.layout.like, node.tag)
+        counts = call.splits.counts
+        if kind is Kind.F and stage.alike and call.back and counts is not None:
+            tag = node._replace(op=Op.COUNTS).tag
             return kind, lambda: exchange.expect_counts(counts, tag)
         return None
 
@@ -329,6 +403,8 @@ class BlockRun:
         self._add_tied(segment)
         segment.walk()
         self.segments.pop()
+        if segment.queue is not self.queue:
+            segment.queue.move(self.stage.uses.split[self.block], self.queue)
         # 3. Gradients of what had entered it.
         for crossing in segment.crossed.values():
             if crossing.entry.grad is not None:
@@ -336,8 +412,8 @@ class BlockRun:
         for parameter, entry in segment.parameters.items():
             if entry.grad is not None:
                 self._pass_to_others(parameter, entry.grad)
-        if segment.op is Op.EXPERTS:
-            self.microbatch.queues[Op.EXPERTS, self.block, segment.seam] = segment.queue
+        if segment.queue is not self.queue:
+            self.microbatch.queues[segment.op, self.block, segment.seam] = segment.queue
         # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
         if self.segments:
             before = self.segments[-1]
@@ -388,7 +464,7 @@ class BlockRun:
             for parameter in held:
                 if (
                     stage.tied.get(parameter, self.block) == self.block
-                    and stage.uses[self.block].get(parameter, 0) == number
+                    and stage.uses.first[self.block].get(parameter, 0) == number
                 ):
                     segment.add_root(get_gradient_edge(parameter), sums.pop(parameter))
 

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.engine.run.crossing import functions_cross
+from overlap1f1b.engine.run.foreign import Foreign
 from overlap1f1b.engine.run.random import generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
+from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, exchanges_of, parse_recompute
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.suspend import uncompiled
+
+
+class CarriedState(Protocol):
+    """What a forward keeps on attributes of modules, so that a suspended forward must take it along."""
+
+    def leave(self) -> object:
+        """Take off what the running forward has put on, and return it."""
+
+    def enter(self, carried: object) -> None:
+        """Put it on again."""
 
 
 class MicrobatchBlock(nn.Module):
@@ -31,9 +42,48 @@ class MicrobatchBlock(nn.Module):
     Attributes:
         input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
             names, in which None stands for an input that is not given. Any block may return None to pass it on.
+        state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
     """
 
     input_names: tuple[str, ...] = ()
+    state: CarriedState | None = None
+
+
+class ParameterUses:
+    """The segments that use the parameters of each block, as its first forward has shown.
+
+    Attributes:
+        first: For each block the first segment that uses a parameter.
+        split: For each block the weights of split layers that are used in several segments or in another way, too.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.first: list[dict[nn.Parameter, int]] = [{} for _ in range(blocks)]
+        self.split: list[set[nn.Parameter]] = [set() for _ in range(blocks)]
+        self._known: set[int] = set()
+        self._entering: set[int] = set()
+
+    def watches(self, block: int) -> bool:
+        """Return whether the first segment of a block has to be watched."""
+        return block not in self._known or block in self._entering
+
+    def learned(self, block: int) -> bool:
+        """Return whether a block has run forward."""
+        return block in self._known
+
+    def learn(self, block: int) -> None:
+        """Note that a block has run forward."""
+        self._known.add(block)
+
+    def enters(self, block: int) -> None:
+        """Note that a parameter enters the first segment of a block, because it is used in other places, too."""
+        self._entering.add(block)
+
+    def forget(self, block: int) -> None:
+        """Forget a block, which is cut in another way from now on."""
+        self._known.discard(block)
+        self.first[block].clear()
+        self.split[block].clear()
 
 
 class Dropped(NamedTuple):
@@ -118,19 +168,11 @@ class Blocks:
         )
         self.split_weights = [{m.weight for m in linears} for linears in self.linears]
         """Weights of these layers."""
-        self.exchanges = [exchanges_of(shape) for shape in self.shape]
-        """Exchanges of rows of each block, see :func:`exchanges_of`."""
-        self.uses: list[dict[nn.Parameter, int]] = [{} for _ in self.blocks]
-        """For each block the first segment that uses a parameter."""
-        self.learned: set[int] = set()
-        """Blocks whose uses of parameters are known, because they have run forward."""
-        self.watched: set[int] = set()
-        """Blocks whose first segment uses a parameter that is used in other places, too."""
+        self._find_exchanges()
+        self.uses = ParameterUses(len(self.blocks))
+        self.foreign = Foreign()
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
-        self._places = [
-            (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
-        ]
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
         self.anchor = torch.empty(0, requires_grad=True)
@@ -157,15 +199,44 @@ class Blocks:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
+    def _find_exchanges(self) -> None:
+        self.exchanges = [exchanges_of(shape) for shape in self.shape]
+        """Exchanges of rows of each block, see :func:`exchanges_of`."""
+        self._places = [
+            (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
+        ]
+
     def exchange_beside(self, block: int, position: int, step: int) -> tuple[int, int] | None:
         """Return block and position of the exchange ``step`` exchanges later, earlier if negative; None past an end."""
         place = self._places.index((block, position)) + step
         return self._places[place] if 0 <= place < len(self._places) else None
 
     def watches(self, block: int) -> bool:
-        """Return whether parameters may enter the first segment of a block."""
-        foreign = any(self.tied.get(p, block) != block for p in self.block_parameters[block])
-        return foreign or block in self.watched or block not in self.learned
+        """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
+        shared = any(self.tied.get(p, block) != block for p in self.block_parameters[block])
+        return shared or block in self.foreign.hidden or self.uses.watches(block)
+
+    def look_for_exchanges(self) -> None:
+        """Note in the next step the exchanges that blocks make by themselves."""
+        self.foreign.seen = {block: {} for block, shape in enumerate(self.shape) if not shape.seams}
+
+    def adopt_exchanges(self) -> bool:
+        """Cut blocks from now on at the exchanges that they made by themselves; return whether there are any.
+
+        Raises:
+            ValueError: Microbatches have made different exchanges.
+        """
+        self.foreign.adopt(self.names)
+        shapes = list(self.shape)
+        for block, exchanges in self.foreign.hidden.items():
+            # No part of such a block can be computed again by itself.
+            recompute: Recompute = "attention" if shapes[block].drops(Op.DENSE) else "none"
+            ops = tuple(exchange.op for exchange in exchanges)
+            shapes[block] = shapes[block]._replace(exchanges=ops, recompute=recompute)
+            self.uses.forget(block)
+        self.shape = tuple(shapes)
+        self._find_exchanges()
+        return bool(self.foreign.hidden)
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
         """Note a call of experts: its sizes, and rows without room under a capacity."""

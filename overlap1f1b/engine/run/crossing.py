@@ -7,25 +7,53 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
+from overlap1f1b.engine.run.foreign import (
+    Arguments,
+    Watched,
+    all_to_all_of,
+    functional_operations,
+    group_named,
+    watched,
+)
 from overlap1f1b.engine.run.segment import Enter
 from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_OWN = (Enter, SplitLinear, SplitGroupedMM)
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
 
 class Replaces(Protocol):
-    """A forward that decides what enters its running segment."""
+    """A forward that decides what enters its running segment, and which exchanges suspend it.
+
+    Attributes:
+        exchanging: Functions of its model that are an all-to-all.
+        watching: Calls of ``all_to_all_single`` inside the Function that runs; None if nobody looks for new ones.
+    """
+
+    exchanging: dict[type, Arguments]
+    watching: list[Watched] | None
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
 
     def changed(self, tensor: Tensor) -> None:
         """Note that a call changes a tensor in place."""
+
+    def used_apart(self, weight: Parameter) -> None:
+        """Note that a layer uses a weight whose gradient it leaves to a queue."""
+
+    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
+        """Note an all-to-all of the model's own that has run where it stands: tensor, sizes both ways, group."""
+
+    def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
+        """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
 
 
 class CrossingMode(TorchFunctionMode):
@@ -44,6 +72,9 @@ class CrossingMode(TorchFunctionMode):
         name = func.__name__
         if (name == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
+        run = self.run
+        if run.watching is not None and func is dist.all_to_all_single:
+            run.watching.append(watched(*args, **kwargs))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -74,7 +105,11 @@ def running_mode() -> CrossingMode | None:
 
 @contextmanager
 def functions_cross() -> Iterator[None]:
-    """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context."""
+    """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
+
+    The functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
+    on the stack, and do not bear a switch.
+    """
     function: Any = torch.autograd.Function
     plain = function.__dict__["apply"]
     call: Callable[..., Any] = plain.__func__
@@ -85,13 +120,48 @@ def functions_cross() -> Iterator[None]:
             return call(cls, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             if cls is SplitLinear or cls is SplitGroupedMM:  # it queues the gradient of its weight
+                mode.run.used_apart(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:
                 args, kwargs = mode.replaced(args), mode.replaced(kwargs)
-        return call(cls, *args, **kwargs)
+        run = mode.run
+        known = run.exchanging.get(cls)
+        if known is not None:
+            brought = run.exchanged(*known.of(args))
+            if brought is not None:
+                return brought if known.output is None else args[known.output].copy_(brought)
+        if run.watching is None or known is not None or cls in _OWN:
+            return call(cls, *args, **kwargs)
+        before, run.watching = run.watching, []
+        try:
+            result = call(cls, *args, **kwargs)
+            found = all_to_all_of(args, run.watching, result)
+        finally:
+            run.watching = before
+        if found is not None:
+            run.exchanging[cls] = found
+            run.note(found.of(args))
+        return result
+
+    operations = functional_operations()
+
+    def asking(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def all_to_all_single(tensor: Tensor, receive: Any, send: Any, group: Any) -> Any:
+            mode = running_mode()
+            if mode is not None and torch.is_grad_enabled():
+                brought = mode.run.exchanged(tensor, send, receive, group_named(group))
+                if brought is not None:
+                    return brought
+            return operation(tensor, receive, send, group)
+
+        return all_to_all_single
 
     function.apply = classmethod(apply)
+    for namespace, operation in operations:
+        namespace.all_to_all_single = asking(operation)
     try:
         yield
     finally:
         function.apply = plain
+        for namespace, operation in operations:
+            namespace.all_to_all_single = operation

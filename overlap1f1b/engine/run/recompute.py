@@ -174,7 +174,7 @@ class RecomputedRun(BlockRun):
         """Compute everything outside the experts again, from the block's input."""
         stage, state = self.stage, self.state
         assert state is not None
-        self.again = True
+        self.again, self.seen, self.watching = True, None, None
         with (
             state.applied(self.name, device=stage.device, grad=True),
             loss_scales_of(stage.carriers[self.block], self.loss_scales),

@@ -196,8 +196,8 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
     for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
         value = getattr(config, field, allowed)
         if value and value != allowed:
-            where = " in a chunk that is cut or holds Experts" if suspends else ""
-            besides = ", or layers=lambda chunk: [] without Experts" if suspends else ""
+            where = " in a chunk that exchanges rows" if suspends else ""
+            besides = ", or one rank along ep" if suspends else ""
             raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}{besides}")
 
 

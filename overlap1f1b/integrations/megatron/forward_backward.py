@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, Feed
-from overlap1f1b.integrations.megatron.chunk import Chunk, Layers, default_layers
+from overlap1f1b.integrations.megatron.chunk import Chunk
 from overlap1f1b.integrations.megatron.config import (
     PARALLEL_STATE,
     SIZES,
@@ -28,7 +28,7 @@ from overlap1f1b.integrations.megatron.config import (
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
 from overlap1f1b.moe import Experts
-from overlap1f1b.plan import Node, NodeCosts, Overlap
+from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -60,7 +60,6 @@ def get_forward_backward_func(
     schedule: str | None = None,
     overlap: Overlap = DEFAULT_OVERLAP,
     costs: NodeCosts | None = None,
-    layers: Layers = default_layers,
     split_rank: int | None = None,
     timeout: float = DEFAULT_LIMIT_S,
 ) -> ForwardBackward:
@@ -76,10 +75,9 @@ def get_forward_backward_func(
     As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
 
-    A chunk is cut before each of its ``layers`` and after the last, so that each layer is a block. If several MoE
-    layers were one block, the backward would walk all layers after each of them to find the gradient of its experts: a
-    step of 8 layers in one block took 1.7 times as long as in 8 blocks. Every tensor whose gradient a layer contributes
-    to must be one of its arguments; the first forward is checked for this.
+    A chunk is cut wherever it exchanges rows along "ep": in Megatron-Core's own MoE layers, in our
+    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges and hides
+    none; two more measure the nodes.
 
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
@@ -91,7 +89,6 @@ def get_forward_backward_func(
         schedule: One of ``SCHEDULES``, instead of this choice.
         overlap: See :class:`~overlap1f1b.engine.Engine`.
         costs: Seconds of every node, instead of measuring them.
-        layers: Function that returns the layers of a chunk in order; an empty list leaves the chunk whole.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
         timeout: Limit in seconds of every wait for another rank.
@@ -124,7 +121,6 @@ def get_forward_backward_func(
         vp_size=vp_size,
         overlap=overlap,
         costs=costs,
-        layers=layers,
         split_rank=split_rank,
         timeout=timeout,
     )
@@ -141,13 +137,12 @@ class ForwardBackward:
         vp_size: int | None,
         overlap: Overlap,
         costs: NodeCosts | None,
-        layers: Layers,
         split_rank: int | None,
         timeout: float,
     ) -> None:
         self.__name__ = name
         self.groups, self.vp_size, self.overlap, self.costs = groups, vp_size, overlap, costs
-        self.layers, self.split_rank, self.timeout = layers, split_rank, timeout
+        self.split_rank, self.timeout = split_rank, timeout
         self._engines: dict[tuple[Any, ...], ChunkEngine] = {}
         self._exchange: Exchange | None = None
 
@@ -172,8 +167,8 @@ class ForwardBackward:
         """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
         Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
-        and resumed at each start of a layer and call of experts, and other microbatches run in between. So it must read
-        the model's state before the first layer. The only timer is ``forward-backward``, since forwards and backwards
+        at each exchange of rows, and other microbatches run in between. So it must read the model's state before the
+        first MoE layer. The only timer is ``forward-backward``, since forwards and backwards
         interleave.
 
         Args:
@@ -279,8 +274,9 @@ class ForwardBackward:
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
-            chunk = Chunk(model, self.layers(model), stage=stage, last=last, passes_last_input=passes and not last)
-            if len(chunk.parts) > 1 or any(isinstance(module, Experts) for module in model.modules()):
+            chunk = Chunk(model, stage=stage, last=last, passes_last_input=passes and not last)
+            exchanges = size_of(self.groups, "ep") > 1 and config.num_moe_experts is not None
+            if exchanges or any(isinstance(module, Experts) for module in model.modules()):
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
@@ -289,7 +285,7 @@ class ForwardBackward:
             ep = group_of(self.groups, "ep")
             self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
         engine = Engine(
-            {stage: chunk.segments for stage, chunk in chunks.items()},
+            {stage: [chunk] for stage, chunk in chunks.items()},
             program,
             mesh=mesh,
             overlap=self.overlap,
@@ -339,7 +335,7 @@ class ChunkEngine:
     """An engine whose stages are chunks, which fetch their own data and divide their own losses.
 
     Args:
-        engine: Engine over the chunks' segments.
+        engine: Engine over the chunks.
         chunks: The chunks of this rank, by the number of their stage.
         groups: Groups of this rank; ranks that play the same plan agree on measured costs.
         limit: Limit of the wait for these ranks.
@@ -379,12 +375,6 @@ class ChunkEngine:
         """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""
         losses, player, last = steps[0].losses, self.engine.player, self.engine.program.placement.stages - 1
 
-        @contextmanager
-        def around(node: Node) -> Iterator[None]:
-            self.chunks[node.stage].running = node.microbatch
-            with nullcontext() if gradient_sync is None else gradient_sync.around(node):
-                yield
-
         def feed() -> Feed:
             def given(stage: int, _: int) -> dict[str, Any]:
                 return {"inputs": () if stage == 0 else None, "loss_fn": _own_loss if stage == last else None}
@@ -396,7 +386,7 @@ class ChunkEngine:
             stepping.enter_context(losses.scaling_attached())
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
-            player.around = around
+            player.around = None if gradient_sync is None else gradient_sync.around
             stepping.callback(setattr, player, "around", None)
             self.engine.play(feed, grad=gradient_sync is not None)
 

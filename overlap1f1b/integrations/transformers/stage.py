@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
+from overlap1f1b.engine.run.graph import graph_nodes
 from overlap1f1b.engine.run.microbatch import OptionalTensors
-from overlap1f1b.integrations.graph import graph_nodes
 from overlap1f1b.integrations.transformers.shell import Call, Shell
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)

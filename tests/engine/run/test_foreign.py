@@ -1,0 +1,231 @@
+"""Blocks that exchange rows by themselves, in whatever way: cut and hidden without a change, equal to a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as dist_nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd as imported
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine.run.foreign import Seen, matched
+from overlap1f1b.plan import NodeCosts, Op
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.calls import exchange
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.engine.test_engine import Delayed
+from tests.ranks import Ranks
+
+HIDDEN, EXPERTS, MICROBATCHES, STEPS = 12, 4, 3, 3
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+Way = Callable[[Tensor, Sequence[int], Sequence[int], Any], Tensor]
+
+
+class Own(torch.autograd.Function):
+    """A user's own all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, rows: Tensor, receive: Any, send: Any) -> Tensor:
+        ctx.group, ctx.receive, ctx.send = group, receive, send
+        output = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, Own.apply(ctx.group, grads[0], ctx.send, ctx.receive), None, None
+
+
+def into_a_buffer(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
+    output = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist_nn.all_to_all_single(output, rows, list(receive), list(send), group=group)
+    return output
+
+
+def returned(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
+    output = rows.new_empty((sum(receive), *rows.shape[1:]))
+    result: Tensor = dist_nn.all_to_all_single(output, rows, list(receive), list(send), group=group)
+    return result
+
+
+WAYS: dict[str, Way] = {
+    "functional": lambda rows, receive, send, group: funcol.all_to_all_single_autograd(rows, receive, send, group),
+    "functional, imported by name": lambda *given: imported(*given),
+    "torch.distributed.nn": returned,
+    "a Function of its own": lambda rows, receive, send, group: Own.apply(group, rows, receive, send),
+    "exchange": lambda rows, receive, send, group: exchange(rows, send, receive, group),
+}
+
+
+class Block(nn.Module):
+    """Norm, router, rows to their experts' ranks and back; a shared expert is computed in between."""
+
+    def __init__(self, group: dist.ProcessGroup, way: str, *, probabilities: bool = False) -> None:
+        super().__init__()
+        self.group, self.way, self.probabilities = group, WAYS[way], probabilities
+        self.norm, self.router, self.shared = (
+            nn.LayerNorm(HIDDEN),
+            nn.Linear(HIDDEN, EXPERTS),
+            nn.Linear(HIDDEN, HIDDEN),
+        )
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS // group.size()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks, local = self.group.size(), len(self.experts)
+        h = self.norm(x)
+        weights, chosen = self.router(h).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=EXPERTS)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)  # a framework's own, on its own group
+        by_rank = arriving.view(ranks, -1)
+        send, receive = counts.view(ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
+        rows = h[order // 2]
+        if self.probabilities:
+            rows, routed = exchange((rows, weights.flatten()[order]), send, receive, self.group)
+        else:
+            rows, routed = self.way(rows, receive, send, self.group), None
+        shared = self.shared(h)
+        parts = rows.split(by_rank.flatten().tolist())
+        mixed = [torch.cat([parts[r * local + e] for r in range(ranks)]) for e in range(local)]
+        made = [F.gelu(expert(part)) for expert, part in zip(self.experts, mixed, strict=True)]
+        split = [part.split(by_rank[:, e].tolist()) for e, part in enumerate(made)]
+        rows = torch.cat([split[e][r] for r in range(ranks) for e in range(local)])
+        if routed is not None:
+            rows = rows * routed[:, None]
+        back = self.way(rows, send, receive, self.group)
+        y = torch.zeros_like(back).index_copy(0, order, back).view(len(x), 2, HIDDEN)
+        if routed is None:
+            y = y * weights[..., None]
+        return x + y.sum(1) + shared
+
+
+class Several(nn.Module):
+    """Two layers, a head and a loss that changes what it has saved in place: all of it one block."""
+
+    def __init__(self, group: dist.ProcessGroup, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(group, way) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * self.scale)  # used in several segments
+        return InPlace.apply(x.sum(-1, keepdim=True) + x)
+
+
+class InPlace(torch.autograd.Function):
+    """The exponential, whose backward changes what the forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = (x * 0.1).exp()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        y.data.mul_(grads[0]).mul_(0.1)
+        return y.clone()
+
+
+def build(group: dist.ProcessGroup, way: str, kind: str) -> nn.Sequential:
+    torch.manual_seed(7)
+    if kind == "one block":
+        return nn.Sequential(Several(group, way))
+    blocks = [Block(group, way, probabilities=kind == "probabilities") for _ in range(2)]
+    return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _compare(rank: int, size: int, cases: Sequence[tuple[str, str, Any, Any]]) -> list[str]:
+    """Bit by bit, three steps of each case; and exchanges are nodes of the plan from the second step on."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group, problems = mesh.get_group("ep"), []
+    generator = torch.Generator().manual_seed(rank)
+    data = torch.randn(2, MICROBATCHES * 5, HIDDEN, generator=generator)
+    for way, kind, overlap, recompute in cases:
+        plain = build(group, way, kind)
+        losses = []
+        for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
+            loss = loss_fn(plain(x), y)
+            (loss / (MICROBATCHES * size)).backward()
+            losses.append(loss.detach())
+        expected = models.gradients(plain)
+        model = build(group, way, kind)
+        engine = Engine(
+            model,
+            build_schedule("combined_1f1b", microbatches=MICROBATCHES),
+            mesh=mesh,
+            loss_fn=loss_fn,
+            overlap=overlap,
+            costs=COSTS,
+            reduce=False,
+            recompute=recompute,
+            timeout=30,
+            exchange=Delayed(build_exchange(dist.new_group(list(range(size)))), seed=rank),
+        )
+        for step in range(STEPS):
+            model.zero_grad()
+            result: StepResult = engine.step(data[0], target=data[1])
+            name = f"{way}, {kind}, {overlap}, recompute {recompute}, step {step}"
+            problems += [f"{name}: {worst}" for worst in models.equal(models.gradients(model), expected)]
+            problems += [f"{name}: losses"] * (not torch.equal(torch.stack(result.losses), torch.stack(losses)))
+        exchanged = [node for node in engine.plan.ranks[0] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        problems += [f"{name}: {len(exchanged)} exchanges"] * (len(exchanged) != 2 * 2 * 2 * MICROBATCHES)
+        evaluated = engine.evaluate(data[0], target=data[1])
+        problems += [f"{name}: evaluation"] * (not torch.equal(torch.stack(evaluated.losses), torch.stack(losses)))
+    return problems
+
+
+CASES: list[tuple[str, str, Any, Any]] = [
+    *[(way, "blocks", 3, "none") for way in WAYS],
+    ("exchange", "probabilities", 3, "none"),
+    ("a Function of its own", "one block", 3, "none"),
+    ("functional", "one block", "pairs", "none"),
+    ("exchange", "one block", "serial", "none"),
+    ("exchange", "probabilities", 3, "block"),
+    ("functional", "one block", 2, "attention"),
+    ("exchange", "blocks", 3, "experts"),
+]
+
+
+def test_two_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_compare, CASES, timeout=120) == [[], []]
+
+
+def test_four_ranks(ranks4: Ranks) -> None:
+    assert ranks4.run(_compare, [CASES[0], CASES[5], CASES[6]], timeout=120) == [[]] * 4
+
+
+def seen(send: list[int], receive: list[int], width: int = 3) -> Seen:
+    return Seen(send, receive, (torch.empty(0, width),))
+
+
+def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
+    there, back, other = seen([1, 2], [3, 4]), seen([3, 4], [1, 2]), seen([2, 2], [3, 5])
+    found = matched([[there, back, there, other, back]] * 2, "it")
+    assert [(exchange.op, exchange.back_of) for exchange in found] == [
+        (Op.DISPATCH, -1), (Op.COMBINE, 0), (Op.DISPATCH, -1), (Op.DISPATCH, -1), (Op.COMBINE, 2)
+    ]  # fmt: skip
+    by_chance = [[there, back], [there, other]]
+    assert [exchange.op for exchange in matched(by_chance, "it")] == [Op.DISPATCH, Op.DISPATCH]
+
+
+@pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4)]])
+def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) -> None:
+    with pytest.raises(ValueError, match="^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
+        matched([[seen([1], [1])], other], "block 2")
