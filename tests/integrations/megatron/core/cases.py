@@ -16,6 +16,7 @@ class Case:
         fields: Fields of the model's config.
         layers: Number of layers of the whole model.
         ep: Ranks that share the experts; ``tp``, ``pp`` the same for layers and stages.
+        etp: Ranks that share each expert.
         vp: Chunks of a rank; None without interleaving.
         microbatches: Number of microbatches in a step.
         tied: Whether the embedding and the output layer share a weight.
@@ -31,6 +32,7 @@ class Case:
     layers: int = 2
     ep: int = 2
     tp: int = 1
+    etp: int = 1
     pp: int = 1
     vp: int | None = None
     microbatches: int = 3
@@ -51,7 +53,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Number of processes, the smallest that has these groups."""
-        return self.pp * max(self.tp, self.ep)
+        return self.pp * max(self.tp, self.ep * self.etp)
 
 
 def selective(*modules: str) -> Fields:
@@ -126,6 +128,11 @@ CASES: dict[str, Case] = {
     # ranks that share layers
     "tp 2, ep 2": Case(tp=2, ddp=DDP, quick=True),
     "tp 2, ep 4": Case(tp=2, ep=4, ddp=DDP),
+    "tp 2, ep 2, etp 2": Case(tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, etp 2, overlapped": Case({**OVERLAPPED, **AUX}, tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, etp 2, padded": Case(
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, tp=2, etp=2, ddp=DDP
+    ),
     "tp 2, ep 2, shared expert, overlapped": Case(OVERLAPPED, tp=2, ddp=DDP),
     "tp 2, ep 2, aux loss and capacity": Case({**AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP),
     "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),

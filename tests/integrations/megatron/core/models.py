@@ -15,14 +15,14 @@ HIDDEN, VOCABULARY, SEQUENCE, BATCH = 32, 48, 12, 2
 
 
 @contextmanager
-def init_parallel(*, pp: int = 1, ep: int = 1, tp: int = 1, vp: int | None = None) -> Iterator[None]:
+def init_parallel(*, pp: int = 1, ep: int = 1, tp: int = 1, etp: int = 1, vp: int | None = None) -> Iterator[None]:
     """Make Megatron-Core's groups inside the context, and destroy them after it."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=etp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp,
         expert_model_parallel_size=ep,
@@ -52,7 +52,9 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(1000 * seed)
 
 
-def config_of(*, layers: int, pp: int = 1, ep: int = 1, tp: int = 1, vp: int | None = None, **fields: Any) -> Any:
+def config_of(
+    *, layers: int, pp: int = 1, ep: int = 1, tp: int = 1, etp: int = 1, vp: int | None = None, **fields: Any
+) -> Any:
     """Return the config of a small model with four experts in every layer, changed by these fields."""
     from megatron.core.transformer import TransformerConfig
 
@@ -68,7 +70,7 @@ def config_of(*, layers: int, pp: int = 1, ep: int = 1, tp: int = 1, vp: int | N
         # Two ranks with two chunks each: batched transfers of both directions would meet the wrong ones. Not
         # "overlap_p2p_comm": an output may then be freed before gloo has sent it.
         "batch_p2p_comm": vp is None,
-        "tensor_model_parallel_size": tp, "expert_tensor_parallel_size": 1, "sequence_parallel": tp > 1,
+        "tensor_model_parallel_size": tp, "expert_tensor_parallel_size": etp, "sequence_parallel": tp > 1,
         "pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vp,
     }  # fmt: skip
     return TransformerConfig(**(given | fields))

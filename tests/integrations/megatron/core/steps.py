@@ -81,7 +81,7 @@ def _prepared(case: Case) -> list[Any]:
     if case.fused:
         shim.fuse_weight_gradients()
     config = models.config_of(
-        layers=case.layers, pp=case.pp, ep=case.ep, tp=case.tp, vp=case.vp,
+        layers=case.layers, pp=case.pp, ep=case.ep, tp=case.tp, etp=case.etp, vp=case.vp,
         calculate_per_token_loss=case.by_tokens, gradient_accumulation_fusion=case.fused, **case.fields,
     )  # fmt: skip
     chunks: list[Any] = models.build(config, tied=case.tied)

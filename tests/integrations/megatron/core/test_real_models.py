@@ -26,7 +26,7 @@ def differences(rank: int, size: int, names: Sequence[str], overlaps: Sequence[O
     found = []
     for name in names:
         case = CASES[name]
-        with models.init_parallel(tp=case.tp, pp=case.pp, ep=case.ep, vp=case.vp):
+        with models.init_parallel(tp=case.tp, etp=case.etp, pp=case.pp, ep=case.ep, vp=case.vp):
             expected = serial_step(case)
             for overlap in overlaps:
                 lines = []
