@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,25 @@ class _Torch(types.ModuleType):
 
     def ones(self, *size: Any, device: object = None, **more: Any) -> torch.Tensor:
         return torch.ones(*size, **more)
+
+
+class _Distributed(types.ModuleType):
+    """The module ``torch.distributed`` whose lists of tensors may differ in size, which gloo refuses."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
+        outputs[group.rank()].copy_(tensor)
+        for rank, output in zip(dist.get_process_group_ranks(group), outputs, strict=True):
+            dist.broadcast(output, rank, group=group)
+
+    def reduce_scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], group: Any) -> None:
+        for rank, tensor in zip(dist.get_process_group_ranks(group), tensors, strict=True):
+            total = tensor.clone()
+            dist.all_reduce(total, group=group)
+            if rank == dist.get_rank():
+                output.copy_(total)
 
 
 def apply() -> None:
@@ -90,6 +110,11 @@ def apply() -> None:
 
     for module in (schedules, moe_utils, utils):
         module.torch = _Torch("torch")
+    # 7. Rows of experts that are shared along "tp": mappings.py:150 and 193 have lists of different sizes.
+    from megatron.core.tensor_parallel import mappings
+
+    mappings.torch = _Torch("torch")
+    mappings.torch.distributed = _Distributed("torch.distributed")
 
 
 def fuse_weight_gradients() -> None:
