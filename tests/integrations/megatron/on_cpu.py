@@ -6,64 +6,32 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from tests.integrations.megatron.core import shim
 
 HIDDEN, VOCABULARY, SEQUENCE, BATCH = 32, 48, 12, 2
-
-
-class OnCPU(TorchFunctionMode):
-    """Creates tensors on the CPU that are requested on CUDA."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if func is Tensor.cuda:
-            return args[0]
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[Any]:
     """Make Megatron-Core's groups inside the context, and destroy them after it."""
-    stream = SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, synchronize=_nothing, wait=_nothing)
-    stream.record_event = lambda *_: stream  # which stands in for an event, too
-    for name, value in {
-        "current_device": lambda: torch.device("cpu"), "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: stream, "current_stream": lambda *_: stream, "default_stream": lambda *_: stream,
-        "stream": lambda *_: contextlib.nullcontext(), "synchronize": _nothing,
-        "get_rng_state": lambda *_: torch.get_rng_state(), "manual_seed": torch.default_generator.manual_seed,
-    }.items():  # fmt: skip
-        setattr(torch.cuda, name, value)
-    torch.compile = lambda function=None, **_: function or (lambda inner: inner)  # type: ignore[assignment]
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    shim.apply()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
 
-    random = tensor_parallel.random
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
-        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-    )
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     parallel_state.initialize_model_parallel(**sizes)
     random.get_cuda_rng_tracker().reset()
     random.get_cuda_rng_tracker().add(random._MODEL_PARALLEL_RNG_TRACKER_NAME, 1)
     random.get_cuda_rng_tracker().add(random.get_expert_parallel_rng_tracker_name(), 2)
     try:
-        with OnCPU():
-            yield parallel_state
+        yield parallel_state
     finally:
         parallel_state.destroy_model_parallel()
-
-
-def _nothing(*_: object, **__: object) -> None: ...
 
 
 def build(*, mixed: Callable[[], nn.Module] | None = None, layers: int = 2, pp: int = 1, **fields: Any) -> nn.Module:
@@ -105,17 +73,6 @@ def build(*, mixed: Callable[[], nn.Module] | None = None, layers: int = 2, pp: 
         if fields.get("gradient_accumulation_fusion"):
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
     return model
-
-
-def fuse_weight_gradients() -> None:
-    """Replace Apex's kernel: the backward itself adds to the main gradient."""
-    from megatron.core.tensor_parallel import layers
-
-    def add(rows: Tensor, grad: Tensor, main: Tensor) -> None:
-        main.add_(grad.t() @ rows)
-
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
-    layers._grad_accum_fusion_available = True
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.moe import GroupedExperts
 from tests import models
 from tests.integrations.megatron import on_cpu as client
+from tests.integrations.megatron.core import shim
 from tests.ranks import run
 
 pytestmark = [
@@ -102,7 +103,7 @@ class Mixed(nn.Module):
 def _mixed(rank: int, size: int) -> list[str]:
     problems = []
     with client.megatron():
-        client.fuse_weight_gradients()
+        shim.fuse_weight_gradients()
         for fused in (False, True):
             for name, more in {"": {}, "one layer": {"layers": 1}, "selective": SELECTIVE, "full": FULL}.items():
                 fields: dict[str, Any] = {"mixed": Mixed, "gradient_accumulation_fusion": fused, **more}

@@ -1,0 +1,155 @@
+"""Models and settings in which this project's schedules must give what Megatron-Core's own give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is spread over ranks, and how it is trained.
+
+    Args:
+        fields: Fields of the model's config.
+        layers: Number of layers of the whole model.
+        ep: Ranks that share the experts; ``tp``, ``pp`` the same for layers and stages.
+        etp: Ranks that share each expert.
+        vp: Chunks of a rank; None without interleaving.
+        microbatches: Number of microbatches in a step.
+        tied: Whether the embedding and the output layer share a weight.
+        fused: Whether backwards add weight gradients to ``main_grad`` (``gradient_accumulation_fusion``).
+        by_tokens: Whether ``calculate_per_token_loss``.
+        ddp: Options of Megatron-Core's ``DistributedDataParallel`` around the chunks; None without it.
+        aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
+        quick: Whether the case is one of the few that are not marked slow.
+        fails: Why the case does not work yet; empty if it does.
+    """
+
+    fields: Fields = field(default_factory=dict)
+    layers: int = 2
+    ep: int = 2
+    tp: int = 1
+    etp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    microbatches: int = 3
+    tied: bool = False
+    fused: bool = False
+    by_tokens: bool = False
+    ddp: Fields | None = None
+    aligned: bool = False
+    quick: bool = False
+    fails: str = ""
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the forward draws random numbers."""
+        drawn = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+        return any(self.fields.get(name) for name in drawn)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes, the smallest that has these groups."""
+        return self.pp * max(self.tp, self.ep * self.etp)
+
+
+def selective(*modules: str) -> Fields:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCKS = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+BIAS = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+}  # fmt: skip
+SHARED = {"moe_shared_expert_intermediate_size": 20}
+OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
+MTP = {"mtp_num_layers": 1}
+DDP: Fields = {"overlap_grad_reduce": False}
+OVERLAP_REDUCE: Fields = {"overlap_grad_reduce": True, "bucket_size": 4000}
+Z_LOSS = {"moe_z_loss_coeff": 0.1}
+
+CASES: dict[str, Case] = {
+    # one stage
+    "plain": Case(quick=True),
+    "four layers": Case(layers=4, microbatches=4),
+    "one rank": Case(ep=1),
+    "ep 4": Case(ep=4),
+    "eight experts": Case({"num_moe_experts": 8, "moe_router_topk": 3}),
+    "one expert a rank": Case({"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "aux and z loss": Case({**AUX, **Z_LOSS}, quick=True),
+    "sequence aux loss": Case({**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}),
+    "scaled z loss": Case({**Z_LOSS, "grad_scale_func": lambda loss: loss * 3}),
+    "expert bias": Case(BIAS, ddp=DDP),
+    "groups of experts": Case({"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    "sinkhorn": Case({"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}),
+    "probabilities on the input": Case(
+        {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    ),
+    "router in float64": Case({"moe_router_dtype": "fp64"}),
+    "shared expert": Case(SHARED),
+    "shared expert with a gate": Case({**SHARED, "moe_shared_expert_gate": True}),
+    "shared expert, overlapped": Case(OVERLAPPED, layers=3, quick=True),
+    "shared expert with a gate, overlapped": Case({**OVERLAPPED, "moe_shared_expert_gate": True}),
+    "capacity": Case({"moe_expert_capacity_factor": 1.0}),
+    "capacity, padded": Case({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
+    "dense and MoE": Case({"moe_layer_freq": [0, 1, 0, 1]}, layers=4),
+    "dense first": Case({"moe_layer_freq": [0, 1, 1]}, layers=3),
+    "dense last": Case({"moe_layer_freq": [1, 1, 0]}, layers=3),
+    "allgather": Case({"moe_token_dispatcher_type": "allgather"}),
+    "core attention recomputed": Case(selective("core_attn")),
+    "shared experts recomputed": Case({**SHARED, **selective("shared_experts")}),
+    "norm recomputed": Case(selective("layernorm")),
+    "MLP recomputed": Case({"moe_layer_freq": [0, 1], **selective("mlp")}),
+    "MoE layers recomputed": Case(selective("moe")),
+    "layers recomputed": Case(FULL, quick=True),
+    "first layer recomputed": Case(BLOCKS),
+    "fused weight gradients": Case(fused=True),
+    "fused weight gradients, shared expert": Case(SHARED, fused=True),
+    "fused weight gradients, DDP": Case(fused=True, ddp=OVERLAP_REDUCE),
+    "MTP": Case({**MTP, **Z_LOSS}),
+    "MTP twice": Case({"mtp_num_layers": 2}),
+    "MTP, tied": Case(MTP, tied=True, ddp=DDP),
+    "MTP, by tokens": Case({**MTP, **Z_LOSS}, by_tokens=True, ddp=DDP),
+    "MTP, layers recomputed": Case({**MTP, **FULL}),
+    "tied": Case(tied=True),
+    "by tokens": Case(AUX, by_tokens=True, ddp=DDP),
+    "DDP": Case(ddp=DDP),
+    "DDP, reduce overlapped": Case(ddp=OVERLAP_REDUCE, quick=True),
+    "dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}),
+    "dropout, jitter": Case({"hidden_dropout": 0.2, "moe_input_jitter_eps": 0.1}),
+    "dropout, core attention recomputed": Case({"attention_dropout": 0.2, **selective("core_attn")}),
+    "dropout, layers recomputed": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, **FULL}),
+    # ranks that share layers
+    "tp 2, ep 2": Case(tp=2, ddp=DDP, quick=True),
+    "tp 2, ep 4": Case(tp=2, ep=4, ddp=DDP),
+    "tp 2, ep 2, etp 2": Case(tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, etp 2, overlapped": Case({**OVERLAPPED, **AUX}, tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, etp 2, padded": Case(
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, tp=2, etp=2, ddp=DDP
+    ),
+    "tp 2, ep 2, shared expert, overlapped": Case(OVERLAPPED, tp=2, ddp=DDP),
+    "tp 2, ep 2, aux loss and capacity": Case({**AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP),
+    "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),
+    # several stages
+    "pp 2": Case(layers=4, pp=2, microbatches=4),
+    "pp 2, aux loss": Case(AUX, layers=4, pp=2, microbatches=4, ddp=DDP),
+    "pp 2, tied": Case(layers=4, pp=2, tied=True, ddp=DDP),
+    "pp 2, MTP": Case(MTP, layers=4, pp=2, microbatches=4, quick=True),
+    "pp 2, DDP, reduce overlapped": Case(layers=4, pp=2, ddp=OVERLAP_REDUCE),
+    "pp 2, reduce aligned": Case(layers=4, pp=2, ddp=OVERLAP_REDUCE, aligned=True),
+    "pp 2, layers recomputed": Case(FULL, layers=4, pp=2),
+    "vp 2": Case(layers=4, pp=2, vp=2, microbatches=4),
+    "vp 2, aux loss, shared expert": Case(
+        {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
+    ),
+    "vp 2, DDP, reduce overlapped": Case(layers=4, pp=2, vp=2, microbatches=4, ddp=OVERLAP_REDUCE),
+    "vp 2, tied": Case(layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=DDP),
+    "vp 2, dropout": Case({"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
+}  # fmt: skip
+"""By name. Sizes are small: what differs between two schedules differs at every size."""

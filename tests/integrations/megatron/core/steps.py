@@ -1,0 +1,128 @@
+"""Steps by Megatron-Core's own forward-backward functions, and by those of this project in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.integrations.megatron import get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_INTERLEAVED, COMBINED_NO_PIPELINING
+from overlap1f1b.plan import Overlap
+from tests.integrations.megatron.core import models, shim
+from tests.integrations.megatron.core.cases import Case
+
+STEPS = 3
+LEARNING_RATE = 0.1
+
+
+class Step(NamedTuple):
+    """What a step has given."""
+
+    losses: list[float]
+    grads: dict[str, Tensor | None]
+
+
+def serial_step(case: Case) -> list[Step]:
+    """Train for some steps by Megatron-Core's own function for this case."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
+
+    return _train(case, own_func())
+
+
+def our_step(case: Case, overlap: Overlap) -> list[Step]:
+    """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
+    schedule = COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
+    function = get_forward_backward_func(schedule=schedule, overlap=overlap, timeout=30)
+    return _train(case, function)
+
+
+def _train(case: Case, function: Callable[..., Any]) -> list[Step]:
+    chunks = _prepared(case)
+    found = []
+    for step in range(STEPS):
+        for chunk in chunks:
+            if case.ddp is not None:
+                chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.grad = None
+                if case.ddp is None and case.fused:
+                    parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+        models.seed_random(step)
+        data = models.batches(case.microbatches, 1 + step, dropout=case.dropout)
+        several = case.vp is not None
+        reports = function(
+            forward_step_func=partial(_forward_step, loss_func=_by_tokens if case.by_tokens else _mean),
+            data_iterator=[iter(data) for _ in chunks] if several else iter(data),
+            model=chunks if several else chunks[0],
+            num_microbatches=case.microbatches,
+            seq_length=models.SEQUENCE,
+            micro_batch_size=models.BATCH,
+            forward_only=False,
+        )
+        found.append(Step(models.losses(reports), models.grads(chunks)))
+        with torch.no_grad():  # so that every step has other weights
+            for number, chunk in enumerate(chunks):
+                for parameter in chunk.parameters():
+                    grad = found[-1].grads[f"{number}.{parameter.place}"]
+                    if grad is not None:
+                        parameter.sub_(LEARNING_RATE * grad)
+    return found
+
+
+def _prepared(case: Case) -> list[Any]:
+    """Return the case's chunks, with the config's functions as Megatron-LM's training loop sets them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    _forget()
+    if case.fused:
+        shim.fuse_weight_gradients()
+    config = models.config_of(
+        layers=case.layers, pp=case.pp, ep=case.ep, tp=case.tp, etp=case.etp, vp=case.vp,
+        calculate_per_token_loss=case.by_tokens, gradient_accumulation_fusion=case.fused, **case.fields,
+    )  # fmt: skip
+    chunks: list[Any] = models.build(config, tied=case.tied)
+    if case.ddp is not None:
+        options = DistributedDataParallelConfig(use_distributed_optimizer=False, **case.ddp)
+        chunks = [
+            DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+        if options.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+            if case.aligned:
+                starts = [chunk.start_grad_sync for chunk in chunks]
+                config.grad_sync_func = starts if len(chunks) > 1 else starts[0]
+        config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def _forget() -> None:
+    """Empty Megatron-Core's trackers of logged losses, which are attributes of modules and classes."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()
+    get_moe_layer_wise_logging_tracker().clear()
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.ones(1)
+
+
+def _forward_step(data: Iterator[dict[str, Any]], model: nn.Module, loss_func: Callable[..., Any]) -> Any:
+    batch = dict(next(data))
+    seed = batch.pop("seed")
+    if seed is not None:  # one stream a microbatch, in whatever order they run
+        models.seed_random(seed)
+    return model(**batch), loss_func
+
+
+def _mean(output: Tensor) -> Any:
+    return output.mean(), {"loss": output.detach().mean()}
+
+
+def _by_tokens(output: Tensor) -> Any:
+    return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {"loss": output.detach().sum()}
