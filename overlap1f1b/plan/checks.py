@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.plan.node import CONTRIBUTING, Node, Op
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -97,7 +97,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 if key in previous:
                     needs[entry].append(previous[key])
                 previous[key] = entry
-                if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS) and chains.shapes[node.stage][node.block].reduced:
+                if node.op in CONTRIBUTING and chains.shapes[node.stage][node.block].reduced:
                     reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1, seam=0)
                     reductions.setdefault(reduction, []).append(entry)
     for reduction, contributions in reductions.items():

@@ -67,6 +67,8 @@ RECOMPUTE_OF = {
 }
 SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
 """What is computed behind an exchange of rows."""
+CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
+"""What may contribute to gradients of parameters in its backward."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
 _DROPPED: dict[Recompute, tuple[Op, ...]] = {
     "none": (),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.node import Node, Op
+from overlap1f1b.plan.node import CONTRIBUTING, Node, Op
 from overlap1f1b.schedule import Action, Kind, Pair, Slot
 
 
@@ -44,9 +44,7 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     last = {
         (node.pipe, node.stage, node.block): index
         for index, node in enumerate(nodes)
-        if node.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS, Op.AGGREGATE)
-        and node.kind is not Kind.F
-        and chains.shapes[node.stage][node.block].reduced
+        if node.op in CONTRIBUTING and node.kind is not Kind.F and chains.shapes[node.stage][node.block].reduced
     }
     reduced = []
     for index, node in enumerate(nodes):

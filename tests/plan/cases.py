@@ -76,13 +76,16 @@ def split_programs(draw: st.DrawFn) -> Program:
 
 
 def shapes() -> st.SearchStrategy[StageShape]:
-    """Dense, with one seam and with several; with and without weight gradients apart; reduced, recomputed, or not."""
-    blocks = st.builds(
-        BlockShape,
-        seams=st.sampled_from([0, 1, 1, 1, 2, 3]),
-        split=st.booleans(),
-        reduced=st.booleans(),
-        recompute=st.sampled_from(["none", "none", "experts", "attention", "block"]),
+    """Dense, with one seam, with several, or with exchanges; weights apart, reduced, recomputed, or not."""
+    options = {
+        "split": st.booleans(),
+        "reduced": st.booleans(),
+        "recompute": st.sampled_from(["none", "none", "experts", "attention", "block"]),
+    }
+    exchanges = st.lists(st.sampled_from([Op.DISPATCH, Op.COMBINE]), min_size=1, max_size=4).map(tuple)
+    blocks = st.one_of(
+        st.builds(BlockShape, seams=st.sampled_from([0, 1, 1, 1, 2, 3]), exchanges=st.just(()), **options),
+        st.builds(BlockShape, seams=st.just(0), exchanges=exchanges, **options),
     )
     return st.lists(blocks, min_size=1, max_size=3).map(tuple)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
-from overlap1f1b.plan import Node, Op, Plan
+from overlap1f1b.plan import BlockShape, Node, Op, Plan
 from overlap1f1b.schedule import Action, Kind
 
-FORWARD = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
-BACKWARD = (Op.AGGREGATE, Op.COMBINE, Op.RECOMPUTE_EXPERTS, Op.EXPERTS, Op.DISPATCH)
+CALL = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
@@ -25,24 +24,39 @@ def comes_from(plan: Plan, action: Action) -> int:
     return action.stage - 1 if action.kind is Kind.F else action.stage + 1
 
 
+def inside(block: BlockShape) -> list[tuple[Op, int]]:
+    """Sub-ops of a forward behind the block's first, in order, with their numbers."""
+    found = [(op, seam) for seam in range(block.seams) for op in CALL]
+    number = {Op.DISPATCH: 0, Op.COMBINE: 0}
+    for op in block.exchanges:
+        found += [(op, number[op]), (Op.EXPERTS if op is Op.DISPATCH else Op.AGGREGATE, number[op])]
+        number[op] += 1
+    return found
+
+
 def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
     """The nodes of an action, in no order."""
     blocks = plan.shapes[action.stage]
     m, at = action.microbatch, {"stage": action.stage, "pipe": action.pipe}
-    for block, (seams, split, _, recompute) in enumerate(blocks):
-        own = Op.ATTENTION if seams else Op.DENSE
+    for block, shape in enumerate(blocks):
+        behind, drops = inside(shape), shape.recompute
+        own = Op.ATTENTION if behind else Op.DENSE
         if action.kind is Kind.F:
             yield Node(own, Kind.F, m, block, **at)
-            yield from (Node(op, Kind.F, m, block, seam, **at) for seam in range(seams) for op in FORWARD)
+            yield from (Node(op, Kind.F, m, block, seam, **at) for op, seam in behind)
         if action.kind in (Kind.B, Kind.I):
             yield Node(own, Kind.I, m, block, **at)
-            ops = [op for op in BACKWARD if op is not Op.RECOMPUTE_EXPERTS or recompute in ("experts", "block")]
-            yield from (Node(op, Kind.I, m, block, seam, **at) for seam in range(seams) for op in ops)
-            if recompute in ("attention", "block"):
-                yield Node(Op.RECOMPUTE_ATTENTION if seams else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
+            yield from (Node(op, Kind.I, m, block, seam, **at) for op, seam in behind if op is not Op.COUNTS)
+            if drops in ("experts", "block"):
+                yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, seam, **at) for seam in range(shape.seams))
+            if drops in ("attention", "block"):
+                yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
         if action.kind in (Kind.B, Kind.W):
-            yield from (Node(Op.EXPERTS, Kind.W, m, block, seam, **at) for seam in range(seams))
-            yield from [Node(own, Kind.W, m, block, **at)] if split else []
+            apart = {Op.EXPERTS}
+            if shape.split:
+                yield Node(own, Kind.W, m, block, **at)
+                apart |= {Op.AGGREGATE} if shape.exchanges or shape.seams > 1 else set()
+            yield from (Node(op, Kind.W, m, block, seam, **at) for op, seam in behind if op in apart)
     if action.kind is Kind.W:
         return
     forward, last = action.kind is Kind.F, len(blocks) - 1
@@ -102,13 +116,13 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
                 yield f"{node} before its input gradient"
             continue
         if node.op in (Op.RECEIVE, Op.SEND):
-            place = (float("-inf" if node.op is Op.RECEIVE else "inf"), 0, 0)
-        elif node.kind is Kind.F:
-            place = (node.block, -1, 0) if own else (node.block, node.seam, FORWARD.index(node.op))
+            place = (float("-inf" if node.op is Op.RECEIVE else "inf"), 0)
+        elif own or node.op in RECOMPUTE_OWN:  # first in the forward, last in the backward but for what is dropped
+            place = (node.block, -1) if node.kind is Kind.F else (-node.block, 1 if own else float("-inf"))
         else:
-            first_or_last = own or node.op in RECOMPUTE_OWN
-            place = (-node.block, 1 if own else float("-inf"), 0)
-            place = place if first_or_last else (-node.block, -node.seam, BACKWARD.index(node.op))
+            op, before = (Op.EXPERTS, 0.5) if node.op is Op.RECOMPUTE_EXPERTS else (node.op, 0)
+            index = inside(plan.shapes[node.stage][node.block]).index((op, node.seam))
+            place = (node.block, index) if node.kind is Kind.F else (-node.block, -index - before)
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
         positions = [at[node] for _, node in sorted(chain)]
@@ -143,7 +157,9 @@ def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         if in_turn != sorted(in_turn):
             yield f"{key} out of the program's order"
         place = key.pipe, key.stage, key.block
-        if key.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS) and reductions.get(place, len(at)) < max(positions):
+        if key.op in (Op.ATTENTION, Op.DENSE, Op.EXPERTS, Op.AGGREGATE) and reductions.get(place, len(at)) < max(
+            positions
+        ):
             yield f"block {place} is reduced too early"
 
 

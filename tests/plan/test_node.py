@@ -110,7 +110,9 @@ def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
     weights = [str(w) for node in backward_chain(action, shape) if (w := weight_node(node, shape))]
     assert weights == [
         "experts.w[3] m0",
+        "aggregate.w[2.1] m0",
         "experts.w[2.1] m0",
+        "aggregate.w[2] m0",
         "experts.w[2] m0",
         "attention.w[2] m0",
         "dense.w[0] m0",

@@ -100,6 +100,8 @@ class BlockRun:
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
                 self.forward.hides = self.hides
+                if self._state is not None:
+                    self._state.begin(self.microbatch.random.seed)
                 return self._left(self.forward.start(*given, mode=mode))
             if not mode:  # nothing will suspend it, and nothing else can enter
                 return self._run_module(*given)

@@ -25,10 +25,13 @@ from overlap1f1b.transport.suspend import uncompiled
 class CarriedState(Protocol):
     """What a forward keeps on attributes of modules, so that a suspended forward must take it along."""
 
-    def leave(self) -> object:
+    def begin(self, seed: int | None) -> None:
+        """Prepare for a new forward, whose random numbers follow from a seed."""
+
+    def leave(self) -> Any:
         """Take off what the running forward has put on, and return it."""
 
-    def enter(self, carried: object) -> None:
+    def enter(self, carried: Any) -> None:
         """Put it on again."""
 
 

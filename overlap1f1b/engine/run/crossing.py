@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -103,6 +104,25 @@ def running_mode() -> CrossingMode | None:
     return None
 
 
+class Asking(OpOverloadPacket):
+    """The functional all-to-all, which first asks the mode in force."""
+
+    @classmethod
+    def of(cls, operation: OpOverloadPacket) -> Asking:
+        """Return an operation that asks, and is else as it was: compilers look into it."""
+        asking = object.__new__(cls)
+        asking.__dict__.update(operation.__dict__)
+        return asking
+
+    def __call__(self, tensor: Tensor, receive: Any, send: Any, group: Any, /) -> Any:
+        mode = running_mode()
+        if mode is not None and torch.is_grad_enabled():
+            brought = mode.run.exchanged(tensor, send, receive, group_named(group))
+            if brought is not None:
+                return brought
+        return super().__call__(tensor, receive, send, group)
+
+
 @contextmanager
 def functions_cross() -> Iterator[None]:
     """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
@@ -144,21 +164,9 @@ def functions_cross() -> Iterator[None]:
         return result
 
     operations = functional_operations()
-
-    def asking(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def all_to_all_single(tensor: Tensor, receive: Any, send: Any, group: Any) -> Any:
-            mode = running_mode()
-            if mode is not None and torch.is_grad_enabled():
-                brought = mode.run.exchanged(tensor, send, receive, group_named(group))
-                if brought is not None:
-                    return brought
-            return operation(tensor, receive, send, group)
-
-        return all_to_all_single
-
     function.apply = classmethod(apply)
     for namespace, operation in operations:
-        namespace.all_to_all_single = asking(operation)
+        namespace.all_to_all_single = Asking.of(operation)
     try:
         yield
     finally:

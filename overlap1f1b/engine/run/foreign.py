@@ -7,12 +7,13 @@ own in ``torch.distributed.nn``, or a user's. The first step runs them where the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
@@ -195,7 +196,7 @@ def _same(tensor: Any, argument: Any) -> bool:
     )
 
 
-def functional_operations() -> list[tuple[Any, Callable[..., Any]]]:
+def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:
     """Return torch's functional all-to-all, each with the namespace that has it."""
     if not dist.is_available():
         return []

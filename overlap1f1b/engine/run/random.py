@@ -27,6 +27,11 @@ class RandomStream:
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
 
+    @property
+    def seed(self) -> int | None:
+        """Seed of the stream; None for the stream of the generators themselves."""
+        return self._seed if self._generators else None
+
     def again(self) -> RandomStream:
         """Return a stream that repeats the numbers that this one gives next."""
         twin = copy(self)

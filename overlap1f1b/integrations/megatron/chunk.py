@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
+from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
 
 
@@ -22,13 +24,16 @@ class Chunk(MicrobatchBlock):
         model: A module with ``set_input_tensor``, which may be wrapped.
         stage: Number of the stage in the pipeline.
         last: Whether this chunk computes the loss.
+        exchanges: Whether several ranks share the experts.
         passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
 
     Raises:
         ValueError: The model has no ``set_input_tensor``.
     """
 
-    def __init__(self, model: nn.Module, *, stage: int, last: bool, passes_last_input: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, stage: int, last: bool, exchanges: bool, passes_last_input: bool = False
+    ) -> None:
         super().__init__()
         self.set_input_tensor = attribute_of(model, "set_input_tensor")
         if self.set_input_tensor is None:
@@ -40,13 +45,16 @@ class Chunk(MicrobatchBlock):
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.name = f"chunk of stage {stage} ({type(model).__name__})"
         self.step: ChunkStep | None = None
+        self._dispatchers = dispatchers_of(model) if exchanges else []
+        self.state = ModuleState(model) if self._dispatchers else None
 
     @contextmanager
     def stepping(self, step: ChunkStep) -> Iterator[None]:
-        """Use a step's arguments inside the context."""
+        """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         self.step = step
         try:
-            yield
+            with exchanging(self._dispatchers):
+                yield
         finally:
             self.step = None
 

@@ -273,10 +273,9 @@ class ForwardBackward:
         passes = self.split_rank is not None and rank >= self.split_rank
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
-            last = stage == program.placement.stages - 1
-            chunk = Chunk(model, stage=stage, last=last, passes_last_input=passes and not last)
-            exchanges = size_of(self.groups, "ep") > 1 and config.num_moe_experts is not None
-            if exchanges or any(isinstance(module, Experts) for module in model.modules()):
+            last, exchanges = stage == program.placement.stages - 1, size_of(self.groups, "ep") > 1
+            chunk = Chunk(model, stage=stage, last=last, exchanges=exchanges, passes_last_input=passes and not last)
+            if chunk.state is not None or any(isinstance(module, Experts) for module in model.modules()):
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)

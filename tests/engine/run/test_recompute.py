@@ -21,10 +21,10 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.suspend import Forward
 from tests import models
-from tests.transport.test_suspend import CONTEXTS, Wrapped
 from tests.engine.test_engine import COSTS, Delayed, step
 from tests.pauses import pauses
 from tests.ranks import Ranks
+from tests.transport.test_suspend import CONTEXTS, Wrapped
 
 MODES: list[Recompute] = ["experts", "attention", "block"]
 PROGRAMS = ["sequential", "combined_1f1b", "zb_h1"]
