@@ -14,23 +14,23 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
-    """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`."""
-    workers = Ranks(2)
+    """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`. Plans have few tries."""
+    workers = Ranks(2, few=True)
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[Ranks]:
-    """Eight processes with a gloo group, kept for the session: `ranks8.run(function, *args)`."""
-    workers = Ranks(8, timeout=180)
+    """Eight processes, as the two of `ranks2`."""
+    workers = Ranks(8, timeout=180, few=True)
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    """Four processes with a gloo group, kept for the session: `ranks4.run(function, *args)`."""
-    workers = Ranks(4)
+    """Four processes, as the two of `ranks2`."""
+    workers = Ranks(4, few=True)
     yield workers
     workers.close()
