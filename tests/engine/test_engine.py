@@ -243,7 +243,7 @@ def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("microbatches", [1, 4])  # ranks that share experts see no others than those of two ranks
 def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int) -> None:
     assert ranks4.run(_compare, microbatches, False, timeout=120) == [[]] * 4
 
