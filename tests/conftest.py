@@ -14,9 +14,8 @@ from tests.ranks import Ranks
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections need not look at it again, nor as often."""
+    """Collections look at all that is imported, which stays anyway: fewer of them."""
     gc.collect()
-    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
