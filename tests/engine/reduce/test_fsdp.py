@@ -264,7 +264,7 @@ def _late(rank: int, size: int) -> float:
     engine = engine_over(wrapped("blocks", mesh), programs(3)[0], mesh, timeout=2.0)
     if rank == 1:
         gather = engine.sharding.gather
-        engine.sharding.gather = lambda: (time.sleep(6), gather())  # type: ignore[assignment,func-returns-value]
+        engine.sharding.gather = lambda: (time.sleep(4), gather())  # type: ignore[assignment,func-returns-value]
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         engine.step(data[0], target=data[1])
