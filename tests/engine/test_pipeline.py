@@ -108,13 +108,13 @@ def compared(
 
 
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> list[str]:
-    """All overlaps in double precision, bit for bit; on two ranks the last in single precision as well."""
+    """In double precision, bit for bit; on two ranks with every overlap, and with the last in single precision too."""
     problems = []
-    for double in (True, False)[: 2 if size == 2 else 1]:
+    overlaps_of = {True: OVERLAPS, False: OVERLAPS[-1:]} if size == 2 else {True: [k for k in OVERLAPS if k != 2]}
+    for double, overlaps in overlaps_of.items():
         torch.set_default_dtype(torch.float64 if double else torch.float32)
         try:
-            for program in programs(name, pp, most=size < 4):
-                overlaps = OVERLAPS if double else OVERLAPS[-1:]
+            for program in programs(name, pp, most=size == 2):
                 problems += _compared(rank, program, pp, dp, ep, overlaps, 1e-12 if double else 1e-5)
         finally:
             torch.set_default_dtype(torch.float32)
