@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -12,25 +13,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: 
 from tests.ranks import Ranks
 
 
+def pytest_collection_finish() -> None:
+    """Collections look at all that is imported, which stays anyway: fewer of them."""
+    gc.collect()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
-    """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`."""
-    workers = Ranks(2)
+    """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`. Plans have few tries."""
+    workers = Ranks(2, few=True)
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[Ranks]:
-    """Eight processes with a gloo group, kept for the session: `ranks8.run(function, *args)`."""
-    workers = Ranks(8, timeout=180)
+    """Eight processes, as the two of `ranks2`."""
+    workers = Ranks(8, timeout=180, few=True)
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    """Four processes with a gloo group, kept for the session: `ranks4.run(function, *args)`."""
-    workers = Ranks(4)
+    """Four processes, as the two of `ranks2`."""
+    workers = Ranks(4, few=True)
     yield workers
     workers.close()

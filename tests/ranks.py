@@ -29,10 +29,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests.plan.tries import few_tries
 
 LEAVE = b""  # to a worker: the call is over on all ranks
 LEAVE_S = 10.0
@@ -52,10 +55,12 @@ class Ranks:
 
     They start at the first call and again after one that failed. Every call has process groups of its own: torch's run
     three threads each, which wake a hundred times a second until all groups are destroyed.
+
+    few: plans are compiled with few tries there (`tests.plan.tries`), which is most of the work of a small engine.
     """
 
-    def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S, few: bool = False) -> None:
+        self.size, self.few = size, few
         self.timeout, self.grace = timeout, grace
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -101,7 +106,7 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.size):
             pipe, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, self.size, theirs, self._folder), daemon=True)
+            worker = context.Process(target=_work, args=(rank, self.size, theirs, self._folder, self.few), daemon=True)
             worker.start()
             theirs.close()
             self._workers.append(worker)
@@ -166,8 +171,13 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 6
         workers.close()
 
 
-def _work(rank: int, size: int, pipe: Connection, folder: Path) -> None:
+def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool) -> None:
     """The body of a worker: answer calls, and leave their groups, until the pipe closes."""
+    with few_tries() if few else nullcontext():
+        _answer(rank, size, pipe, folder)
+
+
+def _answer(rank: int, size: int, pipe: Connection, folder: Path) -> None:
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -237,20 +237,19 @@ def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str
     return problems
 
 
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 7])
 def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
     assert ranks2.run(_compare, microbatches, False) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("microbatches", [1, 4])  # ranks that share experts see no others than those of two ranks
 def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int) -> None:
     assert ranks4.run(_compare, microbatches, False, timeout=120) == [[]] * 4
 
 
-@pytest.mark.parametrize("microbatches", [3, 4])
-def test_two_ranks_in_double_precision(ranks2: Ranks, microbatches: int) -> None:
-    assert ranks2.run(_compare, microbatches, True) == [[], []]
+def test_two_ranks_in_double_precision(ranks2: Ranks) -> None:
+    assert ranks2.run(_compare, 3, True) == [[], []]
 
 
 def _carry_on(rank: int, size: int) -> list[bool]:

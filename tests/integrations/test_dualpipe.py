@@ -357,9 +357,9 @@ def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("dualpipe", "own"), ("dualpipev", "mlp")])
-def test_eight_ranks(ranks8: Ranks, name: str, kind: str) -> None:
-    assert ranks8.run(_compare, name, kind) == [[]] * 8
+def test_eight_ranks(ranks8: Ranks) -> None:
+    """More ranks than any other test of it has, in both directions."""
+    assert ranks8.run(_compare, "dualpipe", "own") == [[]] * 8
 
 
 @pytest.mark.parametrize("kind", ["mlp", "own"])

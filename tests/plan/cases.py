@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from unittest.mock import patch
 
 from hypothesis import strategies as st
 
@@ -28,11 +26,6 @@ from overlap1f1b.schedule.placement import SINGLE
 
 MOE = BlockShape(seams=1)
 DENSE = BlockShape(seams=0)
-
-
-def few_tries(*patiences: float) -> AbstractContextManager[object]:
-    """Plans are compiled with these patiences alone: for tests of what holds whichever are tried."""
-    return patch.multiple("overlap1f1b.plan.compiler", PATIENCES=patiences or (0.4,), DEFERRED=(1,))
 
 
 def chains_of(shape: StageShape) -> Chains:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
 from overlap1f1b.schedule import Kind, combined_1f1b, forward_only, sequential
-from tests.plan.cases import DENSE, MOE, costs_of, few_tries, programs, shapes, split_programs, with_nodes
+from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
 from tests.plan.rules import broken_rules
+from tests.plan.tries import few_tries
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=1, aggregate=1, dense=3)
 

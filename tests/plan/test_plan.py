@@ -33,7 +33,6 @@ from tests.plan.cases import (
     MOE,
     chains_of,
     costs_of,
-    few_tries,
     makespan,
     programs,
     shapes,
@@ -42,6 +41,7 @@ from tests.plan.cases import (
     with_nodes,
 )
 from tests.plan.rules import broken_rules, expected_nodes, peak
+from tests.plan.tries import few_tries
 
 
 @given(st.data())

@@ -22,7 +22,7 @@ from overlap1f1b.simulation import (
     search,
     simulate,
 )
-from tests.plan.cases import few_tries
+from tests.plan.tries import few_tries
 
 
 def everything(ranks: int, microbatches: int, costs: Costs, memory: float) -> dict[tuple[str, int, int], float]:

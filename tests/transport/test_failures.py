@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +119,80 @@ def test_headline_leaves_out_gloos_source_and_advice() -> None:
     assert headline(KeyError()) == "KeyError"
 
 
+# Scripts that fail or end where threads are still at work: they end as scripts do, interpreter and all.
+
+# Starts are most of such a script's time, so that one process imports what all need, and begins scripts as its forks.
+BEGINS = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import gc, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import torch._dynamo, torch.distributed.tensor
+import overlap1f1b.engine
+import tests.models
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+def begin(job):
+    # The script in a fork, or the process number of each fork and None.
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            sys.argv[1:] = [str(rank), job["store"], job["how"]]
+            os.dup2(os.open(f"{job['store']}-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+            return pids, job["script"]
+    return pids, None
+
+for line in sys.stdin:
+    job = json.loads(line)
+    pids, script = begin(job)
+    if script is not None:
+        break
+    status = []
+    for pid in pids:
+        status.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if job["alone"] and pid == pids[0]:
+            os.kill(pids[1], signal.SIGKILL)
+    print(json.dumps(status), flush=True)
+else:
+    sys.exit()
+del begin, job, line, pids
+exec(script)
+"""
+
+
+class Scripts:
+    """Two ranks of a script at a time: `ends` says what each wrote to its standard error, and its status."""
+
+    def __init__(self) -> None:
+        environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", BEGINS, str(Path(__file__).parents[2])]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True
+        )
+
+    def ends(self, store: Path, script: str, how: str, *, alone: bool = False) -> list[tuple[str, int]]:
+        """alone: rank 1 never ends by itself, and is killed when rank 0 has ended."""
+        job = {"store": str(store), "script": textwrap.dedent(script), "how": how, "alone": alone}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], 100)[0], "a rank does not end"
+        status = json.loads(self.process.stdout.readline())
+        return [(Path(f"{store}-{rank}").read_text(), status[rank]) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    begun = Scripts()
+    yield begun
+    os.killpg(begun.process.pid, signal.SIGKILL)
+    begun.process.wait()
+
+
 # A thread of a lane is inside gloo, waiting for a rank that never answers, when the interpreter ends.
 PROGRAM = """
     import sys, time
@@ -132,8 +210,7 @@ PROGRAM = """
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
     group = Groups([0, 1], timedelta(seconds=60)).new([0, 1], "test")
     if rank == 1:
-        time.sleep(6)
-        sys.exit(5)
+        time.sleep(100)
     lane = Lane("test", timedelta(seconds=60), Failures(), background=True, abort=lambda: abort(group))
     received = torch.zeros(4)
     post = {
@@ -148,19 +225,13 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("how", ["receive", "collective", "send"])
-def test_a_process_ends_by_its_own_status_whatever_its_lanes_wait_for(tmp_path: Path, how: str) -> None:
-    code = textwrap.dedent(PROGRAM)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "store"), how],
-            stderr=subprocess.PIPE, text=True, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = ranks[0].communicate(timeout=60)[1]
-    assert ranks[0].returncode == 1, said
+def test_a_process_ends_by_its_own_status_whatever_its_lanes_wait_for(
+    tmp_path: Path, scripts: Scripts, how: str
+) -> None:
+    (said, status), (_, other) = scripts.ends(tmp_path / "store", PROGRAM, how, alone=True)
+    assert status == 1, said
     assert said.rstrip().endswith("ArithmeticError: the loop broke")
-    ranks[1].communicate(timeout=60)
+    assert other == -signal.SIGKILL, "rank 1 was there to the end"
 
 
 # An engine that is dropped before the end, as where it is a local of main(): its threads end by themselves meanwhile.
@@ -190,18 +261,8 @@ DROPPED = """
 
 
 @pytest.mark.parametrize("how", ["plain", "collected", "destroyed"])
-def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Path, how: str) -> None:
-    root = Path(__file__).parents[2]
-    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    for turn in range(2):
-        store = str(tmp_path / f"store{turn}")
-        command = [sys.executable, "-c", textwrap.dedent(DROPPED)]
-        ranks = [
-            subprocess.Popen([*command, str(rank), store, how], stderr=subprocess.PIPE, text=True, env=environ)
-            for rank in range(2)
-        ]
-        for rank in ranks:
-            assert (rank.communicate(timeout=100)[1], rank.returncode) == ("", 0)
+def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Path, scripts: Scripts, how: str) -> None:
+    assert scripts.ends(tmp_path / "store", DROPPED, how) == [("", 0)] * 2
 
 
 def _stopped_store(rank: int, size: int) -> tuple[str, float]:

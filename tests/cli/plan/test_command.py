@@ -16,7 +16,7 @@ from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from tests.cli.plan.run import ROOT, content, plan, refused
-from tests.plan.cases import few_tries
+from tests.plan.tries import few_tries
 
 Capture = pytest.CaptureFixture[str]
 
