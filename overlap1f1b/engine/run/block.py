@@ -27,7 +27,7 @@ from overlap1f1b.engine.run.crossing import CrossingMode
 from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Entry, Layout, Segment, next_sequence_number
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, next_sequence_number
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
@@ -261,8 +261,7 @@ class BlockRun:
                     f"{self.name} changes a tensor in place that it made before another exchange, and uses it behind a "
                     "third; allowed: a copy"
                 )
-            crossing = segment.crossed[key] = Crossing(get_gradient_edge(tensor), Entry(tensor))
-            segment.here[key] = crossing.entry.enter(tensor)
+            segment.crossed[key], segment.here[key] = Crossing.of(tensor)
         return segment.here[key]
 
     def changed(self, tensor: Tensor) -> None:
@@ -292,9 +291,9 @@ class BlockRun:
                 stage.uses.enters(self.block)
             if parameter in stage.split_weights[self.block]:
                 stage.uses.split[self.block].add(parameter)
-            entry = segment.parameters[parameter] = Entry(parameter)
-            entered = segment.here[parameter] = entry.enter(parameter)
+            segment.parameters[parameter], entered = Crossing.of(parameter)
             entered.__dict__.update(parameter.__dict__)
+            segment.here[parameter] = entered
         return segment.here[parameter]
 
     # ---------------------------------------------------------------------------------------------- exchange
@@ -408,12 +407,12 @@ class BlockRun:
         if segment.queue is not self.queue:
             segment.queue.move(self.stage.uses.split[self.block], self.queue)
         # 3. Gradients of what had entered it.
-        for crossing in segment.crossed.values():
+        for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
-                self._maker(crossing.edge).add_root(crossing.edge, crossing.entry.grad)
-        for parameter, entry in segment.parameters.items():
-            if entry.grad is not None:
-                self._pass_to_others(parameter, entry.grad)
+                self._pass_back(key, crossing.made, crossing.entry.grad)
+        for parameter, crossing in segment.parameters.items():
+            if crossing.entry.grad is not None:
+                self._pass_to_others(parameter, crossing.entry.grad)
         if segment.queue is not self.queue:
             self.microbatch.queues[segment.op, self.block, segment.seam] = segment.queue
         # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
@@ -445,29 +444,37 @@ class BlockRun:
             if root is not None:
                 segment.add_root(root.edge, grad)
 
-    def _maker(self, edge: GradientEdge) -> Segment:
-        """Return the segment that has made a node of the graph."""
-        return self.segments[bisect_right(self.segments, edge.node._sequence_nr(), key=_start_of) - 1]
+    def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:
+        """Give the gradient of a tensor to the use before, or to the segment that has made it."""
+        number = bisect_right(self.segments, made.node._sequence_nr(), key=_start_of) - 1
+        for segment in reversed(self.segments[number + 1 :]):
+            if key in segment.crossed:
+                segment.add_root(segment.crossed[key].entered, grad)
+                return
+        self.segments[number].add_root(made, grad)
 
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until those of the parameter's other uses are there."""
         stage = self.stage
-        if stage.tied.get(parameter, self.block) != self.block:
-            _add(self.microbatch.tied, parameter, grad)
-        elif parameter in stage.split_weights[self.block]:
+        if parameter in stage.split_weights[self.block]:
             self.queue.keep(parameter, grad)
         else:
-            _add(self._summed, parameter, grad)
+            self._sums_of(parameter)[parameter] = grad
+
+    def _sums_of(self, parameter: Parameter) -> Gradients:
+        return self.microbatch.tied if parameter in self.stage.tied else self._summed
 
     def _add_tied(self, segment: Segment) -> None:
-        """Begin the walk of the segment that uses a parameter first with the gradients of its later uses."""
+        """Begin the walk of a segment with the gradients of later uses of its parameters."""
         stage, number = self.stage, len(self.segments) - 1
-        for sums, held in ((self._summed, list(self._summed)), (self.microbatch.tied, list(self.microbatch.tied))):
-            for parameter in held:
-                if (
-                    stage.tied.get(parameter, self.block) == self.block
-                    and stage.uses.first[self.block].get(parameter, 0) == number
-                ):
+        for parameter, crossing in segment.parameters.items():
+            sums = self._sums_of(parameter)
+            if parameter in sums:
+                segment.add_root(crossing.entered, sums.pop(parameter))
+        for sums in (self._summed, self.microbatch.tied):
+            for parameter in list(sums):
+                at_home = stage.tied.get(parameter, self.block) == self.block
+                if at_home and stage.uses.first[self.block].get(parameter, 0) == number:
                     segment.add_root(get_gradient_edge(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:
@@ -496,7 +503,3 @@ class BlockRun:
 
 def _start_of(segment: Segment) -> int:
     return segment.start
-
-
-def _add(sums: Gradients, parameter: Parameter, grad: Tensor) -> None:
-    sums[parameter] = sums[parameter] + grad if parameter in sums else grad

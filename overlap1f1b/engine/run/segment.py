@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.run.autograd import Root, WeightQueue
@@ -132,12 +132,22 @@ class Crossing(NamedTuple):
     """A tensor of an earlier segment, or a parameter, in a segment that uses it.
 
     Args:
-        edge: Where its gradient goes on.
-        entry: Catches its gradient here.
+        made: Its place in the graph that made it.
+        entered: Its place in this segment's graph. Gradients of later uses begin here, so that all uses are summed in
+            the order of one backward of everything.
+        entry: Catches its gradient.
     """
 
-    edge: GradientEdge
+    made: GradientEdge
+    entered: GradientEdge
     entry: Entry
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> tuple[Crossing, Tensor]:
+        """Return the crossing of a tensor, and what enters."""
+        entry = Entry(tensor)
+        entered = entry.enter(tensor)
+        return cls(get_gradient_edge(tensor), get_gradient_edge(entered), entry), entered
 
 
 class Segment:
@@ -166,7 +176,7 @@ class Segment:
         self.op, self.seam, self.start, self.queue = op, seam, start, queue
         self.received: list[Entry | None] = []
         self.crossed: dict[tuple[int, int], Crossing] = {}
-        self.parameters: dict[Parameter, Entry] = {}
+        self.parameters: dict[Parameter, Crossing] = {}
         self.roots: list[GradientEdge] = []
         self.grads: list[Tensor] = []
         self.call: ExchangeCall | None = None

@@ -187,7 +187,7 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
     Args:
         model: The chunk.
         suspends: Whether to check the options that suspended forwards do not allow, instead of the general ones. A
-            forward is suspended if it is cut, or if it calls experts whose rows are exchanged.
+            forward is suspended where it exchanges rows.
 
     Raises:
         ValueError: A refused option is set.
@@ -197,8 +197,7 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
         value = getattr(config, field, allowed)
         if value and value != allowed:
             where = " in a chunk that exchanges rows" if suspends else ""
-            besides = ", or one rank along ep" if suspends else ""
-            raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}{besides}")
+            raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}")
 
 
 def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:

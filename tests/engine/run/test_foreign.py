@@ -227,5 +227,5 @@ def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
 
 @pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4)]])
 def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) -> None:
-    with pytest.raises(ValueError, match="^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
+    with pytest.raises(ValueError, match=r"^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
         matched([[seen([1], [1])], other], "block 2")

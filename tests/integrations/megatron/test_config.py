@@ -61,7 +61,7 @@ def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.
         ],
         (
             {"fp8": "hybrid"},
-            "^fp8='hybrid' in a chunk that is cut or holds Experts; allowed: None, or layers=lambda ch",
+            "^fp8='hybrid' in a chunk that exchanges rows; allowed: None$",
         ),
         (
             {"pipeline_model_parallel_size": 2},
