@@ -31,6 +31,7 @@ _HOME = {
     "ProgramTimeline": "simulation",
     "Timeline": "simulation",
     "simulate": "simulation",
+    "exchange": "transport.calls",
 }
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
     from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
+    from overlap1f1b.transport.calls import exchange
 
 __all__ = [
     "Action",
@@ -66,6 +68,7 @@ __all__ = [
     "build_schedule",
     "combined_forward_backward_step",
     "compile",
+    "exchange",
     "load_checkpoint",
     "save_checkpoint",
     "simulate",

@@ -25,6 +25,7 @@ from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumu
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode
 from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
+from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, next_sequence_number
@@ -179,7 +180,24 @@ class BlockRun:
             [self.microbatch.grad and t.requires_grad for t in tensors],
         )
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
+        self._check_graph(segment, segment.sent)
         return segment.layout.pack([tensor.detach() for tensor in tensors])
+
+    def _check_graph(self, segment: Segment, roots: list[Root | None]) -> None:
+        """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
+
+        Raises:
+            ValueError: It does: torch has not shown a call that used an earlier tensor.
+        """
+        number, first = len(self.segments) - 1, self.segments[0].start
+        if not number or self.stage.uses.learned(self.block):
+            return
+        for node in nodes_behind(root.edge.node for root in roots if root is not None):
+            if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
+                raise ValueError(
+                    f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch does "
+                    "not show to function modes; allowed there: calls outside compiled regions and extensions"
+                )
 
     def _wrong_number(self, found: str) -> str:
         expected = self.stage.shape[self.block].seams
@@ -201,8 +219,9 @@ class BlockRun:
             self.segments[-1].here = {}
         detached = tuple([out.detach() for out in outs])
         if microbatch.grad:
-            self.stage.uses.learn(self.block)
             self._keep(outs)
+            self._check_graph(self.segments[-1], self.outs)
+            self.stage.uses.learn(self.block)
         differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = detached, True

@@ -58,8 +58,8 @@ def returned(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: A
 
 
 WAYS: dict[str, Way] = {
-    "functional": lambda rows, receive, send, group: funcol.all_to_all_single_autograd(rows, receive, send, group),
-    "functional, imported by name": lambda *given: imported(*given),
+    "functional": lambda *given: funcol.all_to_all_single_autograd(*given),  # noqa: PLW0108 - looked up at the call
+    "functional, imported by name": imported,
     "torch.distributed.nn": returned,
     "a Function of its own": lambda rows, receive, send, group: Own.apply(group, rows, receive, send),
     "exchange": lambda rows, receive, send, group: exchange(rows, send, receive, group),
@@ -229,3 +229,81 @@ def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
 def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) -> None:
     with pytest.raises(ValueError, match=r"^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
         matched([[seen([1], [1])], other], "block 2")
+
+
+class Unseen(Block):
+    """Uses a tensor from before the exchange in a call that torch shows to nobody."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = exchange(h, None, None, self.group)
+        with torch._C.DisableTorchFunction():
+            return y + h
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    model = nn.Sequential(Unseen(mesh.get_group("ep"), "exchange"))
+    program = build_schedule("sequential", microbatches=2)
+    engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, reduce=False, timeout=10)
+    data = torch.randn(2, 8, HIDDEN)
+    engine.step(data[0], target=data[1])
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.step(data[0], target=data[1])
+    return [str(caught.value).splitlines()[0]]
+
+
+def test_a_call_that_torch_does_not_show_is_named(ranks2: Ranks) -> None:
+    every = [line for lines in ranks2.run(_refused, timeout=60) for line in lines]
+    wanted = (
+        "block 0 (Unseen) uses a tensor of NativeLayerNormBackward0 behind exchange 0, in a call that torch does not"
+    )
+    assert any(line.startswith(wanted) for line in every), every
+
+
+def _changing(rank: int, size: int, change: str) -> list[str]:
+    """The second step exchanges something else than the first."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.linear = 0, nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, late = self.linear(x), self.calls >= 2
+            self.calls += 1
+            sizes = [3, 1] if rank == 0 else [1, 3]
+            back = sizes if not (late and change == "sizes") else [2, 2]
+            y = exchange(h, sizes, sizes, group)
+            if late and change == "fewer":
+                return y
+            if late and change == "dtype":
+                y = y.double()
+            y = exchange(y, back, back, group).float()
+            return exchange(y, None, None, group) if late and change == "more" else y
+
+    torch.manual_seed(1)
+    program = build_schedule("sequential", microbatches=2)
+    model = nn.Sequential(Changing())
+    engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, reduce=False, timeout=10)
+    data = torch.randn(2, 8, HIDDEN)
+    engine.step(data[0], target=data[1])
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.step(data[0], target=data[1])
+    return [str(caught.value).splitlines()[0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("sizes", "exchange 1 of block 0 (Changing) sends [2, 2] and receives [2, 2]; allowed: "),
+        ("dtype", "exchange 1 of block 0 (Changing) has rows of [(torch.float64, torch.Size([12]))]; allowed: "),
+        ("more", "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all"),
+        ("fewer", "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks"),
+    ],
+)
+def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: str, message: str) -> None:
+    every = [line for lines in ranks2.run(_changing, change, timeout=60) for line in lines]
+    assert any(line.startswith(message) for line in every), every
