@@ -37,6 +37,9 @@ from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 from overlap1f1b.transport.suspend import OUTSIDE, Forward
 
+Announcement = tuple[Kind, Callable[[], Expected | None]]
+"""Direction of the next exchange, and what posts its receive."""
+
 
 class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains.
@@ -66,7 +69,6 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.rows: Tensor | None = None
         """Rows for the exchange that is next."""
-        self.in_backward = False
         self._state = self.module.state if isinstance(self.module, MicrobatchBlock) else None
         self._carried: object = None  # state of modules that the suspended forward has taken along
         self._changed: set[tuple[int, int]] = set()  # tensors that a later segment has changed in place
@@ -175,10 +177,8 @@ class BlockRun:
         tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
         call.tensors.clear()
         segment.here = {}
-        segment.layout, segment.differs = (
-            Layout.of(tensors),
-            [self.microbatch.grad and t.requires_grad for t in tensors],
-        )
+        segment.layout = Layout.of(tensors)
+        segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
         self._check_graph(segment, segment.sent)
         return segment.layout.pack([tensor.detach() for tensor in tensors])
@@ -195,8 +195,8 @@ class BlockRun:
         for node in nodes_behind(root.edge.node for root in roots if root is not None):
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
                 raise ValueError(
-                    f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch does "
-                    "not show to function modes; allowed there: calls outside compiled regions and extensions"
+                    f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
+                    "does not show to function modes; allowed there: calls outside compiled regions and extensions"
                 )
 
     def _wrong_number(self, found: str) -> str:
@@ -214,13 +214,9 @@ class BlockRun:
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch = self.microbatch
-        if microbatch.grad:
-            outs = tuple([self.entered(out) for out in outs])
-            self.segments[-1].here = {}
         detached = tuple([out.detach() for out in outs])
         if microbatch.grad:
             self._keep(outs)
-            self._check_graph(self.segments[-1], self.outs)
             self.stage.uses.learn(self.block)
         differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
@@ -233,7 +229,9 @@ class BlockRun:
 
     def _keep(self, outs: Tensors) -> None:
         """Hold the graph of the outputs for the backward."""
-        self.outs = [Root.of(out) for out in outs]
+        self.outs = [Root.of(self.entered(out)) for out in outs]
+        self.segments[-1].here = {}
+        self._check_graph(self.segments[-1], self.outs)
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
@@ -373,40 +371,48 @@ class BlockRun:
 
         return start
 
-    def _announcement(self, node: Node, segment: Segment) -> tuple[Kind, Callable[[], Expected | None]] | None:
+    def _announcement(self, node: Node, segment: Segment) -> Announcement | None:
         """Return how to announce the receive of the chain's next exchange; None if its sizes are not known yet."""
-        stage, exchange, kind, call = self.stage, self.stage.exchange, node.kind, segment.call
-        assert call is not None
-
-        def rows_of(call: ExchangeCall, like: Tensor, tag: int) -> Callable[[], Expected | None]:
-            """Expect rows by the sizes of a call, swapped; the sizes of this one may still have to arrive."""
-            return lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
-
-        following = stage.exchange_beside(self.block, len(self.segments) - 1, 1 if kind is Kind.F else -1)
         if node.op is Op.COUNTS:
             return None
-        if kind is Kind.F and call.answer is not None:  # rows went to the experts and come back next
-            return kind, rows_of(
-                call, call.answer, node._replace(op=Op.COMBINE, seam=self.exchanges[len(self.segments)][1]).tag
+        return self._next_of_forward(node, segment) if node.kind is Kind.F else self._next_of_backward(node)
+
+    def _next_of_forward(self, node: Node, segment: Segment) -> Announcement | None:
+        stage, exchange, call = self.stage, self.stage.exchange, segment.call
+        assert call is not None
+        following = stage.exchange_beside(self.block, len(self.segments) - 1, 1)
+        if following is None:  # the last exchange of the forward is the first of the backward
+            return (
+                (Kind.I, self._back(call, segment.layout.like, node._replace(kind=Kind.I)))
+                if self.microbatch.grad
+                else None
             )
-        if following is None:
-            if kind is Kind.I or not self.microbatch.grad:
-                return None  # the last exchange of the forward is the first of the backward
-            return Kind.I, rows_of(call, segment.layout.like, node._replace(kind=Kind.I).tag)
         block, position = following
         op, seam = stage.exchanges[block][position]
-        node = node._replace(op=op, block=block, seam=seam)
-        if kind is Kind.I and (block == self.block or stage.alike):
-            run = self.microbatch.runs[block]
-            assert isinstance(run, BlockRun)
-            before = run.segments[position]
-            assert before.call is not None
-            return kind, rows_of(before.call, before.layout.like, node.tag)
-        counts = call.splits.counts
-        if kind is Kind.F and stage.alike and call.back and counts is not None:
-            tag = node._replace(op=Op.COUNTS).tag
-            return kind, lambda: exchange.expect_counts(counts, tag)
-        return None
+        node, counts = node._replace(op=op, block=block, seam=seam), call.splits.counts
+        if call.answer is not None:  # rows went to the experts and come back next
+            return Kind.F, self._back(call, call.answer, node)
+        if not stage.alike or not call.back or counts is None:
+            return None
+        tag = node._replace(op=Op.COUNTS).tag
+        return Kind.F, lambda: exchange.expect_counts(counts, tag)
+
+    def _next_of_backward(self, node: Node) -> Announcement | None:
+        before = self.stage.exchange_beside(self.block, len(self.segments) - 1, -1)
+        if before is None or (before[0] != self.block and not self.stage.alike):
+            return None
+        block, position = before
+        op, seam = self.stage.exchanges[block][position]
+        run = self.microbatch.runs[block]
+        assert isinstance(run, BlockRun)
+        segment = run.segments[position]
+        assert segment.call is not None
+        return Kind.I, self._back(segment.call, segment.layout.like, node._replace(op=op, block=block, seam=seam))
+
+    def _back(self, call: ExchangeCall, like: Tensor, node: Node) -> Callable[[], Expected | None]:
+        """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
+        exchange, tag = self.stage.exchange, node.tag
+        return lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
 
     # ---------------------------------------------------------------------------------------------- backward
 
@@ -449,7 +455,6 @@ class BlockRun:
             self._finish_backward(segment)
 
     def _begin_backward(self) -> None:
-        self.in_backward = True
         grads = self.microbatch.take_output_grads()
         outs, self.outs = self.outs, []
         for out, grad in zip(outs, grads, strict=True):
@@ -511,7 +516,7 @@ class BlockRun:
 
     def _leave(self, *, ends: bool) -> None:
         """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
-        del self.microbatch.runs[self.block]
+        del self.microbatch.runs[self.block], self.mode  # the mode refers to this run
         self.microbatch.ended = ends
 
     def stop(self) -> None:

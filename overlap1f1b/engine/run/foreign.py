@@ -221,6 +221,6 @@ def check_back(splits: Splits, earlier: Splits, where: str) -> None:
     """
     if (splits.send, splits.receive) != (earlier.receive, earlier.send):
         raise ValueError(
-            f"{where} sends {splits.send} and receives {splits.receive}; "
-            f"allowed: {earlier.receive} and {earlier.send}, the sizes of the exchange whose rows it took back in the first step, swapped"
+            f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "
+            f"{earlier.send}, the sizes of the exchange whose rows it took back in the first step, swapped"
         )

@@ -311,3 +311,33 @@ def _sharded(rank: int, size: int) -> list[str]:
 
 def test_sharded_parameters_are_there_the_second_time(ranks2: Ranks) -> None:
     assert ranks2.run(_sharded) == [[], []]
+
+
+class TwoOutputs(models.Block):
+    """Passes on what it has made before its experts, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        early = self.mix(self.norm(x))
+        tokens = early.reshape(-1, models.H)
+        y = self.around(self.experts[0], tokens, *self.choose(tokens, self.gates[0](tokens)))
+        return x + self.post[0](y).view_as(x), early * 2.0
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, early: Tensor) -> Tensor:
+        return x + early.tanh()
+
+
+@pytest.mark.parametrize("mode", ["none", *MODES])
+def test_an_output_from_before_the_experts(mode: Recompute) -> None:
+    def build() -> nn.Sequential:
+        whole = models.build(layers=1, block=TwoOutputs)
+        return nn.Sequential(whole[0], whole[1], TwoInputs(), whole[3])
+
+    data = models.batch(3)
+    plain = build()
+    for x, y in zip(data[0].chunk(3), data[1].chunk(3), strict=True):
+        (models.loss_fn(plain[3](plain[2](*plain[1](plain[0](x)))), y) / 3).backward()
+    model = build()
+    step(model, build_schedule("combined_1f1b", microbatches=3), 3, data, recompute=mode)
+    assert not models.equal(models.gradients(model), models.gradients(plain))
