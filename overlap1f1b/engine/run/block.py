@@ -61,7 +61,8 @@ class BlockRun:
         self.watching: list[Watched] | None = None if self.seen is None else []
         self.is_last = block == len(stage.blocks) - 1
         self.queue = WeightQueue()
-        self.mode = CrossingMode(self)
+        self.mode: CrossingMode | None = None
+        """Shows what may enter a segment, where something may."""
         self.forward: Forward | None = None
         self.segments: list[Segment] = []
         """Segments whose backward has not ended."""
@@ -97,8 +98,10 @@ class BlockRun:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x])
+        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
         mode = grad and stage.watches(self.block)
+        if mode or self.exchanges or self.seen is not None:
+            self.mode = CrossingMode(self)
         with random, torch.set_grad_enabled(grad):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
@@ -106,7 +109,7 @@ class BlockRun:
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
                 return self._left(self.forward.start(*given, mode=mode))
-            if not mode:  # nothing will suspend it, and nothing else can enter
+            if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                 return self._run_module(*given)
             with self.mode:
                 return self._run_module(*given)
@@ -118,7 +121,7 @@ class BlockRun:
         call = before.call
         assert call is not None
         segment = self._open()
-        given = segment.enter(received, before.differs)
+        given = segment.enter(received, before.differs, self.stage.anchor)
         with random, torch.set_grad_enabled(grad):
             if self._state is not None:
                 self._state.enter(self._carried)
@@ -136,7 +139,8 @@ class BlockRun:
         shape = self.stage.shape[self.block]
         op = SEGMENT_BEHIND[op] if number else shape.own
         queue = WeightQueue() if number and shape.defers(op) else self.queue
-        segment = Segment(op, seam, next_sequence_number() if grad else 0, queue)
+        start = next_sequence_number() if grad and self.exchanges else 0
+        segment = Segment(op, seam, start, queue)
         self.segments.append(segment)
         self.stage.queue = segment.queue
         return segment
@@ -278,7 +282,7 @@ class BlockRun:
                     f"{self.name} changes a tensor in place that it made before another exchange, and uses it behind a "
                     "third; allowed: a copy"
                 )
-            segment.crossed[key], segment.here[key] = Crossing.of(tensor)
+            segment.crossed[key], segment.here[key] = Crossing.of(tensor, self.stage.anchor)
         return segment.here[key]
 
     def changed(self, tensor: Tensor) -> None:
@@ -308,7 +312,7 @@ class BlockRun:
                 stage.uses.enters(self.block)
             if parameter in stage.split_weights[self.block]:
                 stage.uses.split[self.block].add(parameter)
-            segment.parameters[parameter], entered = Crossing.of(parameter)
+            segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
             entered.__dict__.update(parameter.__dict__)
             segment.here[parameter] = entered
         return segment.here[parameter]
@@ -516,7 +520,8 @@ class BlockRun:
 
     def _leave(self, *, ends: bool) -> None:
         """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
-        del self.microbatch.runs[self.block], self.mode  # the mode refers to this run
+        self.mode = None  # it refers to this run
+        del self.microbatch.runs[self.block]
         self.microbatch.ended = ends
 
     def stop(self) -> None:

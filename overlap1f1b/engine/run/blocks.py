@@ -172,6 +172,10 @@ class Blocks:
         self.split_weights = [{m.weight for m in linears} for linears in self.linears]
         """Weights of these layers."""
         self._find_exchanges()
+        self._shares = [
+            any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
+        ]
+        """Whether a block uses parameters of an earlier one."""
         self.uses = ParameterUses(len(self.blocks))
         self.foreign = Foreign()
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
@@ -216,8 +220,7 @@ class Blocks:
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
-        shared = any(self.tied.get(p, block) != block for p in self.block_parameters[block])
-        return shared or block in self.foreign.hidden or self.uses.watches(block)
+        return self._shares[block] or block in self.foreign.hidden or self.uses.watches(block)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""

@@ -169,7 +169,9 @@ class RecomputedRun(BlockRun):
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):
-            segment.sent = [Root.of(part.function(part.rows if entry is None else entry.enter(part.rows)))]
+            segment.sent = [
+                Root.of(part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor)))
+            ]
 
     def recompute_attention(self) -> None:
         """Compute everything outside the experts again, from the block's input."""

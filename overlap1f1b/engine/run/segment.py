@@ -41,10 +41,14 @@ class Entry:
         """Return the gradient, or zeros if none has come."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self.grad is None else self.grad
 
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Return the tensor without its history; it requires a gradient, which this entry will catch."""
+    def enter(self, tensor: Tensor, anchor: Tensor) -> Tensor:
+        """Return the tensor without its history; it requires a gradient, which this entry will catch.
+
+        Args:
+            tensor: The tensor.
+            anchor: Any leaf that requires a gradient; it gets none.
+        """
         with torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)
             return Enter.apply(anchor, tensor.detach(), self)
 
 
@@ -143,10 +147,10 @@ class Crossing(NamedTuple):
     entry: Entry
 
     @classmethod
-    def of(cls, tensor: Tensor) -> tuple[Crossing, Tensor]:
+    def of(cls, tensor: Tensor, anchor: Tensor) -> tuple[Crossing, Tensor]:
         """Return the crossing of a tensor, and what enters."""
         entry = Entry(tensor)
-        entered = entry.enter(tensor)
+        entered = entry.enter(tensor, anchor)
         return cls(get_gradient_edge(tensor), get_gradient_edge(entered), entry), entered
 
 
@@ -172,6 +176,11 @@ class Segment:
         layout: Of these tensors.
     """
 
+    __slots__ = (
+        "call", "crossed", "differs", "grads", "here", "layout", "op", "parameters", "queue", "received", "roots", "seam",
+        "sent", "start",
+    )  # fmt: skip
+
     def __init__(self, op: Op, seam: int, start: int, queue: WeightQueue) -> None:
         self.op, self.seam, self.start, self.queue = op, seam, start, queue
         self.received: list[Entry | None] = []
@@ -186,11 +195,12 @@ class Segment:
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
 
-    def enter(self, values: Sequence[Tensor], differs: Sequence[bool]) -> list[Tensor]:
+    def enter(self, values: Sequence[Tensor], differs: Sequence[bool], anchor: Tensor) -> list[Tensor]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
         self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
         return [
-            value if entry is None else entry.enter(value) for value, entry in zip(values, self.received, strict=True)
+            value if entry is None else entry.enter(value, anchor)
+            for value, entry in zip(values, self.received, strict=True)
         ]
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
