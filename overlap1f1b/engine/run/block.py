@@ -293,9 +293,7 @@ class BlockRun:
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
-        uses, number = self.stage.uses, len(self.segments) - 1
-        if uses.first[self.block].setdefault(weight, number) != number:
-            uses.split[self.block].add(weight)
+        self.stage.uses.leaves(self.block, weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
@@ -304,14 +302,11 @@ class BlockRun:
         """
         stage, number, segment = self.stage, len(self.segments) - 1, self.segments[-1]
         home = stage.tied.get(parameter)
-        alone = parameter not in stage.split_weights[self.block] and home in (None, self.block)
+        alone = parameter not in stage.uses.apart[self.block] and home in (None, self.block)
         if alone and stage.uses.first[self.block].setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
-            if not number:
-                stage.uses.enters(self.block)
-            if parameter in stage.split_weights[self.block]:
-                stage.uses.split[self.block].add(parameter)
+            stage.uses.enters(self.block, parameter, number)
             segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
             entered.__dict__.update(parameter.__dict__)
             segment.here[parameter] = entered
@@ -434,7 +429,7 @@ class BlockRun:
         segment.walk()
         self.segments.pop()
         if segment.queue is not self.queue:
-            segment.queue.move(self.stage.uses.split[self.block], self.queue)
+            segment.queue.move(self.stage.uses.several[self.block], self.queue)
         # 3. Gradients of what had entered it.
         for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
@@ -484,10 +479,12 @@ class BlockRun:
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until those of the parameter's other uses are there."""
         stage = self.stage
-        if parameter in stage.split_weights[self.block]:
-            self.queue.keep(parameter, grad)
+        if parameter in stage.tied:
+            self.microbatch.tied[parameter] = grad
+        elif self.segments and parameter not in stage.uses.apart[self.block]:
+            self._summed[parameter] = grad
         else:
-            self._sums_of(parameter)[parameter] = grad
+            self.queue.keep(parameter, grad)
 
     def _sums_of(self, parameter: Parameter) -> Gradients:
         return self.microbatch.tied if parameter in self.stage.tied else self._summed

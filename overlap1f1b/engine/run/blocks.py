@@ -55,38 +55,57 @@ class MicrobatchBlock(nn.Module):
 class ParameterUses:
     """The segments that use the parameters of each block, as its first forward has shown.
 
+    Args:
+        apart: For each block the weights whose gradients its layers leave to a queue.
+
     Attributes:
+        apart: The same, without weights that no layer uses in this way.
         first: For each block the first segment that uses a parameter.
-        split: For each block the weights of split layers that are used in several segments or in another way, too.
+        several: For each block those of ``apart`` that are used in several segments or in another way, too.
     """
 
-    def __init__(self, blocks: int) -> None:
-        self.first: list[dict[nn.Parameter, int]] = [{} for _ in range(blocks)]
-        self.split: list[set[nn.Parameter]] = [set() for _ in range(blocks)]
+    def __init__(self, apart: Sequence[set[nn.Parameter]]) -> None:
+        self.apart = list(apart)
+        self.first: list[dict[nn.Parameter, int]] = [{} for _ in apart]
+        self.several: list[set[nn.Parameter]] = [set() for _ in apart]
+        self._entering: list[set[nn.Parameter]] = [set() for _ in apart]
+        self._left: list[set[nn.Parameter]] = [set() for _ in apart]
         self._known: set[int] = set()
-        self._entering: set[int] = set()
 
     def watches(self, block: int) -> bool:
         """Return whether the first segment of a block has to be watched."""
-        return block not in self._known or block in self._entering
+        return block not in self._known or bool(self._entering[block])
 
     def learned(self, block: int) -> bool:
         """Return whether a block has run forward."""
         return block in self._known
 
     def learn(self, block: int) -> None:
-        """Note that a block has run forward."""
-        self._known.add(block)
+        """Note that a block has run forward: what no layer has left to a queue is a parameter as any other."""
+        if block not in self._known:
+            self._known.add(block)
+            idle = self.apart[block] - self._left[block]
+            for known in (self.apart[block], self.several[block], self._entering[block]):
+                known.difference_update(idle)
 
-    def enters(self, block: int) -> None:
-        """Note that a parameter enters the first segment of a block, because it is used in other places, too."""
-        self._entering.add(block)
+    def leaves(self, block: int, weight: nn.Parameter, segment: int) -> None:
+        """Note that a layer in a segment leaves the gradient of its weight to a queue."""
+        self._left[block].add(weight)
+        if self.first[block].setdefault(weight, segment) != segment:
+            self.several[block].add(weight)
+
+    def enters(self, block: int, parameter: nn.Parameter, segment: int) -> None:
+        """Note that a parameter enters a segment of a block, because it is used in other places, too."""
+        if not segment:
+            self._entering[block].add(parameter)
+        if parameter in self.apart[block]:
+            self.several[block].add(parameter)
 
     def forget(self, block: int) -> None:
         """Forget a block, which is cut in another way from now on."""
         self._known.discard(block)
-        self.first[block].clear()
-        self.split[block].clear()
+        for known in (self.first[block], self.several[block], self._entering[block]):
+            known.clear()
 
 
 class Dropped(NamedTuple):
@@ -169,14 +188,14 @@ class Blocks:
             )
             for index in range(len(self.blocks))
         )
-        self.split_weights = [{m.weight for m in linears} for linears in self.linears]
-        """Weights of these layers."""
         self._find_exchanges()
         self._shares = [
             any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
         ]
         """Whether a block uses parameters of an earlier one."""
-        self.uses = ParameterUses(len(self.blocks))
+        self.uses = ParameterUses(
+            [{p for m in linears if isinstance(p := m.weight, nn.Parameter)} for linears in self.linears]
+        )
         self.foreign = Foreign()
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""

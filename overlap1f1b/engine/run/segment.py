@@ -177,9 +177,21 @@ class Segment:
     """
 
     __slots__ = (
-        "call", "crossed", "differs", "grads", "here", "layout", "op", "parameters", "queue", "received", "roots", "seam",
-        "sent", "start",
-    )  # fmt: skip
+        "call",
+        "crossed",
+        "differs",
+        "grads",
+        "here",
+        "layout",
+        "op",
+        "parameters",
+        "queue",
+        "received",
+        "roots",
+        "seam",
+        "sent",
+        "start",
+    )
 
     def __init__(self, op: Op, seam: int, start: int, queue: WeightQueue) -> None:
         self.op, self.seam, self.start, self.queue = op, seam, start, queue
