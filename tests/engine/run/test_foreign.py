@@ -307,3 +307,40 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
 def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: str, message: str) -> None:
     every = [line for lines in ranks2.run(_changing, change, timeout=60) for line in lines]
     assert any(line.startswith(message) for line in every), every
+
+
+def _two_stages(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    group, stage = mesh.get_group("ep"), mesh.get_local_rank("pp")
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("ep"))
+    data = torch.randn(2, MICROBATCHES * 5, HIDDEN, generator=generator)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(7)
+        return nn.Sequential(
+            *[Block(group, way) for way in ("exchange", "functional", "a Function of its own", "exchange")]
+        )
+
+    plain, problems = build(), []
+    for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
+        (loss_fn(plain(x), y) / (MICROBATCHES * 2)).backward()
+    expected = {name: grad for name, grad in models.gradients(plain).items() if int(name[0]) // 2 == stage}
+    for schedule, overlap in (("1f1b", 2), ("combined_1f1b", 3), ("zb_h1", "serial")):
+        model = build()
+        program = build_schedule(schedule, ranks=2, microbatches=MICROBATCHES)  # type: ignore[arg-type]
+        engine = Engine(
+            model, program, mesh=mesh, loss_fn=loss_fn, overlap=overlap, costs=COSTS, reduce=False, timeout=30
+        )
+        for step in range(STEPS):
+            model.zero_grad()
+            engine.step(data[0], target=data[1])
+            found = models.gradients(model)
+            wrong = [name for name, grad in expected.items() if not torch.equal(found[name], grad)]
+            problems += [f"{schedule} {overlap}, step {step}: {name}" for name in wrong]
+        exchanged = [node for node in engine.plan.ranks[stage] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        problems += [f"{schedule}: {len(exchanged)} exchanges"] * (len(exchanged) != 2 * 2 * 2 * MICROBATCHES)
+    return problems
+
+
+def test_two_stages_of_two_ranks(ranks4: Ranks) -> None:
+    assert ranks4.run(_two_stages, timeout=120) == [[]] * 4
