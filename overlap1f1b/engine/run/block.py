@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
-from overlap1f1b.engine.run.crossing import CrossingMode
+from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
@@ -102,7 +102,7 @@ class BlockRun:
         mode = grad and stage.watches(self.block)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
-        with random, torch.set_grad_enabled(grad):
+        with random, torch.set_grad_enabled(grad), eager(mode):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
                 self.forward.hides = self.hides
@@ -122,10 +122,11 @@ class BlockRun:
         assert call is not None
         segment = self._open()
         given = segment.enter(received, before.differs, self.stage.anchor)
-        with random, torch.set_grad_enabled(grad):
+        mode = grad and not call.feeds_part
+        with random, torch.set_grad_enabled(grad), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._left(self.forward.resume(tuple(given), mode=grad and not call.feeds_part))
+            return self._left(self.forward.resume(tuple(given), mode=mode))
 
     def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
         if self._state is not None:

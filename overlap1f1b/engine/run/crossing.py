@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,6 @@ from overlap1f1b.engine.run.foreign import (
     watched,
 )
 from overlap1f1b.engine.run.segment import Enter
-from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (Enter, SplitLinear, SplitGroupedMM)
@@ -66,7 +66,6 @@ class CrossingMode(TorchFunctionMode):
     def __init__(self, run: Replaces) -> None:
         super().__init__()
         self.run = run
-        self.replaced = uncompiled(self._replaced)  # a compiled graph ends where something could enter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,16 +83,23 @@ class CrossingMode(TorchFunctionMode):
             args, kwargs = self.replaced(args), self.replaced(kwargs)
         return func(*args, **kwargs)
 
-    def _replaced(self, values: Any) -> Any:
+    def replaced(self, values: Any) -> Any:
         """Return arguments with the tensors that enter."""
         if isinstance(values, Tensor):
             return self.run.entered(values)
         kind = type(values)
         if kind is tuple or kind is list:
-            return kind([self._replaced(value) for value in values]) if values else values
+            return kind([self.replaced(value) for value in values]) if values else values
         if kind is dict:
-            return {name: self._replaced(value) for name, value in values.items()} if values else values
+            return {name: self.replaced(value) for name, value in values.items()} if values else values
         return values
+
+
+def eager(mode: bool) -> AbstractContextManager[object]:
+    """Return a context in which nothing is compiled if a mode is in force: compiled code goes past it."""
+    if mode and "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def running_mode() -> CrossingMode | None:

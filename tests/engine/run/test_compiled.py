@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
 from overlap1f1b.plan import NodeCosts, Recompute
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.calls import exchange
 from tests import models
 from tests.ranks import Ranks
 
@@ -154,3 +155,40 @@ def test_a_whole_graph_is_refused_in_one_line(compiled: Any) -> None:
         f"block 1 ({kind}) is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
         "the graph; allowed: torch.compile without fullgraph"
     )
+
+
+class Exchanging(nn.Module):
+    """Exchanges rows by itself, and uses what it made before."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.first, self.second = group, nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = torch.compiler.disable(exchange)(h, None, None, self.group)
+        y = torch.compiler.disable(exchange)(torch.tanh(self.second(y)), None, None, self.group)
+        return x + y * h.sigmoid()
+
+
+def _exchanging(rank: int, size: int, backend: str) -> list[bool]:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    data = torch.randn(2, 4 * MICROBATCHES, 12, generator=torch.Generator().manual_seed(rank))
+    found: list[dict[str, Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(*[Exchanging(mesh.get_group("ep")) for _ in range(2)])
+        for block in model if compiles else ():
+            block.compile(backend=backend)
+        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+        engine = Engine(model, program, mesh=mesh, loss_fn=nn.MSELoss(), costs=COSTS, reduce=False, timeout=60)
+        for _ in range(3):
+            model.zero_grad()
+            engine.step(data[0], target=data[1])
+            found.append(models.gradients(model))
+    return [not models.equal(found[0], other) for other in found[1:]]
+
+
+def test_blocks_that_exchange_by_themselves(ranks2: Ranks) -> None:
+    assert ranks2.run(_exchanging, "aot_eager", timeout=120) == [[True] * 5] * 2
