@@ -112,6 +112,22 @@ def in_both_directions(chunk: nn.Module, play: Callable[[], None]) -> None:
         play()
 
 
+class Waits:
+    """The seconds that Megatron-Core's dispatchers spend gathering counts: there they wait for the other ranks."""
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.moe import token_dispatcher
+
+        self.seconds, self._gather = 0.0, token_dispatcher.gather_from_sequence_parallel_region
+        token_dispatcher.gather_from_sequence_parallel_region = self._timed
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Tensor:
+        start = time.perf_counter()
+        gathered: Tensor = self._gather(*args, **kwargs)
+        self.seconds += time.perf_counter() - start
+        return gathered
+
+
 def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
     """Return the loss of our model."""
     return loss_fn(model(inputs), target)
@@ -185,6 +201,7 @@ class MegatronBench:
         self.real = build_exchange(rank.group, *lane_groups(rank.group, 3))
         self.recording = RecordingExchange(self.real)
         # 3. The rows.
+        self.counts = Waits()
         from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
 
         self.own = self._row("Megatron-Core", "none", own_func())
@@ -362,13 +379,14 @@ class MegatronBench:
         samples = {row.key: Samples() for row in self.rows}
         self.operations: dict[str, float] = {}
         self.parts: dict[str, list[dict[str, float]]] = {}
+        self.gathering: dict[str, list[float]] = {}
         busy = lasted = 0.0
         for turn in range(self.options.rounds + 1):  # the first is for warming up
             self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
             for name, measure in phases.items():
                 bounds.setdefault(name, []).append(measure())
             for row in self.rows:
-                before = timed.operations
+                before, self.counts.seconds = timed.operations, 0.0
                 busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
                 seconds, result = self.step(row)
                 busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
@@ -376,6 +394,7 @@ class MegatronBench:
                 if not turn:
                     continue
                 samples[row.key].seconds.append(seconds)
+                self.gathering.setdefault(row.key, []).append(slowest(self.counts.seconds, self.rank))
                 if result is not None:
                     samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
                     samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
@@ -388,8 +407,10 @@ class MegatronBench:
         return {name: median(values[1:]) for name, values in bounds.items()}, samples, share
 
     def _computed(self, alone: Row) -> float:
+        self.counts.seconds = 0.0
         seconds, result = self.step(alone)
         assert result is not None
+        self.gathering.setdefault(alone.key, []).append(slowest(self.counts.seconds, self.rank))
         self.parts.setdefault(alone.key, []).append(parts_of(result.overlap))
         return seconds
 
@@ -455,14 +476,16 @@ class MegatronBench:
                 | samples[row.key].summary()
                 | {"speedup": steps[self.own.key] / steps[row.key], "over_bound": steps[row.key] / below}
                 | {"predicted_ms": predicted}
-                | {"rank0_ms": middle_of(parts)}
+                | {"gathering_counts_ms": 1e3 * median(self.gathering[row.key]), "rank0_ms": middle_of(parts)}
                 | checked[row.key]
             )
         _, duplex, *_, best, ours = rows
         sent = self._sent(self.sizes)
         return {
             "compute_only_rank0_ms": {
-                key: middle_of(parts) for key, parts in self.parts.items() if key.endswith(ALONE)
+                key: middle_of(parts) | {"gathering_counts": 1e3 * median(self.gathering[key])}
+                for key, parts in self.parts.items()
+                if key.endswith(ALONE)
             },
             "wire": {
                 "kind": "shaped",
@@ -534,7 +557,17 @@ def show(result: dict[str, Any], screen: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("schedule", "overlap", "order"):
         table.add_column(name, no_wrap=True)
-    for name in ("step ms", "min–max", "speed-up", "over bound", "hidden", "exposed ms", "predicted ms", "gradients"):
+    for name in (
+        "step ms",
+        "min–max",
+        "speed-up",
+        "over bound",
+        "hidden",
+        "exposed ms",
+        "counts ms",
+        "predicted ms",
+        "gradients",
+    ):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         step, hidden, exposed, predicted = (
@@ -550,6 +583,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{row['over_bound']:.3f}",
             "–" if hidden is None else f"{hidden:.1%}",
             "–" if exposed is None else f"{exposed:.0f}",
+            f"{row['gathering_counts_ms']:.0f}",
             "–" if predicted is None else f"{predicted:.0f}",
             "equal" if row["grads_equal"] else f"differ by {row['max_relative_grad_diff']:.1e}",
         )
