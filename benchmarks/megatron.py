@@ -633,7 +633,10 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--wire", default="balanced", help="as of overlap1f1b bench (default: balanced)")
     parser.add_argument(
-        "--attention", choices=("fused", "own"), default="fused", help="in one operator, or Megatron-Core's own"
+        "--attention",
+        choices=("fused", "own"),
+        default="fused",
+        help="one operator, or Megatron-Core's own, which is only partly timed (default: fused)",
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="limit of every wait in seconds (default: 120)")
     parser.add_argument("--json", help="file for the results")
