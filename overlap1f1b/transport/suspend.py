@@ -56,8 +56,12 @@ class Forward(greenlet):
         current = getcurrent()
         return current if isinstance(current, Forward) else None
 
-    def start(self, *args: Any, mode: bool = False) -> Any:
-        """Run the function to its first exchange, with the mode if ``mode``."""
+    def start(self, args: tuple[Any, ...], *, mode: bool = False) -> Any:
+        """Run the function to its first exchange, with the mode if ``mode``.
+
+        It is called as :meth:`resume` is, from the same depth of C calls: torch walks the stack where it makes an
+        error, and a greenlet that was started at another depth than it is resumed at would end the process there.
+        """
         return self._enter(args, mode)
 
     def resume(self, result: Any, *, mode: bool = False) -> Any:
@@ -67,6 +71,7 @@ class Forward(greenlet):
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
         if not self.dead and self:
+            self.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
             self.throw(GreenletExit)
 
     def _enter(self, value: Any, mode: bool) -> Any:

@@ -108,7 +108,7 @@ class BlockRun:
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._left(self.forward.start(*given, mode=mode))
+                return self._left(self.forward.start(tuple(given), mode=mode))
             if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                 return self._run_module(*given)
             with self.mode:
@@ -482,7 +482,9 @@ class BlockRun:
         stage = self.stage
         if parameter in stage.tied:
             self.microbatch.tied[parameter] = grad
-        elif self.segments and parameter not in stage.uses.apart[self.block]:
+        elif parameter not in stage.uses.apart[self.block] and stage.uses.first[self.block].get(
+            parameter, len(self.segments)
+        ) < len(self.segments):
             self._summed[parameter] = grad
         else:
             self.queue.keep(parameter, grad)

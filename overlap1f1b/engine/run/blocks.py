@@ -81,10 +81,17 @@ class ParameterUses:
         return block in self._known
 
     def learn(self, block: int) -> None:
-        """Note that a block has run forward: what no layer has left to a queue is a parameter as any other."""
-        if block not in self._known:
-            self._known.add(block)
+        """Note that a block has run forward."""
+        self._known.add(block)
+
+    def settle(self) -> None:
+        """Treat weights that no layer has left to a queue as any other parameter, from the next step on.
+
+        Within a step the way of a gradient must not change: microbatches would be added in another order.
+        """
+        for block in self._known:
             idle = self.apart[block] - self._left[block]
+            self.first[block] |= dict.fromkeys(idle & self._entering[block], 0)
             for known in (self.apart[block], self.several[block], self._entering[block]):
                 known.difference_update(idle)
 
@@ -297,6 +304,7 @@ class Blocks:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
         changed: list[tuple[dict[str, Any], str, Any]] = []
+        self.uses.settle()
 
         def change(module: nn.Module, name: str, value: object) -> None:
             changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))

@@ -78,9 +78,10 @@ class CrossingMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if name[-1] == "_" and name[-2:] != "__" and args and isinstance(args[0], Tensor):
-                self.run.changed(args[0])
+            given = args[0] if args else None
             args, kwargs = self.replaced(args), self.replaced(kwargs)
+            if name[-1] == "_" and name[-2:] != "__" and isinstance(given, Tensor):
+                run.changed(given)
         return func(*args, **kwargs)
 
     def replaced(self, values: Any) -> Any:

@@ -59,7 +59,7 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entry: Entry) -> Tensor:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view: it may be changed in place, and shares its version with the tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
