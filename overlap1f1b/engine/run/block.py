@@ -186,7 +186,9 @@ class BlockRun:
         segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
         self._check_graph(segment, segment.sent)
-        return segment.layout.pack([tensor.detach() for tensor in tensors])
+        rows = segment.layout.pack([tensor.detach() for tensor in tensors])
+        # The model may change its own tensor while it is still being sent.
+        return rows.clone() if self.foreign and len(tensors) == 1 else rows
 
     def _check_graph(self, segment: Segment, roots: list[Root | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
@@ -392,7 +394,7 @@ class BlockRun:
         node, counts = node._replace(op=op, block=block, seam=seam), call.splits.counts
         if call.answer is not None:  # rows went to the experts and come back next
             return Kind.F, self._back(call, call.answer, node)
-        if not stage.alike or not call.back or counts is None:
+        if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
             return None
         tag = node._replace(op=Op.COUNTS).tag
         return Kind.F, lambda: exchange.expect_counts(counts, tag)
