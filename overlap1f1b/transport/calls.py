@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.streams import HostCopy
-from overlap1f1b.transport.suspend import Forward, ThreadState
+from overlap1f1b.transport.suspend import Forward
 
 
 class Splits:
@@ -55,8 +55,6 @@ class ExchangeCall(NamedTuple):
             them alive.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
-        group: Ranks of the exchange; None for the ranks that share the experts.
-        state: Of the thread, at the call.
         feeds_part: Whether :func:`run_part` alone uses the received rows.
         answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
     """
@@ -64,8 +62,6 @@ class ExchangeCall(NamedTuple):
     tensors: list[Tensor]
     splits: Splits
     back: bool
-    group: dist.ProcessGroup | None
-    state: ThreadState
     feeds_part: bool = False
     answer: Tensor | None = None
 
@@ -96,9 +92,8 @@ def exchange_rows(
     """
     forward = Forward.running()
     if forward is not None:
-        state = ThreadState.capture(forward.device)
         received: Tensor
-        (received,) = forward.suspend(ExchangeCall(rows, splits, back, None, state, feeds_part, answer), state)
+        (received,) = forward.suspend(ExchangeCall(rows, splits, back, feeds_part, answer))
         return received
     if splits.counts is not None and not back:
         counts = exchange.counts(splits.counts)
@@ -146,19 +141,18 @@ def exchange(
     splits = splits_of(rows, send, receive, group.size())
     forward = Forward.running()
     if forward is not None and forward.hides(given, splits, group):
-        got = suspend_for(list(given), splits, group)
+        got = suspend_for(list(given), splits)
     else:
         by = build_exchange(group, device=given[0].device.type)
         got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
     return got[0] if isinstance(tensors, Tensor) else got
 
 
-def suspend_for(tensors: list[Tensor], splits: Splits, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Tensor, ...]:
     """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
     forward = Forward.running()
     assert forward is not None
-    state = ThreadState.capture(forward.device)
-    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False, group, state), state)
+    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False))
     return brought
 
 

@@ -9,8 +9,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -45,7 +44,8 @@ class Forward(greenlet):
         self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
         self.hides: Callable[..., bool] = _never
         self.gr_context = contextvars.copy_context()
-        self._outside = ThreadState.capture(device)
+        self._outside: ThreadState  # of the thread, where the function was started or resumed last
+        self._grad = False
         self._with_mode = False
 
     @staticmethod
@@ -56,17 +56,20 @@ class Forward(greenlet):
         current = getcurrent()
         return current if isinstance(current, Forward) else None
 
-    def start(self, args: tuple[Any, ...], *, mode: bool = False) -> Any:
-        """Run the function to its first exchange, with the mode if ``mode``.
+    def start(self, args: tuple[Any, ...], outside: ThreadState, *, grad: bool, mode: bool = False) -> Any:
+        """Run the function to its first exchange, with gradients if ``grad``, and with the mode if ``mode``.
+
+        ``outside`` is the thread's present state.
 
         It is called as :meth:`resume` is, from the same depth of C calls: torch walks the stack where it makes an
         error, and a greenlet that was started at another depth than it is resumed at would end the process there.
         """
-        return self._enter(args, mode)
+        self._grad = grad
+        return self._enter(args, outside, mode)
 
-    def resume(self, result: Any, *, mode: bool = False) -> Any:
+    def resume(self, result: Any, outside: ThreadState, *, mode: bool = False) -> Any:
         """Return the exchange's result inside the function, and run it to the next one."""
-        return self._enter(result, mode)
+        return self._enter(result, outside, mode)
 
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
@@ -74,38 +77,40 @@ class Forward(greenlet):
             self.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
             self.throw(GreenletExit)
 
-    def _enter(self, value: Any, mode: bool) -> Any:
-        self.parent = getcurrent()
-        self._outside = ThreadState.capture(self.device)
+    def _enter(self, value: Any, outside: ThreadState, mode: bool) -> Any:
+        self.parent, self._outside = getcurrent(), outside
         self._with_mode = mode and self.mode is not None
         return self.switch(value)
 
     def _main(self, args: tuple[Any, ...]) -> Any:
         try:
-            now = self._outside
-            self._with(now).restore(now, self.name)
+            outside = self._outside
+            self._with(outside._replace(grad=self._grad)).restore(outside, self.name)
             return self.function(*args)
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
 
     def _with(self, inside: ThreadState) -> ThreadState:
         """Return a state of the function with the mode where it is wanted, else without."""
+        if self.mode is None:
+            return inside
         modes = [mode for mode in inside.function_modes if mode is not self.mode]
         if self._with_mode:  # below the function's own modes, which it leaves by itself
             modes.insert(len(self._outside.function_modes), self.mode)
-        return replace(inside, function_modes=tuple(modes))
+        return inside._replace(function_modes=tuple(modes))
 
-    def suspend(self, handed: object, inside: ThreadState) -> Any:
-        """Leave the function here, in the state ``inside``; return the value that it is resumed with.
+    def suspend(self, handed: object) -> Any:
+        """Leave the function here; return the value that it is resumed with, in the same state of the thread.
 
         Called on the function's own stack. Whoever has started or resumed it receives ``handed``.
         """
+        inside = ThreadState.capture(self.device)
         self._outside.restore(inside, self.name)
         assert self.parent is not None
         try:
             return self.parent.switch(handed)
         finally:  # the function's own context managers must find their state, also when it is stopped
-            self._with(inside).restore(ThreadState.capture(self.device), self.name)
+            self._with(inside).restore(self._outside, self.name)
 
 
 def _never(*_: object) -> bool:
@@ -144,8 +149,7 @@ _autograd: Any = torch._C._autograd
 _C: Any = torch._C
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """Grad mode, autocast, saved-tensor hooks and modes of the thread.
 
     A switch between greenlets does not switch them: a forward that is suspended inside ``no_grad`` or ``autocast``
@@ -158,21 +162,30 @@ class ThreadState:
     hooks: tuple[tuple[Any, Any], ...]
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
-    fixed: tuple[tuple[str, object], ...]
-    """State that cannot be changed inside a running forward, by the name of its context manager."""
+    fixed: tuple[object, ...]
+    """State that cannot be changed inside a running forward, of each of :data:`_FIXED`."""
 
     @classmethod
     def capture(cls, device: torch.device) -> ThreadState:
         """Return the present state; ``device`` is the model's."""
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        enabled, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
+        autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", enabled("cpu"), dtype("cpu")),)
+        if kind != "cpu":
+            autocast = (*autocast, (kind, enabled(kind), dtype(kind)))
         return cls(
             torch.is_grad_enabled(),
-            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            autocast,
             torch.is_autocast_cache_enabled(),
             _saved_tensor_hooks(),
-            tuple(_get_current_function_mode_stack()),
-            tuple(_get_current_dispatch_mode_stack()),
-            _fixed(device),
+            tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
+            tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
+            (
+                torch.is_inference_mode_enabled(),
+                _C._functorch.peek_interpreter_stack() is not None,
+                _autograd._saved_tensors_hooks_is_enabled(),
+                _C._is_torch_function_enabled(),
+                torch.cuda.current_stream(device) if kind == "cuda" else None,
+            ),
         )
 
     def restore(self, now: ThreadState, name: str) -> None:
@@ -183,17 +196,19 @@ class ThreadState:
         """
         if self == now:
             return
-        for (what, mine), (_, other) in zip(self.fixed, now.fixed, strict=True):
+        for what, mine, other in zip(_FIXED, self.fixed, now.fixed, strict=True):
             if mine != other:
                 raise ValueError(
                     f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
                     "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
                 )
-        torch.set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
+        _C._set_grad_enabled(self.grad)
+        if self.autocast != now.autocast:
+            for kind, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+        if self.autocast_cache != now.autocast_cache:
+            torch.set_autocast_cache_enabled(self.autocast_cache)
         if self.hooks != now.hooks:
             for _ in now.hooks:
                 _autograd._pop_saved_tensors_default_hooks()
@@ -213,7 +228,7 @@ class ThreadState:
     def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
         """Run the body in this state, with gradients off if ``grad`` is."""
         outside = ThreadState.capture(device)
-        inside = replace(self, grad=self.grad and grad)
+        inside = self._replace(grad=self.grad and grad)
         inside.restore(outside, name)
         torch.autocast_increment_nesting()
         try:
@@ -224,8 +239,19 @@ class ThreadState:
             outside.restore(inside, name)
 
 
+_FIXED = (
+    "inference_mode",
+    "a functorch transform",
+    "disable_saved_tensors_hooks",
+    "DisableTorchFunctionSubclass",
+    "a CUDA stream",
+)
+
+
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     """Return the stack of (pack, unpack), outermost first; torch shows only its top."""
+    if _autograd._top_saved_tensors_default_hooks(True) is None:
+        return ()
     stack = []
     while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         stack.append(top)
@@ -233,18 +259,6 @@ def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     for pack, unpack in reversed(stack):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
     return tuple(reversed(stack))
-
-
-def _fixed(device: torch.device) -> tuple[tuple[str, object], ...]:
-    state: list[tuple[str, object]] = [
-        ("inference_mode", torch.is_inference_mode_enabled()),
-        ("a functorch transform", _C._functorch.peek_interpreter_stack() is not None),
-        ("disable_saved_tensors_hooks", _autograd._saved_tensors_hooks_is_enabled()),
-        ("DisableTorchFunctionSubclass", _C._is_torch_function_enabled()),
-    ]
-    if device.type == "cuda":
-        state.append(("a CUDA stream", torch.cuda.current_stream(device)))
-    return tuple(state)
 
 
 def _swap_modes(now: tuple[Any, ...], wanted: tuple[Any, ...], pop: Any, push: Any) -> None:

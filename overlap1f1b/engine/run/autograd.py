@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from overlap1f1b.engine.run.graph import backward
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -182,7 +183,7 @@ def accumulate(gradients: Gradients) -> None:
     if not gradients:
         return
     if all(parameter.grad is not None for parameter in gradients):
-        torch.autograd.backward(list(gradients), list(gradients.values()))
+        backward(list(gradients), list(gradients.values()))
         return
     # Autograd takes a first gradient as ``.grad`` without a copy only if nothing else refers to it.
     parameters, box = list(gradients), list(gradients.values())

@@ -28,14 +28,14 @@ from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, next_sequence_number
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of, suspend_for
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
-from overlap1f1b.transport.suspend import OUTSIDE, Forward
+from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Announcement = tuple[Kind, Callable[[], Expected | None]]
 """Direction of the next exchange, and what posts its receive."""
@@ -94,27 +94,28 @@ class BlockRun:
     def _inputs(self) -> Tensors:
         return self.microbatch.take_activations()
 
-    def _start(self, x: Tensors, random: RandomStream) -> ExchangeCall | Tensors:
+    def _start(self, x: Tensors, stream: RandomStream) -> ExchangeCall | Tensors:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
         given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
-        mode = grad and stage.watches(self.block)
+        mode, random = grad and stage.watches(self.block), stage.draws.within(self.block, stream)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
-        with random, torch.set_grad_enabled(grad), eager(mode):
+        with random, eager(mode):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._left(self.forward.start(tuple(given), mode=mode))
-            if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
-                return self._run_module(*given)
-            with self.mode:
-                return self._run_module(*given)
+                return self._left(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
+            with torch.set_grad_enabled(grad):
+                if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
+                    return self._run_module(*given)
+                with self.mode:
+                    return self._run_module(*given)
 
-    def _resume(self, received: list[Tensor], random: RandomStream) -> ExchangeCall | Tensors:
+    def _resume(self, received: list[Tensor], stream: RandomStream) -> ExchangeCall | Tensors:
         """Run the module on from an exchange to the next one or to its outputs."""
         assert self.forward is not None
         before, grad = self.segments[-1], self.microbatch.grad
@@ -122,11 +123,15 @@ class BlockRun:
         assert call is not None
         segment = self._open()
         given = segment.enter(received, before.differs, self.stage.anchor)
-        mode = grad and not call.feeds_part
-        with random, torch.set_grad_enabled(grad), eager(mode):
+        mode, random = grad and not call.feeds_part, self.stage.draws.within(self.block, stream)
+        with random, eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._left(self.forward.resume(tuple(given), mode=mode))
+            return self._left(self.forward.resume(tuple(given), self._thread(), mode=mode))
+
+    def _thread(self) -> ThreadState:
+        """Return the thread's present state: between nodes it is the same in the whole step."""
+        return self.stage.thread
 
     def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
         if self._state is not None:
@@ -135,13 +140,12 @@ class BlockRun:
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        number, grad = len(self.segments), self.microbatch.grad
+        number = len(self.segments)
         op, seam = self.exchanges[number - 1] if number else (Op.ATTENTION, 0)
         shape = self.stage.shape[self.block]
         op = SEGMENT_BEHIND[op] if number else shape.own
         queue = WeightQueue() if number and shape.defers(op) else self.queue
-        start = next_sequence_number() if grad and self.exchanges else 0
-        segment = Segment(op, seam, start, queue)
+        segment = Segment(op, seam, queue)
         self.segments.append(segment)
         self.stage.queue = segment.queue
         return segment
@@ -221,8 +225,11 @@ class BlockRun:
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch = self.microbatch
+        self.stage.draws.forwarded(self.block)
         detached = tuple([out.detach() for out in outs])
         if microbatch.grad:
+            if not self.is_last:
+                self._check_differs(outs)
             self._keep(outs)
             self.stage.uses.learn(self.block)
         differs = tuple([out.requires_grad for out in outs])
@@ -261,12 +268,23 @@ class BlockRun:
         if not outs or not all(isinstance(out, Tensor) for out in outs):
             what = ", ".join(type(out).__name__ for out in outs) or "nothing"
             raise ValueError(f"{self.name} returns {what}; allowed: a tensor or a tuple of tensors")
-        if microbatch.grad and any(t.requires_grad for t in x) and not any(t.requires_grad for t in outs):
+        if not self.is_last:
+            return outs
+        self._check_differs(outs)
+        return microbatch.with_loss(outs, self.name)
+
+    def _check_differs(self, outs: Tensors) -> None:
+        """Check that outputs require a gradient if an input does.
+
+        Raises:
+            ValueError: They do not.
+        """
+        entered = any(entry is not None for entry in self.segments[0].received)
+        if entered and not any(t.requires_grad for t in outs):
             raise ValueError(
                 f"the outputs of {self.name} require no gradient although its input does; "
                 "allowed: outputs that depend on the input"
             )
-        return microbatch.with_loss(outs, self.name) if self.is_last else outs
 
     # ---------------------------------------------------------------------------------------------- entering
 
@@ -343,7 +361,7 @@ class BlockRun:
         splits = splits_of(len(tensor), send, receive, group.size())
         if forward is not self.forward or forward is None or not self.hides((tensor,), splits, group):
             return None
-        return suspend_for([tensor], splits, group)[0]
+        return suspend_for([tensor], splits)[0]
 
     def post(self, node: Node) -> Post[Tensor]:
         """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""
@@ -353,7 +371,7 @@ class BlockRun:
         splits, back = call.splits, call.back != (kind is Kind.I)
         node = node._replace(microbatch=microbatch.index, stage=self.stage.number)  # tags outlive a step's plan
         counts = microbatch.flights.pop(kind) if call.counted and op is Op.DISPATCH and kind is Kind.F else None
-        announce = self._announcement(node, segment)
+        announce = self._announcement(node, segment) if exchange.background else None
         rows, self.rows = self.rows, self.rows if op is Op.COUNTS else None
 
         def start() -> Transfer[Tensor]:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.foreign import Foreign
-from overlap1f1b.engine.run.random import generators_of
+from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, exchanges_of, parse_recompute
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
-from overlap1f1b.transport.suspend import uncompiled
+from overlap1f1b.transport.suspend import ThreadState, uncompiled
 
 
 class CarriedState(Protocol):
@@ -195,6 +195,7 @@ class Blocks:
             )
             for index in range(len(self.blocks))
         )
+        self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
         self._find_exchanges()
         self._shares = [
             any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
@@ -209,6 +210,8 @@ class Blocks:
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
         self.anchor = torch.empty(0, requires_grad=True)
+        self.thread: ThreadState
+        """State of the thread between the nodes of a step."""
 
     def _find_parameters(self) -> None:
         first: dict[nn.Parameter, int] = {}
@@ -238,10 +241,11 @@ class Blocks:
         self._places = [
             (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
         ]
+        self._numbers = {place: number for number, place in enumerate(self._places)}
 
     def exchange_beside(self, block: int, position: int, step: int) -> tuple[int, int] | None:
         """Return block and position of the exchange ``step`` exchanges later, earlier if negative; None past an end."""
-        place = self._places.index((block, position)) + step
+        place = self._numbers[block, position] + step
         return self._places[place] if 0 <= place < len(self._places) else None
 
     def watches(self, block: int) -> bool:
@@ -305,6 +309,7 @@ class Blocks:
         """
         changed: list[tuple[dict[str, Any], str, Any]] = []
         self.uses.settle()
+        self.thread = ThreadState.capture(self.device)
 
         def change(module: nn.Module, name: str, value: object) -> None:
             changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
@@ -319,7 +324,7 @@ class Blocks:
                 change(linear, "forward", uncompiled(_SplitForward(self, linear)))
             for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
                 change(carrier, "loss_scale", loss_scale)
-            with functions_cross():
+            with functions_cross(), self.draws.checked():
                 yield
         finally:
             for attributes, name, value in reversed(changed):

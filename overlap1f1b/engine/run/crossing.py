@@ -24,9 +24,11 @@ from overlap1f1b.engine.run.foreign import (
     watched,
 )
 from overlap1f1b.engine.run.segment import Enter
+from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (Enter, SplitLinear, SplitGroupedMM)
+_NO_CONTEXT = nullcontext()
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
 
@@ -66,6 +68,7 @@ class CrossingMode(TorchFunctionMode):
     def __init__(self, run: Replaces) -> None:
         super().__init__()
         self.run = run
+        self._entered = uncompiled(run.entered)  # a compiler looks into whatever a call in its region runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,7 +90,7 @@ class CrossingMode(TorchFunctionMode):
     def replaced(self, values: Any) -> Any:
         """Return arguments with the tensors that enter."""
         if isinstance(values, Tensor):
-            return self.run.entered(values)
+            return self._entered(values)
         kind = type(values)
         if kind is tuple or kind is list:
             return kind([self.replaced(value) for value in values]) if values else values
@@ -100,15 +103,30 @@ def eager(mode: bool) -> AbstractContextManager[object]:
     """Return a context in which nothing is compiled if a mode is in force: compiled code goes past it."""
     if mode and "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+    return _NO_CONTEXT
 
 
 def running_mode() -> CrossingMode | None:
     """Return the mode in force."""
+    if not torch._C._len_torch_function_stack():
+        return None
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, CrossingMode):
             return mode
     return None
+
+
+def called_outside(mode: CrossingMode, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a call gives with the mode off, if no other mode lies above it: it has nothing to replace there."""
+    depth = torch._C._len_torch_function_stack()
+    if torch._C._get_function_stack_at(depth - 1) is not mode:
+        return call(*args, **kwargs)
+    torch._C._pop_torch_function_stack()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        if running_mode() is not mode:  # a forward that was suspended inside has it back already
+            torch._C._push_on_torch_function_stack(mode)
 
 
 class Asking(OpOverloadPacket):
@@ -161,7 +179,7 @@ def functions_cross() -> Iterator[None]:
             if brought is not None:
                 return brought if known.output is None else args[known.output].copy_(brought)
         if run.watching is None or known is not None or cls in _OWN:
-            return call(cls, *args, **kwargs)
+            return called_outside(mode, call, cls, *args, **kwargs)
         before, run.watching = run.watching, []
         try:
             result = call(cls, *args, **kwargs)

@@ -1,11 +1,13 @@
-"""Streams of random numbers, one a microbatch."""
+"""Streams of random numbers, one a microbatch, and the blocks that draw from them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RandomStream:
@@ -52,6 +54,67 @@ class RandomStream:
         for generator, state in zip(self._generators, self._outside, strict=True):
             generator.set_state(state)
         self._outside = []
+
+
+_NO_CONTEXT = nullcontext()
+
+
+class Draws:
+    """Which blocks draw random numbers, as their first forwards have shown: only these enter their streams.
+
+    A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
+    next step on all blocks enter their streams.
+
+    Args:
+        blocks: The blocks of a stage.
+        generators: Generators that a forward may draw from.
+        always: For each block whether it must enter, because parts of its forward are computed again.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...], always: Sequence[bool]
+    ) -> None:
+        self._blocks, self._generators = blocks, generators
+        self._always = list(always)
+        self._idle: set[tuple[int, bool]] = set()  # blocks that do not draw, by number and training mode
+        self._drew: set[tuple[int, bool]] = set()
+
+    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
+        """Return the context of a segment of a block."""
+        key = block, self._blocks[block].training
+        if key in self._idle:
+            return _NO_CONTEXT
+        return stream if self._always[block] or key in self._drew else self._watched(key, stream)
+
+    @contextmanager
+    def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
+        with stream:
+            before = self._states()
+            yield
+            if not _equal(before, self._states()):
+                self._drew.add(key)
+
+    def forwarded(self, block: int) -> None:
+        """Note that a block has run a whole forward."""
+        key = block, self._blocks[block].training
+        if not self._always[block] and key not in self._drew:
+            self._idle.add(key)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Check, at the end of a step, that no block has drawn outside its stream."""
+        before = self._states() if self._idle else None
+        yield
+        if before is not None and not _equal(before, self._states()):
+            self._idle.clear()
+            self._always = [True] * len(self._always)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -16,7 +16,6 @@ in a loop of combined steps these belong to the call that runs the forward, not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -115,6 +114,11 @@ class RecomputedRun(BlockRun):
         with saved_tensors_hooks(*_FORGETTING):
             return super()._resume(received, random)
 
+    def _thread(self) -> ThreadState:
+        return ThreadState.capture(
+            self.stage.device
+        )  # its parts run with hooks and states of their own
+
     def _run_part(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if self.again:  # its own node computes it
             return rows.detach()
@@ -122,10 +126,10 @@ class RecomputedRun(BlockRun):
         kept = tuple(hook for hook in state.hooks if hook != _FORGETTING)
         if self.drops_experts:
             assert self.part_random is not None
-            state = replace(state, hooks=kept)
+            state = state._replace(hooks=kept)
             self.parts[len(self.segments) - 1] = Part(function, rows.detach(), state, self.part_random)
             kept = (*kept, _FORGETTING)
-        with replace(state, hooks=kept).applied(self.name, device=device, grad=True):
+        with state._replace(hooks=kept).applied(self.name, device=device, grad=True):
             return function(rows)
 
     def _compute_once(self, function: Callable[[Tensor | None], Tensor]) -> Tensor:

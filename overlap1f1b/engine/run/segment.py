@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.run.autograd import Root, WeightQueue
+from overlap1f1b.engine.run.graph import apply_function, backward
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
 
@@ -49,17 +50,18 @@ class Entry:
             anchor: Any leaf that requires a gradient; it gets none.
         """
         with torch.enable_grad():
-            return Enter.apply(anchor, tensor.detach(), self)
+            entered: Tensor = apply_function(Enter, anchor, (tensor,), self)
+            return entered
 
 
 class Enter(torch.autograd.Function):
     """The tensor as it is, in a graph of its own."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entry: Entry) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], entry: Entry) -> Tensor:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        return tensor.detach()  # no view: it may be changed in place, and shares its version with the tensor
+        return tensor[0].detach()  # no view: it may be changed in place, and shares its version with the tensor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
@@ -160,10 +162,10 @@ class Segment:
     Args:
         op: Sub-op of its nodes.
         seam: Number among the block's nodes of this sub-op.
-        start: Number below those of its autograd nodes and above earlier ones.
         queue: Where its weight gradients wait.
 
     Attributes:
+        start: Sequence number not above those of its autograd nodes, and above all earlier ones.
         received: Entries of the tensors that the exchange before it brought, or of the block's inputs; None for one
             that requires no gradient.
         crossed: What entered it from earlier segments, by the tensor's place in the graph.
@@ -193,8 +195,8 @@ class Segment:
         "start",
     )
 
-    def __init__(self, op: Op, seam: int, start: int, queue: WeightQueue) -> None:
-        self.op, self.seam, self.start, self.queue = op, seam, start, queue
+    def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
+        self.op, self.seam, self.queue, self.start = op, seam, queue, 0
         self.received: list[Entry | None] = []
         self.crossed: dict[tuple[int, int], Crossing] = {}
         self.parameters: dict[Parameter, Crossing] = {}
@@ -210,10 +212,13 @@ class Segment:
     def enter(self, values: Sequence[Tensor], differs: Sequence[bool], anchor: Tensor) -> list[Tensor]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
         self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
-        return [
+        entered = [
             value if entry is None else entry.enter(value, anchor)
             for value, entry in zip(values, self.received, strict=True)
         ]
+        first = next((value.grad_fn for value, requires in zip(entered, differs, strict=True) if requires), None)
+        self.start = next_sequence_number() if first is None else first._sequence_nr()
+        return entered
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""
@@ -225,4 +230,4 @@ class Segment:
         roots, grads = self.roots, self.grads
         self.roots, self.grads = [], []
         if roots:
-            torch.autograd.backward(roots, grads)
+            backward(roots, grads)

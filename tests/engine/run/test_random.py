@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, nn
 
-from overlap1f1b.engine.run.random import RandomStream, generators_of
+from overlap1f1b import Engine, NodeCosts, build_schedule
+from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
+from tests import models
 
 CPU = generators_of(torch.device("cpu"))
 
@@ -44,3 +48,69 @@ def test_a_stream_repeats_itself() -> None:
         draw(stream)
         twin = stream.again()
         assert draw(twin) == draw(stream)
+
+
+def test_a_block_that_does_not_draw_leaves_the_generators_alone() -> None:
+    stage = [nn.Linear(2, 2), nn.Dropout()]
+    draws, stream = Draws(stage, CPU, [False, False]), RandomStream(5, CPU)
+    for block, drawn in ((0, 0), (1, 3)):
+        with draws.within(block, stream):
+            torch.rand(drawn)
+        draws.forwarded(block)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with draws.within(0, stream):
+        assert torch.equal(torch.get_rng_state(), before)
+    with draws.within(1, stream):
+        assert not torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_block_does_in_evaluation_says_nothing_of_training() -> None:
+    dropout = nn.Dropout()
+    draws, stream = Draws([dropout], CPU, [False]), RandomStream(5, CPU)
+    for _ in range(2):
+        dropout.train(not dropout.training)  # first evaluation, then training
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        with draws.within(0, stream):
+            dropout(torch.ones(4))
+        draws.forwarded(0)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class LateNoise(nn.Module):
+    """Adds noise once ``on``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.on = nn.Linear(width, width), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + torch.rand_like(y) if self.on else y
+
+
+@pytest.mark.parametrize("overlap", ["pairs", 3])
+def test_a_block_that_begins_to_draw_has_its_streams_from_the_next_step_on(overlap: int) -> None:
+    def third_step(overlap: int | str) -> tuple[float, list[Tensor]]:
+        torch.manual_seed(0)
+        noises = [LateNoise(models.H), LateNoise(models.V)]
+        embedding, *rest = models.build()
+        model = nn.Sequential(embedding, noises[0], *rest, noises[1])
+        program = build_schedule("combined_1f1b", microbatches=4)
+        costs = NodeCosts.uniform(attention=1, experts=1, dispatch=2, dense=1)
+        engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, costs=costs)
+        inputs, target = models.batch(4)
+        for step in range(3):
+            for noise in noises:
+                noise.on = step > 0
+            torch.manual_seed(step)
+            model.zero_grad()
+            result = engine.step(inputs, target=target)
+        assert result.loss is not None
+        return result.loss, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (loss, grads), (expected, others) = third_step(overlap), third_step("serial")
+    assert loss == expected
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
