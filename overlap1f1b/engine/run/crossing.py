@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -85,15 +87,24 @@ class CrossingMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def replaced(self, values: Any) -> Any:
-        """Return arguments with the tensors that enter."""
+        """Return arguments with the tensors that enter: the same objects where none does."""
         if isinstance(values, Tensor):
             return self.run.entered(values)
-        kind = type(values)
-        if kind is tuple or kind is list:
-            return kind([self.replaced(value) for value in values]) if values else values
-        if kind is dict:
-            return {name: self.replaced(value) for name, value in values.items()} if values else values
+        if isinstance(values, (tuple, list)):
+            new = [self.replaced(value) for value in values]
+            if all(map(is_, new, values)):
+                return values
+            return values._make(new) if hasattr(values, "_make") else type(values)(new)
+        if isinstance(values, dict):
+            changed = {name: new for name, value in values.items() if (new := self.replaced(value)) is not value}
+            return _with(values, changed) if changed else values
         return values
+
+
+def _with(values: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    copied = copy(values)
+    copied.update(changed)
+    return copied
 
 
 def eager(mode: bool) -> AbstractContextManager[object]:
