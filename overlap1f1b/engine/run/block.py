@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
-from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
+from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
@@ -328,14 +328,19 @@ class BlockRun:
         if list(self.stage.foreign.ranks) != dist.get_process_group_ranks(group):
             return False
         if self.seen is not None:
-            seen = Seen(splits.send, splits.receive, Layout.of(tensors).rows)
-            self.seen.setdefault(self.microbatch.index, []).append(seen)
+            self._note(tensors, splits)
         return bool(self.foreign)
 
-    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
-        """Note an all-to-all of the model's own that has run where it stands."""
-        tensor, send, receive, group = call
-        self.hides((tensor,), splits_of(len(tensor), send, receive, group.size()), group)
+    def _note(self, tensors: Sequence[Tensor], splits: Splits, function: Form | None = None) -> None:
+        assert self.seen is not None
+        seen = Seen(splits.send, splits.receive, Layout.of(tensors).rows, function)
+        self.seen.setdefault(self.microbatch.index, []).append(seen)
+
+    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
+        """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
+        splits = self.stage.foreign.look(function, args, calls, result)
+        if splits is not None:
+            self._note((calls[0].input,), splits, form_of(function, args))
 
     def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
         """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.run.foreign import (
     Arguments,
+    Form,
     Watched,
-    all_to_all_of,
+    form_of,
     functional_operations,
     group_named,
     watched,
@@ -36,11 +37,11 @@ class Replaces(Protocol):
     """A forward that decides what enters its running segment, and which exchanges suspend it.
 
     Attributes:
-        exchanging: Functions of its model that are an all-to-all.
+        exchanging: Functions of its model that are an all-to-all, by the forms of their calls.
         watching: Calls of ``all_to_all_single`` inside the Function that runs; None if nobody looks for new ones.
     """
 
-    exchanging: dict[type, Arguments]
+    exchanging: dict[Form, Arguments]
     watching: list[Watched] | None
 
     def entered(self, tensor: Tensor) -> Tensor:
@@ -52,8 +53,8 @@ class Replaces(Protocol):
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
 
-    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
-        """Note an all-to-all of the model's own that has run where it stands: tensor, sizes both ways, group."""
+    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
+        """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
 
     def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
         """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
@@ -166,22 +167,20 @@ def functions_cross() -> Iterator[None]:
             else:
                 args, kwargs = mode.replaced(args), mode.replaced(kwargs)
         run = mode.run
-        known = run.exchanging.get(cls)
+        known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
             brought = run.exchanged(*known.of(args))
             if brought is not None:
                 return brought if known.output is None else args[known.output].copy_(brought)
-        if run.watching is None or known is not None or cls in _OWN:
+        if run.watching is None or cls in _OWN:
             return call(cls, *args, **kwargs)
-        before, run.watching = run.watching, []
+        before, calls = run.watching, list[Watched]()
+        run.watching = calls
         try:
             result = call(cls, *args, **kwargs)
-            found = all_to_all_of(args, run.watching, result)
         finally:
             run.watching = before
-        if found is not None:
-            run.exchanging[cls] = found
-            run.note(found.of(args))
+        run.called(cls, args, calls, result)
         return result
 
     operations = functional_operations()
