@@ -24,7 +24,7 @@ from overlap1f1b.engine.reduce.clip import clip
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
-from overlap1f1b.engine.run.foreign import find_functions
+from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -348,11 +348,14 @@ class Engine:
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
-        find_functions({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
-        found = [stage.adopt_exchanges() for stage in self.stages.values()]
-        if self.mesh.combined(any(found), lambda _, every: any(every)):
-            self.mesh.agree(structure(self.stages))
-            self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+        foreign = {number: stage.foreign for number, stage in self.stages.items()}
+        find_functions(foreign, self.mesh)
+        shown = shown_by_all(foreign, self.mesh)
+        for stage in self.stages.values():
+            stage.adopt_exchanges(shown)
+        shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+        if shapes != self.shapes:
+            self.shapes = shapes
             self._plans = self._new_plans(self._plans.costs)
 
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
-from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of
+from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
@@ -57,6 +57,8 @@ class BlockRun:
         """Sub-ops of the block's exchanges of rows, and their numbers among those of the same sub-op."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)
+        if self.seen is not None:
+            self.seen[microbatch.index] = []
         self.exchanging = stage.foreign.functions
         self.watching: list[Watched] | None = None if self.seen is None else []
         self.is_last = block == len(stage.blocks) - 1
@@ -165,10 +167,9 @@ class BlockRun:
             ValueError: It is another one than in the first step.
         """
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found = Layout.of(call.tensors).rows
-        kinds = [[(like.dtype, like.shape[1:]) for like in rows] for rows in (found, wanted.rows)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"{where} has rows of {kinds[0]}; allowed: {kinds[1]}, as in the first step")
+        found, allowed = kinds_of(call.tensors), kinds_of(wanted.rows)
+        if found != allowed:
+            raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, as in the first step")
         if wanted.op is Op.COMBINE:
             earlier = self.segments[wanted.back_of].call
             assert earlier is not None
@@ -333,8 +334,7 @@ class BlockRun:
 
     def _note(self, tensors: Sequence[Tensor], splits: Splits, function: Form | None = None) -> None:
         assert self.seen is not None
-        seen = Seen(splits.send, splits.receive, Layout.of(tensors).rows, function)
-        self.seen.setdefault(self.microbatch.index, []).append(seen)
+        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), function))
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.engine.run.crossing import functions_cross
-from overlap1f1b.engine.run.foreign import Foreign
+from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
@@ -246,30 +246,38 @@ class Blocks:
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
-        return self._shares[block] or block in self.foreign.hidden or self.uses.watches(block)
+        foreign = self.foreign
+        looked_at = foreign.seen is not None and block in foreign.seen
+        return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
         self.foreign.tried.clear()
         self.foreign.seen = {block: {} for block, shape in enumerate(self.shape) if not shape.seams}
 
-    def adopt_exchanges(self) -> bool:
-        """Cut blocks from now on at the exchanges that they made by themselves; return whether there are any.
+    def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
+        """Cut blocks from now on at the exchanges that they made by themselves.
+
+        Args:
+            shown: What the microbatches of all ranks have shown, by (stage, block).
 
         Raises:
             ValueError: Microbatches have made different exchanges.
         """
-        self.foreign.adopt(self.names)
         shapes = list(self.shape)
-        for block, exchanges in self.foreign.hidden.items():
+        for block, shape in enumerate(shapes):
+            place = self.number, block
+            exchanges = matched(shown[place], self.names[block], self.device) if place in shown else ()
+            if not exchanges:
+                continue
+            self.foreign.hidden[block] = exchanges
             # No part of such a block can be computed again by itself.
-            recompute: Recompute = "attention" if shapes[block].drops(Op.DENSE) else "none"
+            recompute: Recompute = "attention" if shape.drops(Op.DENSE) else "none"
             ops = tuple(exchange.op for exchange in exchanges)
-            shapes[block] = shapes[block]._replace(exchanges=ops, recompute=recompute)
+            shapes[block] = shape._replace(exchanges=ops, recompute=recompute)
             self.uses.forget(block)
         self.shape = tuple(shapes)
         self._find_exchanges()
-        return bool(self.foreign.hidden)
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
         """Note a call of experts: its sizes, and rows without room under a capacity."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,13 @@ from overlap1f1b.transport.calls import Splits, splits_of
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.mesh import Mesh
 
+Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
+    """Return the dtype of each tensor, and the shape of a row."""
+    return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+
 
 class Seen(NamedTuple):
     """An exchange of one microbatch in the first step.
@@ -29,13 +38,13 @@ class Seen(NamedTuple):
     Args:
         send: Rows to each rank.
         receive: Rows from each rank.
-        rows: ``[0, …]``, like each of its tensors.
+        kinds: Dtype of each of its tensors, and shape of a row.
         function: Form of the Function that made it; None if no Function did.
     """
 
     send: list[int]
     receive: list[int]
-    rows: tuple[Tensor, ...]
+    kinds: Kinds
     function: Form | None = None
 
 
@@ -52,11 +61,32 @@ class ForeignExchange(NamedTuple):
     back_of: int
     rows: tuple[Tensor, ...]
 
-    @property
-    def text(self) -> str:
-        """Sub-op, and dtype and size of a row; the same on all ranks."""
-        rows = ", ".join(f"{str(like.dtype)[6:]}{list(like.shape[1:])}" for like in self.rows)
-        return f"{self.op} of {rows}"
+
+class Shown(NamedTuple):
+    """What microbatches have shown of the exchanges of a block.
+
+    Args:
+        kinds: Tensors of all exchanges of a microbatch.
+        swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
+    """
+
+    kinds: frozenset[tuple[Kinds, ...]]
+    swapped: frozenset[tuple[int, int]]
+
+    @classmethod
+    def by(cls, every: Sequence[Seen]) -> Shown:
+        """Return what one microbatch has shown."""
+        swapped = [
+            (later, earlier)
+            for later, one in enumerate(every)
+            for earlier, other in enumerate(every[:later])
+            if (one.send, one.receive) == (other.receive, other.send)
+        ]
+        return cls(frozenset([tuple([one.kinds for one in every])]), frozenset(swapped))
+
+    def __and__(self, other: Shown) -> Shown:
+        """Return what two microbatches have shown, or two ranks."""
+        return Shown(self.kinds | other.kinds, self.swapped & other.swapped)
 
 
 class Foreign:
@@ -106,52 +136,58 @@ class Foreign:
     def _others(self, call: Watched) -> bool:
         return list(self.ranks) != dist.get_process_group_ranks(call.group)
 
-    def adopt(self, names: Sequence[str]) -> None:
-        """Hide from now on what the step has shown.
-
-        Raises:
-            ValueError: Microbatches have made different exchanges; ``names`` are the blocks'.
-        """
+    def shown(self) -> dict[int, Shown]:
+        """Return what this rank's microbatches have shown of each block."""
         seen, self.seen = self.seen or {}, None
-        for by_microbatch in seen.values():
-            for microbatch, every in by_microbatch.items():
-                kept = [one for one in every if one.function is None or one.function in self.functions]
-                by_microbatch[microbatch] = kept
-        for block, by_microbatch in seen.items():
-            if any(by_microbatch.values()):
-                self.hidden[block] = matched([by_microbatch[m] for m in sorted(by_microbatch)], names[block])
+        return {
+            block: reduce(
+                and_,
+                [
+                    Shown.by([one for one in every if one.function is None or one.function in self.functions])
+                    for every in by_microbatch.values()
+                ],
+            )
+            for block, by_microbatch in seen.items()
+            if by_microbatch
+        }
 
 
-def matched(microbatches: Sequence[Sequence[Seen]], name: str) -> tuple[ForeignExchange, ...]:
-    """Return the exchanges of a block from those of its microbatches.
+def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, int], Shown]:
+    """Return what the microbatches of all ranks have shown, by (stage, block). All ranks must call this.
+
+    Sizes that are symmetric by chance, on one rank, tell nothing.
+    """
+    mine = {(number, block): shown for number, one in stages.items() for block, shown in one.shown().items()}
+    return mesh.combined(
+        mine,
+        lambda _, parts: {
+            place: reduce(and_, [part[place] for part in parts if place in part]) for place in set().union(*parts)
+        },
+    )
+
+
+def matched(shown: Shown, name: str, device: torch.device) -> tuple[ForeignExchange, ...]:
+    """Return the exchanges of a block.
 
     Raises:
         ValueError: Microbatches have exchanges of other numbers or dtypes; ``name`` is the block's.
     """
-    first, found = microbatches[0], list[ForeignExchange]()
-    kinds = [[[(like.dtype, like.shape[1:]) for like in seen.rows] for seen in every] for every in microbatches]
-    if any(kind != kinds[0] for kind in kinds):
-        numbers = sorted({len(every) for every in microbatches})
+    if len(shown.kinds) > 1:
+        numbers = sorted({len(every) for every in shown.kinds})
         raise ValueError(
             f"{name} exchanges rows {' or '.join(map(str, numbers))} times, of sizes that differ between microbatches; "
-            "allowed: the same exchanges in each microbatch"
+            "allowed: the same exchanges in each microbatch, on all ranks"
         )
-    open_: list[int] = []
-    for position, seen in enumerate(first):
-        back = next(
-            (
-                earlier
-                for earlier in reversed(open_)
-                if all(every[position].send == every[earlier].receive for every in microbatches)
-                and all(every[position].receive == every[earlier].send for every in microbatches)
-            ),
-            -1,
-        )
+    (every,) = shown.kinds
+    found, open_ = list[ForeignExchange](), list[int]()
+    for position, kinds in enumerate(every):
+        back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
         if back < 0:
             open_.append(position)
         else:
             open_.remove(back)
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, seen.rows))
+        rows = tuple([torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds])
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, rows))
     return tuple(found)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd as imported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine.run.foreign import Seen, matched
+from overlap1f1b.engine.run.foreign import Seen, Shown, matched
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -303,23 +305,50 @@ def test_a_function_that_does_more_than_an_all_to_all_stays_where_it_stands(rank
 
 
 def seen(send: list[int], receive: list[int], width: int = 3) -> Seen:
-    return Seen(send, receive, (torch.empty(0, width),))
+    return Seen(send, receive, ((torch.float32, torch.Size([width])),))
+
+
+def found_in(microbatches: list[list[Seen]]) -> list[tuple[Op, int]]:
+    shown = reduce(and_, map(Shown.by, microbatches))
+    return [(exchange.op, exchange.back_of) for exchange in matched(shown, "block 2", torch.device("cpu"))]
 
 
 def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
     there, back, other = seen([1, 2], [3, 4]), seen([3, 4], [1, 2]), seen([2, 2], [3, 5])
-    found = matched([[there, back, there, other, back]] * 2, "it")
-    assert [(exchange.op, exchange.back_of) for exchange in found] == [
+    assert found_in([[there, back, there, other, back]] * 2) == [
         (Op.DISPATCH, -1), (Op.COMBINE, 0), (Op.DISPATCH, -1), (Op.DISPATCH, -1), (Op.COMBINE, 2)
     ]  # fmt: skip
-    by_chance = [[there, back], [there, other]]
-    assert [exchange.op for exchange in matched(by_chance, "it")] == [Op.DISPATCH, Op.DISPATCH]
+    assert found_in([[there, back], [there, other]]) == [(Op.DISPATCH, -1)] * 2
 
 
-@pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4)]])
+@pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4)], []])
 def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) -> None:
     with pytest.raises(ValueError, match=r"^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
-        matched([[seen([1], [1])], other], "block 2")
+        found_in([[seen([1], [1])], other])
+
+
+def _by_chance(rank: int, size: int) -> list[str]:
+    """Rank 0 alone sends the second time as it has received the first time, by chance."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            for table in ([[2, 4], [3, 3]], [[2, 3], [4, 1]]):
+                send = table[rank]
+                y = exchange(y[: sum(send)] * 2, send, [row[rank] for row in table], group)
+            return torch.cat([y, y])[: len(x)]
+
+    return compare("by chance", lambda: nn.Sequential(Twice()), mesh, exchanges=2 * 2 * MICROBATCHES)
+
+
+def test_sizes_that_are_symmetric_by_chance_on_one_rank_tell_nothing(ranks2: Ranks) -> None:
+    assert ranks2.run(_by_chance, timeout=60) == [[], []]
 
 
 class Unseen(Block):
