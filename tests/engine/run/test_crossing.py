@@ -6,16 +6,19 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.transport.calls import exchange
-from tests.engine.run.plain import HIDDEN, compare
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks
 
-Body = Callable[["Block", Tensor, Callable[[Tensor], Tensor]], Tensor]
+Exchanging = Callable[[Tensor], Tensor]
+Body = Callable[["Block", Tensor, Exchanging], Tensor]
 
 
 class Block(nn.Module):
@@ -26,6 +29,7 @@ class Block(nn.Module):
         self.group, self.body = group, body
         self.a, self.b, self.c = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.attention = nn.MultiheadAttention(HIDDEN, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x, lambda rows: exchange(rows, None, None, self.group))
@@ -47,25 +51,77 @@ class Fills(torch.autograd.Function):
 Pair = namedtuple("Pair", "first second")
 
 
-def list_is_filled(s: Block, x: Tensor, ex: Callable[[Tensor], Tensor]) -> Tensor:
+def list_is_filled(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     h, filled = s.a(x), [torch.zeros(1)]
     y = Fills.apply(ex(h), filled)
     return ex(y) + filled[1]
 
 
-def named_tuple(s: Block, x: Tensor, ex: Callable[[Tensor], Tensor]) -> Tensor:
+def named_tuple(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     pair = Pair(s.a(x), s.b(x))
     y = ex(s.c(x))
     return torch.stack(pair).sum(0) + y
 
 
-def kinds_of_torch(s: Block, x: Tensor, ex: Callable[[Tensor], Tensor]) -> Tensor:
+def kinds_of_torch(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     kept = s.a(x).topk(HIDDEN)
     y = ex(s.b(x))
     return torch.cat(kept[:1]) + torch.stack(list(OrderedDict(a=kept.values, b=y).values())).sum(0)
 
 
-EQUAL: list[Body] = [list_is_filled, named_tuple, kinds_of_torch]
+def added_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    y = ex(s.b(x))
+    h += s.c(y)
+    return ex(y) + h
+
+
+def added_by_a_method(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    y = ex(s.b(x))
+    h.add_(s.c(y))
+    return s.c(h) * h
+
+
+def received_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    y = ex(s.a(x))
+    y *= s.scale
+    y.add_(1)
+    return ex(F.relu(y, inplace=True))
+
+
+def used_under_a_condition(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    first = bool(x.sum() > 0)  # other microbatches on other ranks
+    y = ex(s.a(x) * s.scale if first else s.a(x))
+    z = ex(s.b(y) if first else y)
+    return z if first else s.b(z) * s.scale
+
+
+def one_weight_in_several_calls(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = F.linear(x, s.a.weight)
+    y = ex(s.b(h))
+    z = ex(F.linear(y, s.a.weight) * s.scale)
+    return z * s.scale + s.b(z) + h @ s.a.weight
+
+
+def attention_twice(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h, _ = s.attention(x, x, x, need_weights=False)
+    y = ex(s.a(h))
+    k, _ = s.attention(y, h, h)
+    return ex(k) + h
+
+
+EQUAL: list[Body] = [
+    list_is_filled,
+    named_tuple,
+    kinds_of_torch,
+    added_in_place,
+    added_by_a_method,
+    received_in_place,
+    used_under_a_condition,
+    one_weight_in_several_calls,
+    attention_twice,
+]
 
 
 def _equal(rank: int, size: int, bodies: list[Body]) -> list[str]:
@@ -83,3 +139,30 @@ def _equal(rank: int, size: int, bodies: list[Body]) -> list[str]:
 
 def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_equal, EQUAL, timeout=120) == [[], []]
+
+
+def _failing(rank: int, size: int) -> list[str]:
+    """Errors of torch and of the model behind an exchange, in the first step and in a later one."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    told = []
+    for late in (0, 2 * MICROBATCHES):
+        calls = []
+
+        def wrong(s: Block, x: Tensor, ex: Exchanging, calls: list[int] = calls, late: int = late) -> Tensor:
+            y = ex(s.a(x))
+            calls.append(1)
+            return y @ torch.ones(HIDDEN + 3, HIDDEN) if len(calls) > late else ex(y)
+
+        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), wrong)), mesh, timeout=10)
+        data = batch(rank)
+        for _ in range(late // MICROBATCHES):
+            engine.step(data[0], target=data[1])
+        with pytest.raises(RuntimeError) as caught:
+            engine.step(data[0], target=data[1])
+        told.append(str(caught.value).splitlines()[0])
+    return told
+
+
+def test_an_error_of_torch_behind_an_exchange_ends_in_an_error(ranks2: Ranks) -> None:
+    every = ranks2.run(_failing, timeout=60)
+    assert all(any("shapes cannot be multiplied" in lines[case] for lines in every) for case in range(2)), every

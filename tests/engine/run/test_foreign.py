@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine.run.foreign import Seen, Shown, matched
+from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -459,3 +460,38 @@ def _two_stages(rank: int, size: int) -> list[str]:
 
 def test_two_stages_of_two_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_two_stages, timeout=120) == [[]] * 4
+
+
+class Hidden(nn.Module):
+    """A block with our own Experts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(HIDDEN, EXPERTS), GroupedExperts(EXPERTS, HIDDEN, 8, group=group)
+        self.experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, indices, weights)
+
+
+def _beside(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+    problems = compare(
+        "behind Experts", lambda: nn.Sequential(Hidden(group), Block(group, "exchange"), Hidden(group)), mesh
+    )
+    for schedule in ("interleaved_1f1b", "combined_1f1b"):
+        problems += compare(
+            f"two stages of one rank, {schedule}",
+            lambda: nn.Sequential(Block(group, "a Function of its own"), Block(group, "functional")),
+            mesh,
+            exchanges=2 * 2 * 2 * 4,
+            microbatches=4,
+            program=build_schedule(schedule, ranks=1, microbatches=4, chunks=2),  # type: ignore[call-overload]
+        )
+    return problems
+
+
+def test_beside_experts_and_over_two_stages_of_a_rank(ranks2: Ranks) -> None:
+    assert ranks2.run(_beside, timeout=120) == [[], []]

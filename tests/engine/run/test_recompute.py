@@ -200,6 +200,34 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 
+class Failing(models.Block):
+    """Raises behind its experts, in the second microbatch."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("the model's own")
+        return y
+
+
+@pytest.mark.parametrize("mode", ["attention", "experts", "block"])
+def test_a_failed_step_leaves_no_hooks_behind(mode: Recompute) -> None:
+    engine = Engine(
+        models.build(block=Failing), build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn,
+        costs=COSTS, recompute=mode,
+    )  # fmt: skip
+    inputs, target = models.batch(4)
+    with pytest.raises(KeyError, match="the model's own"):
+        engine.step(inputs, target=target)
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 class Counted(Delayed):
     """Counts what is exchanged, in a step of random delays."""
 
