@@ -28,7 +28,7 @@ from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, next_sequence_number
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, next_sequence_number, storage_of
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
@@ -74,7 +74,7 @@ class BlockRun:
         """Rows for the exchange that is next."""
         self._state = self.module.state if isinstance(self.module, MicrobatchBlock) else None
         self._carried: object = None  # state of modules that the suspended forward has taken along
-        self._changed: set[tuple[int, int]] = set()  # tensors that a later segment has changed in place
+        self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -182,7 +182,7 @@ class BlockRun:
     def _sent(self, segment: Segment, call: ExchangeCall) -> Tensor:
         tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
         call.tensors.clear()
-        segment.here = {}
+        self._changed |= dict.fromkeys(segment.leave(), segment.start)
         segment.layout = Layout.of(tensors)
         segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
@@ -238,7 +238,7 @@ class BlockRun:
     def _keep(self, outs: Tensors) -> None:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
-        self.segments[-1].here = {}
+        self.segments[-1].leave()
         self._check_graph(self.segments[-1], self.outs)
 
     def _run_module(self, *x: Tensor) -> Tensors:
@@ -281,19 +281,15 @@ class BlockRun:
             return tensor
         key = id(node), tensor.output_nr
         if key not in segment.here:
-            if key in self._changed:
+            storage = storage_of(tensor)
+            _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
+            if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
                 raise ValueError(
-                    f"{self.name} changes a tensor in place that it made before another exchange, and uses it behind a "
-                    "third; allowed: a copy"
+                    f"{self.name} changes a tensor in place behind an exchange that it made before it, and then uses "
+                    "it behind a third, or a view of it; allowed: a copy"
                 )
             segment.crossed[key], segment.here[key] = Crossing.of(tensor, self.stage.anchor)
         return segment.here[key]
-
-    def changed(self, tensor: Tensor) -> None:
-        """Note that a call changes a tensor in place."""
-        node = tensor.grad_fn
-        if node is not None and self.segments[0].start <= node._sequence_nr() < self.segments[-1].start:
-            self._changed.add((id(node), tensor.output_nr))
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""

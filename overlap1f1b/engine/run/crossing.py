@@ -47,9 +47,6 @@ class Replaces(Protocol):
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
 
-    def changed(self, tensor: Tensor) -> None:
-        """Note that a call changes a tensor in place."""
-
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
 
@@ -72,8 +69,7 @@ class CrossingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__
-        if (name == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
+        if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
         if run.watching is not None and func is dist.all_to_all_single:
@@ -81,10 +77,7 @@ class CrossingMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            given = args[0] if args else None
             args, kwargs = self.replaced(args), self.replaced(kwargs)
-            if name[-1] == "_" and name[-2:] != "__" and isinstance(given, Tensor):
-                run.changed(given)
         return func(*args, **kwargs)
 
     def replaced(self, values: Any) -> Any:

@@ -148,7 +148,7 @@ class RecomputedRun(BlockRun):
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
                 )
-            self.segments[-1].here = {}
+            self.segments[-1].leave()
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
                     segment.sent, segment.crossed, segment.parameters = [None] * len(segment.sent), {}, {}

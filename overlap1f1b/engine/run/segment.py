@@ -77,6 +77,11 @@ def next_sequence_number() -> int:
     return node._sequence_nr()
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what a tensor shares with its views, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 class Layout(NamedTuple):
     """Shapes of a row of each tensor of one exchange; several tensors travel as one, a row's bytes side by side.
 
@@ -191,6 +196,7 @@ class Segment:
         "seam",
         "sent",
         "start",
+        "versions",
     )
 
     def __init__(self, op: Op, seam: int, start: int, queue: WeightQueue) -> None:
@@ -206,6 +212,8 @@ class Segment:
         self.layout = Layout(())
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
+        self.versions: dict[int, tuple[Tensor, int]] = {}
+        """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
     def enter(self, values: Sequence[Tensor], differs: Sequence[bool], anchor: Tensor) -> list[Tensor]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
@@ -214,6 +222,12 @@ class Segment:
             value if entry is None else entry.enter(value, anchor)
             for value, entry in zip(values, self.received, strict=True)
         ]
+
+    def leave(self) -> list[int]:
+        """Release what entered, at the segment's end; return the storages that it has changed in place."""
+        changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
+        self.here, self.versions = {}, {}
+        return changed
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""

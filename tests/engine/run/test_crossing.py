@@ -90,6 +90,14 @@ def received_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     return ex(F.relu(y, inplace=True))
 
 
+def written_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    h[:2] = s.c(y)[:2]
+    torch._foreach_mul_([h], [y])
+    return s.c(h)
+
+
 def used_under_a_condition(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     first = bool(x.sum() > 0)  # other microbatches on other ranks
     y = ex(s.a(x) * s.scale if first else s.a(x))
@@ -118,6 +126,7 @@ EQUAL: list[Body] = [
     added_in_place,
     added_by_a_method,
     received_in_place,
+    written_in_place,
     used_under_a_condition,
     one_weight_in_several_calls,
     attention_twice,
@@ -139,6 +148,77 @@ def _equal(rank: int, size: int, bodies: list[Body]) -> list[str]:
 
 def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_equal, EQUAL, timeout=120) == [[], []]
+
+
+def item_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    h[:2] = s.c(y)[:2]
+    return ex(y) + h
+
+
+def module_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    nn.ReLU(inplace=True)(h)
+    return ex(y) + h
+
+
+def foreach_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    torch._foreach_mul_([h], [y])
+    return ex(y) + h
+
+
+def view_of_what_has_changed(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    view = h[:3]
+    y = ex(s.b(x))
+    h.mul_(s.scale)
+    return s.c(y) + torch.cat([view, view])
+
+
+def base_of_what_has_changed(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    view = h[:3]
+    y = ex(s.b(x))
+    view.mul_(2)
+    return ex(y) + h
+
+
+REFUSED: list[Body] = [
+    item_behind_a_third,
+    module_behind_a_third,
+    foreach_behind_a_third,
+    view_of_what_has_changed,
+    base_of_what_has_changed,
+]
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    told = []
+    for body in REFUSED:
+        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), body)), mesh, timeout=10)
+        data = batch(rank)
+        engine.step(data[0], target=data[1])
+        try:
+            engine.step(data[0], target=data[1])
+            told.append(f"{body.__name__}: no error")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error).splitlines()[0])
+    return told
+
+
+def test_what_is_changed_in_place_is_used_no_more_behind_a_third_exchange(ranks2: Ranks) -> None:
+    wanted = (
+        "block 0 (Block) changes a tensor in place behind an exchange that it made before it, and then uses ",
+        "block 0 (Block) uses a tensor of AddBackward0 behind exchange 0, in a call that torch does not show",  # a view
+    )
+    every = ranks2.run(_refused, timeout=60)
+    for lines in zip(*every, strict=True):
+        assert any(line.startswith(wanted) for line in lines), lines
 
 
 def _failing(rank: int, size: int) -> list[str]:
