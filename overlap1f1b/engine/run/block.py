@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
+from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
@@ -72,8 +73,8 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.rows: Tensor | None = None
         """Rows for the exchange that is next."""
-        self._state = self.module.state if isinstance(self.module, MicrobatchBlock) else None
-        self._carried: object = None  # state of modules that the suspended forward has taken along
+        self._state = stage.state_of(block)
+        self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
@@ -132,7 +133,8 @@ class BlockRun:
 
     def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
         if self._state is not None:
-            self._carried = self._state.leave()
+            carried = self._state.leave()
+            self._carried = carried if isinstance(reached, ExchangeCall) else None
         return reached
 
     def _open(self) -> Segment:
@@ -226,6 +228,7 @@ class BlockRun:
         if microbatch.grad:
             self._keep(outs)
             self.stage.uses.learn(self.block)
+            self.stage.attributes[self.block].learning = self.seen is not None
         differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = detached, True
@@ -330,6 +333,8 @@ class BlockRun:
 
     def _note(self, tensors: Sequence[Tensor], splits: Splits, function: Form | None = None) -> None:
         assert self.seen is not None
+        if isinstance(self._state, ModuleAttributes):
+            self._state.look()
         self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), function))
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:

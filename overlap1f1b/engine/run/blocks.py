@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
@@ -204,6 +205,8 @@ class Blocks:
             [{p for m in linears if isinstance(p := m.weight, nn.Parameter)} for linears in self.linears]
         )
         self.foreign = Foreign()
+        self.attributes = [ModuleAttributes(block) for block in self.blocks]
+        """What each block's forward keeps on modules."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self.queue = WeightQueue()
@@ -278,6 +281,13 @@ class Blocks:
             self.uses.forget(block)
         self.shape = tuple(shapes)
         self._find_exchanges()
+
+    def state_of(self, block: int) -> CarriedState | None:
+        """Return what a block's forward keeps on modules while it is suspended; None if it keeps nothing."""
+        module, attributes = self.blocks[block], self.attributes[block]
+        if isinstance(module, MicrobatchBlock) and module.state is not None:
+            return module.state
+        return attributes if attributes.learning or attributes.known else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
         """Note a call of experts: its sizes, and rows without room under a capacity."""
