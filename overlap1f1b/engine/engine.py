@@ -324,9 +324,7 @@ class Engine:
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
             # 2. Forwards, backwards, exchanges, reductions.
-            looks = first and self._looks
-            for stage in self.stages.values() if looks else ():
-                stage.look_for_exchanges()
+            looks = self._looks
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
@@ -348,6 +346,7 @@ class Engine:
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
+        self._looks = False
         foreign = {number: stage.foreign for number, stage in self.stages.items()}
         find_functions(foreign, self.mesh)
         shown = shown_by_all(foreign, self.mesh)
@@ -376,6 +375,8 @@ class Engine:
     def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
         nodes, placement = plan.ranks[self.rank], self.program.placement
         check_feed(feed, self.program, self.rank)
+        for stage in self.stages.values() if grad and self._looks else ():
+            stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
         reductions = self.reductions if grad else []
         for reduction in reductions:

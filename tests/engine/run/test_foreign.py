@@ -495,3 +495,28 @@ def _beside(rank: int, size: int) -> list[str]:
 
 def test_beside_experts_and_over_two_stages_of_a_rank(ranks2: Ranks) -> None:
     assert ranks2.run(_beside, timeout=120) == [[], []]
+
+
+class Crowded(Hidden):
+    """All tokens go to the first expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.gate(x).softmax(-1).topk(1)
+        return x + self.experts(x, indices * 0, weights)
+
+
+def _again(rank: int, size: int) -> list[str]:
+    """The first step is played twice: not all rows find room."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+    return compare(
+        "rerun",
+        lambda: nn.Sequential(Block(group, "exchange"), Block(group, "a Function of its own"), Crowded(group)),
+        mesh,
+        capacity=1.0,
+        overflow="rerun",
+    )
+
+
+def test_a_first_step_that_is_played_again(ranks2: Ranks) -> None:
+    assert ranks2.run(_again, timeout=60) == [[], []]
