@@ -17,7 +17,7 @@ from overlap1f1b.engine.run.random import generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, exchanges_of, parse_recompute
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.suspend import uncompiled
@@ -274,10 +274,7 @@ class Blocks:
             if not exchanges:
                 continue
             self.foreign.hidden[block] = exchanges
-            # No part of such a block can be computed again by itself.
-            recompute: Recompute = "attention" if shape.drops(Op.DENSE) else "none"
-            ops = tuple(exchange.op for exchange in exchanges)
-            shapes[block] = shape._replace(exchanges=ops, recompute=recompute)
+            shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
             self.uses.forget(block)
         self.shape = tuple(shapes)
         self._find_exchanges()

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd as imported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from overlap1f1b.engine import Engine
 from overlap1f1b.engine.run.foreign import Seen, Shown, matched
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from tests import models
-from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, compare, engine_of, loss_fn
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, batch, compare, engine_of, loss_fn
 from tests.ranks import Ranks
 
 EXPERTS = 4
@@ -520,3 +521,34 @@ def _again(rank: int, size: int) -> list[str]:
 
 def test_a_first_step_that_is_played_again(ranks2: Ranks) -> None:
     assert ranks2.run(_again, timeout=60) == [[], []]
+
+
+def _planned(rank: int, size: int) -> list[Any]:
+    """Plans of an engine are given to others before their first step: cut, not cut, and cut elsewhere."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+
+    def engine(**options: Any) -> Engine:
+        torch.manual_seed(7)
+        return engine_of(nn.Sequential(Block(group, "exchange"), nn.Linear(HIDDEN, HIDDEN)), mesh, **options)
+
+    first, data = engine(overlap="pairs"), batch(rank)
+    uncut = first.plan
+    for _ in range(2):
+        first.step(data[0], target=data[1])
+    cut = first.plan
+    by_option, later, plain = engine(plan=cut), engine(), engine()
+    later.plan, plain.plan = cut, uncut
+    found = []
+    for one, wanted in ((by_option, cut), (later, cut), (plain, uncut)):
+        for _ in range(2):
+            one.step(data[0], target=data[1])
+        found.append(one.plan.fingerprint == wanted.fingerprint)
+    elsewhere = engine_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Block(group, "exchange")), mesh, plan=cut)
+    with pytest.raises(ValueError, match=r"^a plan of .* for other blocks.*; allowed: one of"):
+        elsewhere.step(data[0], target=data[1])
+    return found
+
+
+def test_plans_may_be_given_before_the_first_step(ranks2: Ranks) -> None:
+    assert ranks2.run(_planned, timeout=60) == [[True] * 3] * 2
