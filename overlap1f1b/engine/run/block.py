@@ -206,7 +206,8 @@ class BlockRun:
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
-                    "does not show to function modes; allowed there: calls outside compiled regions and extensions"
+                    "does not show to function modes (scripted or compiled code, vmap, an extension); "
+                    "allowed there: a clone() of it"
                 )
 
     def _wrong_number(self, found: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
@@ -27,6 +27,7 @@ from overlap1f1b.engine.run.foreign import (
     watched,
 )
 from overlap1f1b.engine.run.segment import Enter
+from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (Enter, SplitLinear, SplitGroupedMM)
@@ -139,15 +140,17 @@ class Asking(OpOverloadPacket):
 def functions_cross() -> Iterator[None]:
     """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
 
-    The functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
+    What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own. The
+    functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
     on the stack, and do not bear a switch.
     """
-    function: Any = torch.autograd.Function
-    plain = function.__dict__["apply"]
-    if getattr(plain.__func__, "__module__", "") == __name__:  # another stage of this rank has changed it
+    function: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in function.__dict__:  # another stage of this rank has changed it
         yield
         return
-    call: Callable[..., Any] = plain.__func__
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(function, cls).apply(*args, **kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = None if cls is Enter else running_mode()
@@ -177,12 +180,12 @@ def functions_cross() -> Iterator[None]:
         return result
 
     operations = functional_operations()
-    function.apply = classmethod(apply)
+    function.apply = classmethod(uncompiled(apply))
     for namespace, operation in operations:
         namespace.all_to_all_single = Asking.of(operation)
     try:
         yield
     finally:
-        function.apply = plain
+        del function.apply
         for namespace, operation in operations:
             namespace.all_to_all_single = operation

@@ -9,10 +9,12 @@ weights), and parameters that are used in other places, too. An :class:`Entry` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
@@ -48,8 +50,15 @@ class Entry:
             tensor: The tensor.
             anchor: Any leaf that requires a gradient; it gets none.
         """
-        with torch.enable_grad():
+        with torch.enable_grad(), _outside_transforms():
             return Enter.apply(anchor, tensor.detach(), self)
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Return a context outside torch.func's transforms: what enters is no argument of one."""
+    if not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 class Enter(torch.autograd.Function):

@@ -48,6 +48,21 @@ class Fills(torch.autograd.Function):
         return grads[0], None
 
 
+class Product(torch.autograd.Function):
+    """Product of two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] * y, grads[0] * x
+
+
+product = Product.apply
 Pair = namedtuple("Pair", "first second")
 
 
@@ -98,6 +113,18 @@ def written_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     return s.c(h)
 
 
+def kept_apply(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    return product(h, ex(s.b(x)))
+
+
+def inside_vmap(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) * s.scale
+    y = ex(s.b(x))
+    z = torch.vmap(lambda row: (h * row.sin()).mean(0) * s.scale)(y)
+    return z + torch.vmap(torch.mul)(h.clone(), y)
+
+
 def used_under_a_condition(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     first = bool(x.sum() > 0)  # other microbatches on other ranks
     y = ex(s.a(x) * s.scale if first else s.a(x))
@@ -127,6 +154,8 @@ EQUAL: list[Body] = [
     added_by_a_method,
     received_in_place,
     written_in_place,
+    kept_apply,
+    inside_vmap,
     used_under_a_condition,
     one_weight_in_several_calls,
     attention_twice,
@@ -187,12 +216,18 @@ def base_of_what_has_changed(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     return ex(y) + h
 
 
+def as_an_argument_of_vmap(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    return torch.vmap(torch.mul)(h, ex(s.b(x)))  # type: ignore[no-any-return]
+
+
 REFUSED: list[Body] = [
     item_behind_a_third,
     module_behind_a_third,
     foreach_behind_a_third,
     view_of_what_has_changed,
     base_of_what_has_changed,
+    as_an_argument_of_vmap,
 ]
 
 
@@ -211,10 +246,10 @@ def _refused(rank: int, size: int) -> list[str]:
     return told
 
 
-def test_what_is_changed_in_place_is_used_no_more_behind_a_third_exchange(ranks2: Ranks) -> None:
+def test_uses_that_are_refused_in_one_line(ranks2: Ranks) -> None:
     wanted = (
         "block 0 (Block) changes a tensor in place behind an exchange that it made before it, and then uses ",
-        "block 0 (Block) uses a tensor of AddBackward0 behind exchange 0, in a call that torch does not show",  # a view
+        "block 0 (Block) uses a tensor of AddBackward0 behind exchange 0, in a call that torch does not show",
     )
     every = ranks2.run(_refused, timeout=60)
     for lines in zip(*every, strict=True):
