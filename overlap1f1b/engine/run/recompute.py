@@ -41,6 +41,9 @@ def _forgotten(_: None) -> Tensor:
     raise AssertionError("the first of two forwards has no backward")
 
 
+CHECKPOINT = "torch.utils.checkpoint"
+"""Module of the hooks that a checkpoint without a backward of its own sets; they count what is saved a second time."""
+
 _FORGETTING = (_forget, _forgotten)
 
 
@@ -106,6 +109,12 @@ class RecomputedRun(BlockRun):
         call, forward = self.segments[-1].call, self.forward
         assert call is not None
         assert forward is not None
+        if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in call.state.hooks):
+            raise ValueError(
+                f"{self.name} exchanges rows inside torch.utils.checkpoint, with "
+                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: recompute='none', or a checkpoint of "
+                "other parts"
+            )
         forward.part, forward.once = self._run_part, self._compute_once
         self.part_random = random.again() if call.feeds_part and not self.again else None
         if self.again or not self.drops_own:

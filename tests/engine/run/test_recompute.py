@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
@@ -198,6 +199,21 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Checkpointed(models.Block):
+    """Calls its experts inside a checkpoint."""
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = checkpoint(experts, tokens, indices, weights, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_inside_a_checkpoint_are_refused_in_one_line(mode: Recompute) -> None:
+    with pytest.raises(ValueError, match=r"^block 1 \(Checkpointed\) exchanges rows inside torch.utils.checkpoint, .*"):
+        gradients(mode, block=Checkpointed)
+    assert gradients("none", block=Checkpointed).keys() == gradients("none").keys()
 
 
 class Failing(models.Block):
