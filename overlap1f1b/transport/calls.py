@@ -51,11 +51,10 @@ class ExchangeCall(NamedTuple):
     """An exchange that a suspended forward waits for.
 
     Args:
-        tensors: Sent tensors, with as many rows each. The engine takes them out of the list, so that nothing else keeps
-            them alive.
+        tensors: Sent tensors, with as many rows each. The engine takes them out of the list: it has the only reference
+            to our Experts' rows; those of :func:`exchange` stay with its caller.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
-        group: Ranks of the exchange; None for the ranks that share the experts.
         state: Of the thread, at the call.
         feeds_part: Whether :func:`run_part` alone uses the received rows.
         answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
@@ -64,7 +63,6 @@ class ExchangeCall(NamedTuple):
     tensors: list[Tensor]
     splits: Splits
     back: bool
-    group: dist.ProcessGroup | None
     state: ThreadState
     feeds_part: bool = False
     answer: Tensor | None = None
@@ -98,7 +96,7 @@ def exchange_rows(
     if forward is not None:
         state = ThreadState.capture(forward.device)
         received: Tensor
-        (received,) = forward.suspend(ExchangeCall(rows, splits, back, None, state, feeds_part, answer), state)
+        (received,) = forward.suspend(ExchangeCall(rows, splits, back, state, feeds_part, answer), state)
         return received
     if splits.counts is not None and not back:
         counts = exchange.counts(splits.counts)
@@ -146,19 +144,19 @@ def exchange(
     splits = splits_of(rows, send, receive, group.size())
     forward = Forward.running()
     if forward is not None and forward.hides(given, splits, group):
-        got = suspend_for(list(given), splits, group)
+        got = suspend_for(list(given), splits)
     else:
         by = build_exchange(group, device=given[0].device.type)
         got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
     return got[0] if isinstance(tensors, Tensor) else got
 
 
-def suspend_for(tensors: list[Tensor], splits: Splits, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Tensor, ...]:
     """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
     forward = Forward.running()
     assert forward is not None
     state = ThreadState.capture(forward.device)
-    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False, group, state), state)
+    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False, state), state)
     return brought
 
 

@@ -350,7 +350,7 @@ class BlockRun:
         splits = splits_of(len(tensor), send, receive, group.size())
         if forward is not self.forward or forward is None or not self.hides((tensor,), splits, group):
             return None
-        return suspend_for([tensor], splits, group)[0]
+        return suspend_for([tensor], splits)[0]
 
     def post(self, node: Node) -> Post[Tensor]:
         """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""

@@ -127,13 +127,13 @@ class Asking(OpOverloadPacket):
         asking.__dict__.update(operation.__dict__)
         return asking
 
-    def __call__(self, tensor: Tensor, receive: Any, send: Any, group: Any, /) -> Any:
+    def __call__(self, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
         mode = running_mode()
         if mode is not None and torch.is_grad_enabled():
-            brought = mode.run.exchanged(tensor, send, receive, group_named(group))
+            brought = mode.run.exchanged(input, input_split_sizes, output_split_sizes, group_named(group_name))
             if brought is not None:
                 return brought
-        return super().__call__(tensor, receive, send, group)
+        return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
 
 
 @contextmanager
