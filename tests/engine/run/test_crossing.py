@@ -146,6 +146,13 @@ def attention_twice(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     return ex(k) + h
 
 
+def under_autocast(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # each use casts the weight for itself
+        h = x @ s.c.weight
+        y = ex(s.b(h).float())
+        return (F.linear(s.b(y), s.c.weight) + h).float()
+
+
 EQUAL: list[Body] = [
     list_is_filled,
     named_tuple,
@@ -159,6 +166,7 @@ EQUAL: list[Body] = [
     used_under_a_condition,
     one_weight_in_several_calls,
     attention_twice,
+    under_autocast,
 ]
 
 
