@@ -36,10 +36,8 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
     }
     for number, stage in stages.items():
         facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
-        for block, (name, shape) in enumerate(zip(stage.names, stage.shape, strict=True)):
+        for name, shape in zip(stage.names, stage.shape, strict=True):
             facts[f"the number of experts' calls in {name} of stage {number}"] = shape.seams
-            for position, exchange in enumerate(stage.foreign.hidden.get(block, ())):
-                facts[f"exchange {position} of {name} of stage {number}"] = exchange.text
             facts[f"whether {name} of stage {number} has layers with weight gradients apart"] = shape.split
     return facts
 

@@ -24,8 +24,9 @@ from overlap1f1b.engine.reduce.clip import clip
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
+from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
-from overlap1f1b.engine.stages import Model, all_shapes, stages_of
+from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
@@ -82,6 +83,8 @@ class Engine:
         ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit, or differ between ranks.
         LostRankError: Another rank failed, or did not make its Engine within the limit.
     """
+
+    _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
     def __init__(
         self,
@@ -210,9 +213,11 @@ class Engine:
                 fills=not program.splits(rank),
             )
             self._counts_block = not self.exchange.background and capacity is None
-            self._plans = self._new_plans(costs, plan)
+            self._plans = self._new_plans(costs)
             # 6. Blocks may exchange rows by themselves: the first step shows where.
-            self._looks = ep is not None and plan is None
+            self._looks = ep is not None
+            if plan is not None:
+                self.plan = plan
             for stage in self.stages.values():
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
@@ -242,12 +247,20 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the next step. Another may be set between steps, on all ranks alike; it stays until costs are set."""
+        """Plan of the next step. Another may be set between steps, on all ranks alike; it stays until costs are set.
+
+        One that is set before the first step decides whether blocks are cut at the exchanges that they make by
+        themselves; if they are, it is played from the second step on.
+        """
         return self._plans.of_step
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
+        if self._looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
+            self._cut_plan = plan
+            return
         self._plans.of_step = plan
+        self._looks = False
 
     def step(
         self,
@@ -323,9 +336,7 @@ class Engine:
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
             # 2. Forwards, backwards, exchanges, reductions.
-            looks = first and self._looks
-            for stage in self.stages.values() if looks else ():
-                stage.look_for_exchanges()
+            looks = self._looks
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
@@ -347,11 +358,16 @@ class Engine:
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
-        found = [stage.adopt_exchanges() for stage in self.stages.values()]
-        if self.mesh.combined(any(found), lambda _, every: any(every)):
-            self.mesh.agree(structure(self.stages))
-            self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
-            self._plans = self._new_plans(self._plans.costs)
+        self._looks = False
+        foreign = {number: stage.foreign for number, stage in self.stages.items()}
+        find_functions(foreign, self.mesh)
+        shown = shown_by_all(foreign, self.mesh)
+        for stage in self.stages.values():
+            stage.adopt_exchanges(shown)
+        shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+        if shapes != self.shapes or self._cut_plan is not None:
+            self.shapes = shapes
+            self._plans = self._new_plans(self._plans.costs, self._cut_plan)
 
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
@@ -371,6 +387,8 @@ class Engine:
     def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
         nodes, placement = plan.ranks[self.rank], self.program.placement
         check_feed(feed, self.program, self.rank)
+        for stage in self.stages.values() if grad and self._looks else ():
+            stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
         reductions = self.reductions if grad else []
         for reduction in reductions:

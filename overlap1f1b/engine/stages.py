@@ -172,3 +172,11 @@ def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) ->
 
     shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
     return tuple(shapes[stage] for stage in range(placement.stages))
+
+
+def cut_alike(shapes: Sequence[StageShape], other: Sequence[StageShape]) -> tuple[StageShape, ...]:
+    """Return shapes whose blocks are cut at the exchanges that the blocks of others make by themselves."""
+    return tuple(
+        tuple(block.cut(theirs.exchanges) for block, theirs in zip(stage, its, strict=False))
+        for stage, its in zip(shapes, other, strict=False)
+    )

@@ -137,6 +137,13 @@ class BlockShape(NamedTuple):
     recompute: Recompute = "none"
     exchanges: tuple[Op, ...] = ()
 
+    def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
+        """Return the shape of the block if it is cut at exchanges that it makes by itself."""
+        if self.seams or not exchanges:
+            return self
+        # No part of such a block can be computed again by itself.
+        return self._replace(exchanges=exchanges, recompute="attention" if self.drops(Op.DENSE) else "none")
+
     @property
     def own(self) -> Op:
         """Sub-op of the block's first segment, and of all that is not the experts'."""

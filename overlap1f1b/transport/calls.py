@@ -51,8 +51,8 @@ class ExchangeCall(NamedTuple):
     """An exchange that a suspended forward waits for.
 
     Args:
-        tensors: Sent tensors, with as many rows each. The engine takes them out of the list, so that nothing else keeps
-            them alive.
+        tensors: Sent tensors, with as many rows each. The engine takes them out of the list: it has the only reference
+            to our Experts' rows; those of :func:`exchange` stay with its caller.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
         feeds_part: Whether :func:`run_part` alone uses the received rows.

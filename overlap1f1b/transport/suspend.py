@@ -45,6 +45,7 @@ class Forward(greenlet):
         self.hides: Callable[..., bool] = _never
         self.gr_context = contextvars.copy_context()
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
+        self.inside: ThreadState  # of the function, where it is suspended
         self._grad = False
         self._with_mode = False
 
@@ -104,7 +105,7 @@ class Forward(greenlet):
 
         Called on the function's own stack. Whoever has started or resumed it receives ``handed``.
         """
-        inside = ThreadState.capture(self.device)
+        self.inside = inside = ThreadState.capture(self.device)
         self._outside.restore(inside, self.name)
         assert self.parent is not None
         try:

@@ -21,14 +21,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
+from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
-from overlap1f1b.engine.run.foreign import Seen, Watched, check_back
+from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
 from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, storage_of
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
@@ -57,6 +58,8 @@ class BlockRun:
         """Sub-ops of the block's exchanges of rows, and their numbers among those of the same sub-op."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)
+        if self.seen is not None:
+            self.seen[microbatch.index] = []
         self.exchanging = stage.foreign.functions
         self.watching: list[Watched] | None = None if self.seen is None else []
         self.is_last = block == len(stage.blocks) - 1
@@ -70,9 +73,9 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.rows: Tensor | None = None
         """Rows for the exchange that is next."""
-        self._state = self.module.state if isinstance(self.module, MicrobatchBlock) else None
-        self._carried: object = None  # state of modules that the suspended forward has taken along
-        self._changed: set[tuple[int, int]] = set()  # tensors that a later segment has changed in place
+        self._state = stage.state_of(block)
+        self._carried: Any = None  # state of modules that the suspended forward has taken along
+        self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -135,7 +138,8 @@ class BlockRun:
 
     def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
         if self._state is not None:
-            self._carried = self._state.leave()
+            carried = self._state.leave()
+            self._carried = carried if isinstance(reached, ExchangeCall) else None
         return reached
 
     def _open(self) -> Segment:
@@ -169,10 +173,9 @@ class BlockRun:
             ValueError: It is another one than in the first step.
         """
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found = Layout.of(call.tensors).rows
-        kinds = [[(like.dtype, like.shape[1:]) for like in rows] for rows in (found, wanted.rows)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"{where} has rows of {kinds[0]}; allowed: {kinds[1]}, as in the first step")
+        found, allowed = kinds_of(call.tensors), kinds_of(wanted.rows)
+        if found != allowed:
+            raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, as in the first step")
         if wanted.op is Op.COMBINE:
             earlier = self.segments[wanted.back_of].call
             assert earlier is not None
@@ -185,7 +188,7 @@ class BlockRun:
     def _sent(self, segment: Segment, call: ExchangeCall) -> Tensor:
         tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
         call.tensors.clear()
-        segment.here = {}
+        self._changed |= dict.fromkeys(segment.leave(), segment.start)
         segment.layout = Layout.of(tensors)
         segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
@@ -207,7 +210,8 @@ class BlockRun:
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
-                    "does not show to function modes; allowed there: calls outside compiled regions and extensions"
+                    "does not show to function modes (scripted or compiled code, vmap, an extension); "
+                    "allowed there: a clone() of it"
                 )
 
     def _wrong_number(self, found: str) -> str:
@@ -232,6 +236,7 @@ class BlockRun:
                 self._check_differs(outs)
             self._keep(outs)
             self.stage.uses.learn(self.block)
+            self.stage.attributes[self.block].learning = self.seen is not None
         differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = detached, True
@@ -244,7 +249,7 @@ class BlockRun:
     def _keep(self, outs: Tensors) -> None:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
-        self.segments[-1].here = {}
+        self.segments[-1].leave()
         self._check_graph(self.segments[-1], self.outs)
 
     def _run_module(self, *x: Tensor) -> Tensors:
@@ -298,19 +303,15 @@ class BlockRun:
             return tensor
         key = id(node), tensor.output_nr
         if key not in segment.here:
-            if key in self._changed:
+            storage = storage_of(tensor)
+            _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
+            if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
                 raise ValueError(
-                    f"{self.name} changes a tensor in place that it made before another exchange, and uses it behind a "
-                    "third; allowed: a copy"
+                    f"{self.name} changes a tensor in place behind an exchange that it made before it, and then uses "
+                    "it behind a third, or a view of it; allowed: a copy"
                 )
             segment.crossed[key], segment.here[key] = Crossing.of(tensor, self.stage.anchor)
         return segment.here[key]
-
-    def changed(self, tensor: Tensor) -> None:
-        """Note that a call changes a tensor in place."""
-        node = tensor.grad_fn
-        if node is not None and self.segments[0].start <= node._sequence_nr() < self.segments[-1].start:
-            self._changed.add((id(node), tensor.output_nr))
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
@@ -346,14 +347,20 @@ class BlockRun:
         if list(self.stage.foreign.ranks) != dist.get_process_group_ranks(group):
             return False
         if self.seen is not None:
-            seen = Seen(splits.send, splits.receive, Layout.of(tensors).rows)
-            self.seen.setdefault(self.microbatch.index, []).append(seen)
+            self._note(tensors, splits)
         return bool(self.foreign)
 
-    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
-        """Note an all-to-all of the model's own that has run where it stands."""
-        tensor, send, receive, group = call
-        self.hides((tensor,), splits_of(len(tensor), send, receive, group.size()), group)
+    def _note(self, tensors: Sequence[Tensor], splits: Splits, function: Form | None = None) -> None:
+        assert self.seen is not None
+        if isinstance(self._state, ModuleAttributes):
+            self._state.look()
+        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), function))
+
+    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
+        """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
+        splits = self.stage.foreign.look(function, args, calls, result)
+        if splits is not None:
+            self._note((calls[0].input,), splits, form_of(function, args))
 
     def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
         """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""

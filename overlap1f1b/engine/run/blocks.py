@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
 from overlap1f1b.engine.run.crossing import functions_cross
-from overlap1f1b.engine.run.foreign import Foreign
+from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, exchanges_of, parse_recompute
+from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.suspend import ThreadState, uncompiled
@@ -205,6 +206,8 @@ class Blocks:
             [{p for m in linears if isinstance(p := m.weight, nn.Parameter)} for linears in self.linears]
         )
         self.foreign = Foreign()
+        self.attributes = [ModuleAttributes(block) for block in self.blocks]
+        """What each block's forward keeps on modules."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self.queue = WeightQueue()
@@ -250,29 +253,42 @@ class Blocks:
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
-        return self._shares[block] or block in self.foreign.hidden or self.uses.watches(block)
+        foreign = self.foreign
+        looked_at = foreign.seen is not None and block in foreign.seen
+        return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
+        self.foreign.tried.clear()
         self.foreign.seen = {block: {} for block, shape in enumerate(self.shape) if not shape.seams}
 
-    def adopt_exchanges(self) -> bool:
-        """Cut blocks from now on at the exchanges that they made by themselves; return whether there are any.
+    def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
+        """Cut blocks from now on at the exchanges that they made by themselves.
+
+        Args:
+            shown: What the microbatches of all ranks have shown, by (stage, block).
 
         Raises:
             ValueError: Microbatches have made different exchanges.
         """
-        self.foreign.adopt(self.names)
         shapes = list(self.shape)
-        for block, exchanges in self.foreign.hidden.items():
-            # No part of such a block can be computed again by itself.
-            recompute: Recompute = "attention" if shapes[block].drops(Op.DENSE) else "none"
-            ops = tuple(exchange.op for exchange in exchanges)
-            shapes[block] = shapes[block]._replace(exchanges=ops, recompute=recompute)
+        for block, shape in enumerate(shapes):
+            place = self.number, block
+            exchanges = matched(shown[place], self.names[block], self.device) if place in shown else ()
+            if not exchanges:
+                continue
+            self.foreign.hidden[block] = exchanges
+            shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
             self.uses.forget(block)
         self.shape = tuple(shapes)
         self._find_exchanges()
-        return bool(self.foreign.hidden)
+
+    def state_of(self, block: int) -> CarriedState | None:
+        """Return what a block's forward keeps on modules while it is suspended; None if it keeps nothing."""
+        module, attributes = self.blocks[block], self.attributes[block]
+        if isinstance(module, MicrobatchBlock) and module.state is not None:
+            return module.state
+        return attributes if attributes.learning or attributes.known else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
         """Note a call of experts: its sizes, and rows without room under a capacity."""

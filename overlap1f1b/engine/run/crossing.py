@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +19,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.run.foreign import (
     Arguments,
+    Form,
     Watched,
-    all_to_all_of,
+    form_of,
     functional_operations,
     group_named,
     watched,
@@ -36,24 +39,21 @@ class Replaces(Protocol):
     """A forward that decides what enters its running segment, and which exchanges suspend it.
 
     Attributes:
-        exchanging: Functions of its model that are an all-to-all.
+        exchanging: Functions of its model that are an all-to-all, by the forms of their calls.
         watching: Calls of ``all_to_all_single`` inside the Function that runs; None if nobody looks for new ones.
     """
 
-    exchanging: dict[type, Arguments]
+    exchanging: dict[Form, Arguments]
     watching: list[Watched] | None
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
 
-    def changed(self, tensor: Tensor) -> None:
-        """Note that a call changes a tensor in place."""
-
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
 
-    def note(self, call: tuple[Tensor, Any, Any, dist.ProcessGroup]) -> None:
-        """Note an all-to-all of the model's own that has run where it stands: tensor, sizes both ways, group."""
+    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
+        """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
 
     def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
         """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
@@ -72,8 +72,7 @@ class CrossingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__
-        if (name == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
+        if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
         if run.watching is not None and func is dist.all_to_all_single:
@@ -81,22 +80,28 @@ class CrossingMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            given = args[0] if args else None
             args, kwargs = self.replaced(args), self.replaced(kwargs)
-            if name[-1] == "_" and name[-2:] != "__" and isinstance(given, Tensor):
-                run.changed(given)
         return func(*args, **kwargs)
 
     def replaced(self, values: Any) -> Any:
-        """Return arguments with the tensors that enter."""
+        """Return arguments with the tensors that enter: the same objects where none does."""
         if isinstance(values, Tensor):
             return self._entered(values)
-        kind = type(values)
-        if kind is tuple or kind is list:
-            return kind([self.replaced(value) for value in values]) if values else values
-        if kind is dict:
-            return {name: self.replaced(value) for name, value in values.items()} if values else values
+        if isinstance(values, (tuple, list)):
+            new = [self.replaced(value) for value in values]
+            if all(map(is_, new, values)):
+                return values
+            return values._make(new) if hasattr(values, "_make") else type(values)(new)
+        if isinstance(values, dict):
+            changed = {name: new for name, value in values.items() if (new := self.replaced(value)) is not value}
+            return _with(values, changed) if changed else values
         return values
+
+
+def _with(values: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    copied = copy(values)
+    copied.update(changed)
+    return copied
 
 
 def eager(mode: bool) -> AbstractContextManager[object]:
@@ -139,28 +144,30 @@ class Asking(OpOverloadPacket):
         asking.__dict__.update(operation.__dict__)
         return asking
 
-    def __call__(self, tensor: Tensor, receive: Any, send: Any, group: Any, /) -> Any:
+    def __call__(self, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
         mode = running_mode()
         if mode is not None and torch.is_grad_enabled():
-            brought = mode.run.exchanged(tensor, send, receive, group_named(group))
+            brought = mode.run.exchanged(input, input_split_sizes, output_split_sizes, group_named(group_name))
             if brought is not None:
                 return brought
-        return super().__call__(tensor, receive, send, group)
+        return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
 
 
 @contextmanager
 def functions_cross() -> Iterator[None]:
     """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
 
-    The functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
+    What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own. The
+    functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
     on the stack, and do not bear a switch.
     """
-    function: Any = torch.autograd.Function
-    plain = function.__dict__["apply"]
-    if getattr(plain.__func__, "__module__", "") == __name__:  # another stage of this rank has changed it
+    function: Any = torch.autograd.function._SingleLevelFunction
+    if "apply" in function.__dict__:  # another stage of this rank has changed it
         yield
         return
-    call: Callable[..., Any] = plain.__func__
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(function, cls).apply(*args, **kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = None if cls is Enter else running_mode()
@@ -173,31 +180,29 @@ def functions_cross() -> Iterator[None]:
             else:
                 args, kwargs = mode.replaced(args), mode.replaced(kwargs)
         run = mode.run
-        known = run.exchanging.get(cls)
+        known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
             brought = run.exchanged(*known.of(args))
             if brought is not None:
                 return brought if known.output is None else args[known.output].copy_(brought)
-        if run.watching is None or known is not None or cls in _OWN:
+        if run.watching is None or cls in _OWN:
             return called_outside(mode, call, cls, *args, **kwargs)
-        before, run.watching = run.watching, []
+        before, calls = run.watching, list[Watched]()
+        run.watching = calls
         try:
             result = call(cls, *args, **kwargs)
-            found = all_to_all_of(args, run.watching, result)
         finally:
             run.watching = before
-        if found is not None:
-            run.exchanging[cls] = found
-            run.note(found.of(args))
+        run.called(cls, args, calls, result)
         return result
 
     operations = functional_operations()
-    function.apply = classmethod(apply)
+    function.apply = classmethod(uncompiled(apply))
     for namespace, operation in operations:
         namespace.all_to_all_single = Asking.of(operation)
     try:
         yield
     finally:
-        function.apply = plain
+        del function.apply
         for namespace, operation in operations:
             namespace.all_to_all_single = operation

@@ -2,12 +2,16 @@
 
 Three kinds are found: calls of the public ``exchange``; torch's functional ``all_to_all_single``, by whatever name it
 is called; and an ``autograd.Function`` that turns out to be an all-to-all and no more, such as Megatron-Core's, torch's
-own in ``torch.distributed.nn``, or a user's. The first step runs them where they stand, and notes them.
+own in ``torch.distributed.nn``, or a user's. The first step runs them where they stand, and notes them. Functions are
+then tried with random rows: one that does more than an all-to-all, on any rank, stays where it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +20,16 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 
 from overlap1f1b.plan import Op
-from overlap1f1b.transport.calls import Splits
+from overlap1f1b.transport.calls import Splits, splits_of
+from overlap1f1b.transport.exchange import build_exchange
+from overlap1f1b.transport.mesh import Mesh
+
+Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
+    """Return the dtype of each tensor, and the shape of a row."""
+    return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
 
 
 class Seen(NamedTuple):
@@ -25,12 +38,14 @@ class Seen(NamedTuple):
     Args:
         send: Rows to each rank.
         receive: Rows from each rank.
-        rows: ``[0, …]``, like each of its tensors.
+        kinds: Dtype of each of its tensors, and shape of a row.
+        function: Form of the Function that made it; None if no Function did.
     """
 
     send: list[int]
     receive: list[int]
-    rows: tuple[Tensor, ...]
+    kinds: Kinds
+    function: Form | None = None
 
 
 class ForeignExchange(NamedTuple):
@@ -46,11 +61,32 @@ class ForeignExchange(NamedTuple):
     back_of: int
     rows: tuple[Tensor, ...]
 
-    @property
-    def text(self) -> str:
-        """Sub-op, and dtype and size of a row; the same on all ranks."""
-        rows = ", ".join(f"{str(like.dtype)[6:]}{list(like.shape[1:])}" for like in self.rows)
-        return f"{self.op} of {rows}"
+
+class Shown(NamedTuple):
+    """What microbatches have shown of the exchanges of a block.
+
+    Args:
+        kinds: Tensors of all exchanges of a microbatch.
+        swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
+    """
+
+    kinds: frozenset[tuple[Kinds, ...]]
+    swapped: frozenset[tuple[int, int]]
+
+    @classmethod
+    def by(cls, every: Sequence[Seen]) -> Shown:
+        """Return what one microbatch has shown."""
+        swapped = [
+            (later, earlier)
+            for later, one in enumerate(every)
+            for earlier, other in enumerate(every[:later])
+            if (one.send, one.receive) == (other.receive, other.send)
+        ]
+        return cls(frozenset([tuple([one.kinds for one in every])]), frozenset(swapped))
+
+    def __and__(self, other: Shown) -> Shown:
+        """Return what two microbatches have shown, or two ranks."""
+        return Shown(self.kinds | other.kinds, self.swapped & other.swapped)
 
 
 class Foreign:
@@ -59,58 +95,99 @@ class Foreign:
     Attributes:
         ranks: Global numbers of the ranks that share the experts.
         functions: Functions of the model that are an all-to-all.
+        tried: Functions of the step, by their text.
         seen: Exchanges of the step, by block and microbatch; None if nobody looks for them.
         hidden: Exchanges that are hidden, by block.
     """
 
     def __init__(self) -> None:
         self.ranks: Sequence[int] = ()
-        self.functions: dict[type, Arguments] = {}
+        self.functions: dict[Form, Arguments] = {}
+        self.tried: dict[str, Trial] = {}
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
 
-    def adopt(self, names: Sequence[str]) -> None:
-        """Hide from now on what the step has shown.
+    def look(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> Splits | None:
+        """Note a call of a Function; return the sizes of its all-to-all if it may be hidden.
 
-        Raises:
-            ValueError: Microbatches have made different exchanges; ``names`` are the blocks'.
+        Args:
+            function: The Function.
+            args: Its arguments.
+            calls: Calls of ``all_to_all_single`` in its forward.
+            result: Its result.
         """
+        results = result if isinstance(result, tuple) else (result,)
+        if len(calls) == 1 and (self._others(calls[0]) or not any(map(_differs, results))):
+            return None
+        form = form_of(function, args)
+        trial = self.tried.setdefault(text_of(form), Trial(form))
+        trial.exchanges |= any(not self._others(call) for call in calls)
+        places = places_of(args, calls[0], result) if len(calls) == 1 else ()
+        if not places or trial.form != form:  # another Function may have the same name
+            trial.places = ()
+            return None
+        if trial.places is None:  # without values, which would be kept to the step's end
+            trial.args = [_empty(a) if _differs(a) or _same(result, a) else a for a in args]
+            trial.places = places
+        else:
+            trial.places = trial.places and _common(trial.places, places)
+        return calls[0].splits
+
+    def _others(self, call: Watched) -> bool:
+        return list(self.ranks) != dist.get_process_group_ranks(call.group)
+
+    def shown(self) -> dict[int, Shown]:
+        """Return what this rank's microbatches have shown of each block."""
         seen, self.seen = self.seen or {}, None
-        for block, by_microbatch in seen.items():
-            if any(by_microbatch.values()):
-                self.hidden[block] = matched([by_microbatch[m] for m in sorted(by_microbatch)], names[block])
+        return {
+            block: reduce(
+                and_,
+                [
+                    Shown.by([one for one in every if one.function is None or one.function in self.functions])
+                    for every in by_microbatch.values()
+                ],
+            )
+            for block, by_microbatch in seen.items()
+            if by_microbatch
+        }
 
 
-def matched(microbatches: Sequence[Sequence[Seen]], name: str) -> tuple[ForeignExchange, ...]:
-    """Return the exchanges of a block from those of its microbatches.
+def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, int], Shown]:
+    """Return what the microbatches of all ranks have shown, by (stage, block). All ranks must call this.
+
+    Sizes that are symmetric by chance, on one rank, tell nothing.
+    """
+    mine = {(number, block): shown for number, one in stages.items() for block, shown in one.shown().items()}
+    return mesh.combined(
+        mine,
+        lambda _, parts: {
+            place: reduce(and_, [part[place] for part in parts if place in part]) for place in set().union(*parts)
+        },
+    )
+
+
+def matched(shown: Shown, name: str, device: torch.device) -> tuple[ForeignExchange, ...]:
+    """Return the exchanges of a block.
 
     Raises:
         ValueError: Microbatches have exchanges of other numbers or dtypes; ``name`` is the block's.
     """
-    first, found = microbatches[0], list[ForeignExchange]()
-    kinds = [[[(like.dtype, like.shape[1:]) for like in seen.rows] for seen in every] for every in microbatches]
-    if any(kind != kinds[0] for kind in kinds):
-        numbers = sorted({len(every) for every in microbatches})
+    if len(shown.kinds) > 1:
+        numbers = sorted({len(every) for every in shown.kinds})
         raise ValueError(
             f"{name} exchanges rows {' or '.join(map(str, numbers))} times, of sizes that differ between microbatches; "
-            "allowed: the same exchanges in each microbatch"
+            "allowed: the same exchanges in each microbatch, on all ranks"
         )
-    open_: list[int] = []
-    for position, seen in enumerate(first):
-        back = next(
-            (
-                earlier
-                for earlier in reversed(open_)
-                if all(every[position].send == every[earlier].receive for every in microbatches)
-                and all(every[position].receive == every[earlier].send for every in microbatches)
-            ),
-            -1,
-        )
+    (every,) = shown.kinds
+    found, open_ = list[ForeignExchange](), list[int]()
+    for position, kinds in enumerate(every):
+        back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
         if back < 0:
             open_.append(position)
         else:
             open_.remove(back)
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, seen.rows))
+        rows = tuple([torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds])
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, rows))
     return tuple(found)
 
 
@@ -133,14 +210,70 @@ class Arguments(NamedTuple):
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, Any, Any, dist.ProcessGroup]:
         """Return tensor, sizes to send, sizes to receive, and group of a call."""
-        group = dist.group.WORLD if self.group is None or args[self.group] is None else args[self.group]
-        assert isinstance(group, dist.ProcessGroup)
-        send, receive = (None if at is None else args[at] for at in (self.send, self.receive))
-        return args[self.tensor], send, receive, group
+        send, receive, group = (None if at is None else args[at] for at in (self.send, self.receive, self.group))
+        return args[self.tensor], _given(send), _given(receive), _or_world(group)
 
 
-Watched = tuple[Tensor, Tensor, Any, Any, Any]
-"""Output, input, sizes to receive, sizes to send, and group of a call of ``all_to_all_single``."""
+Form = tuple[type, tuple[Any, ...]]
+"""A Function, and what its arguments are: None, a flag or a number with a fraction; ``...`` for any other value.
+
+Calls of another form may do something else with their arguments.
+"""
+_FLAGS = (type(None), bool, float, str)
+
+
+def form_of(function: type, args: Sequence[Any]) -> Form:
+    """Return the form of a call."""
+    return function, tuple([argument if type(argument) in _FLAGS else ... for argument in args])
+
+
+def text_of(form: Form) -> str:
+    """Return the name of a Function and its flags; the same on all ranks."""
+    function, flags = form
+    return f"{function.__module__}.{function.__qualname__}({', '.join('…' if f is ... else repr(f) for f in flags)})"
+
+
+Places = tuple[frozenset[int | None], ...]
+"""Where each field of :class:`Arguments` may stand among a Function's arguments; nowhere if it is no all-to-all."""
+
+
+class Trial:
+    """What the calls of one form of a Function have shown in the first step.
+
+    Args:
+        form: The form.
+
+    Attributes:
+        args: Arguments of its first call; the tensors that travel without values.
+        places: Where its arguments stand; None before a call has shown it.
+        exchanges: Whether it has exchanged over the ranks that share the experts.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.args: list[Any] = []
+        self.places: Places | None = None
+        self.exchanges = False
+
+
+class Watched(NamedTuple):
+    """A call of ``all_to_all_single``."""
+
+    output: Tensor
+    input: Tensor
+    receive: Any
+    send: Any
+    group: dist.ProcessGroup
+
+    @property
+    def splits(self) -> Splits:
+        """Its sizes."""
+        return splits_of(len(self.input), _given(self.send), _given(self.receive), self.group.size())
+
+
+def _given(sizes: Any) -> Any:
+    """Return sizes; None for equal parts, which torch is told by an empty list, too."""
+    return None if sizes is None or not len(sizes) else sizes
 
 
 def watched(
@@ -151,38 +284,115 @@ def watched(
     group: Any = None,
     async_op: bool = False,
 ) -> Watched:
-    """Return the arguments of a call of ``all_to_all_single``."""
-    return output, input, output_split_sizes, input_split_sizes, group
+    """Return a call of ``all_to_all_single``."""
+    return Watched(output, input, output_split_sizes, input_split_sizes, _or_world(group))
 
 
-def all_to_all_of(args: Sequence[Any], calls: Sequence[Watched], result: Any) -> Arguments | None:
-    """Return how an ``autograd.Function`` says what it exchanges; None if it is more than an all-to-all.
+def _or_world(group: Any) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
-    Args:
-        args: Its arguments.
-        calls: Calls of ``all_to_all_single`` in its forward.
-        result: Its result.
+
+def places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
+    """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
+    differs = [at for at, argument in enumerate(args) if _differs(argument)]
+    if len(differs) != 1 or not _same(call.input, args[differs[0]]) or not _same(call.output, result):
+        return ()
+    send, receive, group = (
+        frozenset([at for at, argument in enumerate(args) if argument is value])
+        for value in (call.send, call.receive, call.group)
+    )
+    filled = frozenset([at for at, argument in enumerate(args) if at not in differs and _same(call.output, argument)])
+    return (
+        frozenset(differs),
+        _NOWHERE if call.send is None else send,
+        _NOWHERE if call.receive is None else receive,
+        group or (_NOWHERE if call.group is dist.group.WORLD else group),
+        filled if filled and len(call.output) else filled | _NOWHERE,  # tensors without rows look all the same
+    )
+
+
+_NOWHERE: frozenset[int | None] = frozenset({None})
+
+
+def _common(one: Places, other: Places) -> Places:
+    return tuple(a & b for a, b in zip(one, other, strict=True))
+
+
+def _told(places: Places | None) -> Arguments | None:
+    """Return the arguments if their places are known; None else: which of two equal sizes is which, nobody can tell."""
+    if not places or any(len(at) != 1 for at in places):
+        return None
+    return Arguments(*[next(iter(at)) for at in places])  # type: ignore[arg-type] # a tensor has a place
+
+
+def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
+    """Try the Functions that may be an all-to-all, and let the stages know those that are one on all ranks.
+
+    All ranks must call this. A Function is tried on all ranks that share the experts, or on none of them.
     """
-    if len(calls) != 1 or not isinstance(result, Tensor):
-        return None
-    output, sent, receive, send, group = calls[0]
-    if not _same(output, result):
-        return None
-    if (send is None or receive is None) and any(argument is None for argument in args):
-        return None  # another call may give sizes in its place
-    positions: list[int | None] = []
-    for value, is_it in ((sent, _same), (send, _is), (receive, _is), (group, _is)):
-        at = next((i for i, argument in enumerate(args) if is_it(value, argument)), None)
-        if at is None and value is not None:
-            return None
-        positions.append(None if value is None else at)
-    tensor, to, origin, ranks = positions
-    given = next((i for i, argument in enumerate(args) if _same(output, argument)), None)
-    return None if tensor is None else Arguments(tensor, to, origin, ranks, given)
+    mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
+    every = mesh.gathered("ep", {place: trial.places or () for place, trial in mine.items()})
+    verdicts: dict[tuple[int, str], bool] = {}
+    for place in sorted(set().union(*every)):
+        verdicts[place] = False
+        if all(shown.get(place) for shown in every):
+            common = every[0][place]
+            for shown in every[1:]:
+                common = _common(common, shown[place])
+            mine[place].places = common
+            arguments = _told(common)
+            verdicts[place] = arguments is not None and _exchanges_alone(mine[place], arguments)
+    verdicts = mesh.combined(
+        verdicts, lambda _, parts: {at: all(part.get(at, True) for part in parts) for at in set().union(*parts)}
+    )
+    for (number, text), trial in mine.items():
+        foreign, arguments = stages[number], _told(trial.places)
+        if verdicts[number, text] and arguments is not None:
+            foreign.functions[trial.form] = arguments
+        elif trial.exchanges:
+            warnings.warn(
+                f"{text} exchanges rows where it stands, and is not hidden; allowed: one all_to_all_single and no "
+                "more, forward and backward, whose sizes are given as arguments, two for both ways",
+                stacklevel=2,
+            )
+    for foreign in stages.values():
+        foreign.tried.clear()
 
 
-def _is(value: Any, argument: Any) -> bool:
-    return argument is value
+def _exchanges_alone(trial: Trial, at: Arguments) -> bool:
+    """Return whether a Function makes of random rows, and of random gradients, what an all-to-all makes of them."""
+    function: Any = trial.form[0]
+    rows, send, receive, group = at.of(trial.args)
+    splits, by = splits_of(len(rows), send, receive, group.size()), build_exchange(group, device=rows.device.type)
+    generator = torch.Generator(rows.device).manual_seed(group.rank())
+
+    def some(count: int) -> Tensor:
+        made = torch.randn(count, *rows.shape[1:], generator=generator, device=rows.device)
+        return made.to(rows.dtype)
+
+    args = list(trial.args)
+    sent = some(len(rows)).requires_grad_()
+    if at.output is not None:
+        args[at.output] = rows.new_empty(sum(splits.receive), *rows.shape[1:])
+    with torch.enable_grad():
+        args[at.tensor] = sent.clone()
+        result = function.apply(*args)
+    grad = some(sum(splits.receive))
+    (found,) = torch.autograd.grad(result, sent, grad, allow_unused=True)
+    # Both exchanges are made, whatever the first one shows: the other ranks make both.
+    wanted = by.rows(sent.detach(), splits.send, splits.receive).finish()
+    wanted_grad = by.rows(grad, splits.receive, splits.send).finish()
+    return torch.equal(result, wanted) and found is not None and torch.equal(found, wanted_grad)
+
+
+def _differs(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
 def _same(tensor: Any, argument: Any) -> bool:

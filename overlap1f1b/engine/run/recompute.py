@@ -40,6 +40,9 @@ def _forgotten(_: None) -> Tensor:
     raise AssertionError("the first of two forwards has no backward")
 
 
+CHECKPOINT = "torch.utils.checkpoint"
+"""Module of the hooks that a checkpoint without a backward of its own sets; they count what is saved a second time."""
+
 _FORGETTING = (_forget, _forgotten)
 
 
@@ -105,6 +108,12 @@ class RecomputedRun(BlockRun):
         call, forward = self.segments[-1].call, self.forward
         assert call is not None
         assert forward is not None
+        if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in forward.inside.hooks):
+            raise ValueError(
+                f"{self.name} exchanges rows inside torch.utils.checkpoint, with "
+                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: recompute='none', or a checkpoint of "
+                "other parts"
+            )
         forward.part, forward.once = self._run_part, self._compute_once
         self.part_random = random.again() if call.feeds_part and not self.again else None
         if self.again or not self.drops_own:
@@ -115,9 +124,7 @@ class RecomputedRun(BlockRun):
             return super()._resume(received, random)
 
     def _thread(self) -> ThreadState:
-        return ThreadState.capture(
-            self.stage.device
-        )  # its parts run with hooks and states of their own
+        return ThreadState.capture(self.stage.device)  # hooks and other states are set around its parts
 
     def _run_part(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if self.again:  # its own node computes it
@@ -152,7 +159,7 @@ class RecomputedRun(BlockRun):
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
                 )
-            self.segments[-1].here = {}
+            self.segments[-1].leave()
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
                     segment.sent, segment.crossed, segment.parameters = [None] * len(segment.sent), {}, {}

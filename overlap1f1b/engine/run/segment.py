@@ -9,10 +9,12 @@ weights), and parameters that are used in other places, too. An :class:`Entry` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
@@ -49,9 +51,16 @@ class Entry:
             tensor: The tensor.
             anchor: Any leaf that requires a gradient; it gets none.
         """
-        with torch.enable_grad():
+        with torch.enable_grad(), _outside_transforms():
             entered: Tensor = apply_function(Enter, anchor, (tensor,), self)
             return entered
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Return a context outside torch.func's transforms: what enters is no argument of one."""
+    if not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 class Enter(torch.autograd.Function):
@@ -77,6 +86,11 @@ def next_sequence_number() -> int:
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     assert node is not None
     return node._sequence_nr()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what a tensor shares with its views, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 class Layout(NamedTuple):
@@ -193,6 +207,7 @@ class Segment:
         "seam",
         "sent",
         "start",
+        "versions",
     )
 
     def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
@@ -208,6 +223,8 @@ class Segment:
         self.layout = Layout(())
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
+        self.versions: dict[int, tuple[Tensor, int]] = {}
+        """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
     def enter(self, values: Sequence[Tensor], differs: Sequence[bool], anchor: Tensor) -> list[Tensor]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
@@ -219,6 +236,12 @@ class Segment:
         first = next((value.grad_fn for value, requires in zip(entered, differs, strict=True) if requires), None)
         self.start = next_sequence_number() if first is None else first._sequence_nr()
         return entered
+
+    def leave(self) -> list[int]:
+        """Release what entered, at the segment's end; return the storages that it has changed in place."""
+        changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
+        self.here, self.versions = {}, {}
+        return changed
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
@@ -198,6 +199,49 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
+
+
+class Checkpointed(models.Block):
+    """Calls its experts inside a checkpoint."""
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = checkpoint(experts, tokens, indices, weights, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_inside_a_checkpoint_are_refused_in_one_line(mode: Recompute) -> None:
+    with pytest.raises(ValueError, match=r"^block 1 \(Checkpointed\) exchanges rows inside torch.utils.checkpoint, .*"):
+        gradients(mode, block=Checkpointed)
+    assert gradients("none", block=Checkpointed).keys() == gradients("none").keys()
+
+
+class Failing(models.Block):
+    """Raises behind its experts, in the second microbatch."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("the model's own")
+        return y
+
+
+@pytest.mark.parametrize("mode", ["attention", "experts", "block"])
+def test_a_failed_step_leaves_no_hooks_behind(mode: Recompute) -> None:
+    engine = Engine(
+        models.build(block=Failing), build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn,
+        costs=COSTS, recompute=mode,
+    )  # fmt: skip
+    inputs, target = models.batch(4)
+    with pytest.raises(KeyError, match="the model's own"):
+        engine.step(inputs, target=target)
+    x = torch.ones(3, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
 
 
 class Counted(Delayed):

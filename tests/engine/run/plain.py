@@ -1,0 +1,84 @@
+"""Compare an engine with a plain loop over the same blocks, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.plan import NodeCosts, Op
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.engine.test_engine import Delayed
+
+HIDDEN, MICROBATCHES, ROWS, STEPS = 12, 3, 6, 3
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def engine_of(model: nn.Module, mesh: DeviceMesh, schedule: str = "combined_1f1b", **options: Any) -> Engine:
+    """Return an engine of small limits over ranks along "ep", whose exchanges take a random time."""
+    program = options.pop("program", None) or build_schedule(schedule, microbatches=MICROBATCHES)  # type: ignore[arg-type]
+    given = {"loss_fn": loss_fn, "costs": COSTS, "reduce": False, "timeout": 20, **options}
+    return Engine(model, program, mesh=mesh, **given)
+
+
+def batch(rank: int, microbatches: int = MICROBATCHES) -> Tensor:
+    """Return inputs and targets ``[2, B, H]`` of a rank."""
+    return torch.randn(2, microbatches * ROWS, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def compare(
+    name: str,
+    build: Callable[[], nn.Sequential],
+    mesh: DeviceMesh,
+    *,
+    exchanges: int | None = None,
+    microbatches: int = MICROBATCHES,
+    **options: Any,
+) -> list[str]:
+    """Return what differs from a plain loop in one of three steps, and in an evaluation.
+
+    Args:
+        name: Of the case, for messages.
+        build: Makes the model, with equal weights every time.
+        mesh: Ranks along "ep".
+        exchanges: Nodes of dispatch and combine that a step has once they are known; None for any number.
+        microbatches: Microbatches of a step.
+        options: Of the engine.
+    """
+    ranks, rank, problems, losses = mesh.size(), mesh.get_local_rank("ep"), list[str](), list[Tensor]()
+    data = batch(rank, microbatches)
+    torch.manual_seed(7)
+    plain = build()
+    for x, y in zip(data[0].chunk(microbatches), data[1].chunk(microbatches), strict=True):
+        loss = loss_fn(plain(x), y)
+        (loss / (microbatches * ranks)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    expected = models.gradients(plain)
+    torch.manual_seed(7)
+    model = build()
+    delayed = Delayed(build_exchange(dist.new_group(list(range(ranks)))), seed=rank)
+    engine = engine_of(model, mesh, exchange=delayed, **options)
+    for step in range(STEPS):
+        model.zero_grad()
+        result: StepResult = engine.step(data[0], target=data[1])
+        problems += [f"{name}, step {step}: {worst}" for worst in models.equal(models.gradients(model), expected)]
+        if not torch.equal(torch.stack(result.losses), torch.stack(losses)):
+            problems.append(f"{name}, step {step}: losses")
+    found = len([node for node in engine.plan.ranks[0] if node.op in (Op.DISPATCH, Op.COMBINE)])
+    if exchanges is not None and found != exchanges:
+        problems.append(f"{name}: {found} exchanges")
+    evaluated = engine.evaluate(data[0], target=data[1])
+    if not torch.equal(torch.stack(evaluated.losses), torch.stack(losses)):
+        problems.append(f"{name}: evaluation")
+    return problems

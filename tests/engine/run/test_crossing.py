@@ -1,0 +1,291 @@
+"""Tensors that cross an exchange, in whatever call they are used: gradients equal to a plain loop, bit by bit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.transport.calls import exchange
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
+from tests.ranks import Ranks
+
+Exchanging = Callable[[Tensor], Tensor]
+Body = Callable[["Block", Tensor, Exchanging], Tensor]
+
+
+class Block(nn.Module):
+    """Layers for a body that is given the block, its input, and an exchange."""
+
+    def __init__(self, group: dist.ProcessGroup, body: Body) -> None:
+        super().__init__()
+        self.group, self.body = group, body
+        self.a, self.b, self.c = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.attention = nn.MultiheadAttention(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x, lambda rows: exchange(rows, None, None, self.group))
+
+
+class Fills(torch.autograd.Function):
+    """Takes tensors in a list and a dictionary, and puts another one into the list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, filled: list[Tensor]) -> Tensor:
+        filled.append(x.detach() * 2)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class Product(torch.autograd.Function):
+    """Product of two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] * y, grads[0] * x
+
+
+product = Product.apply
+Pair = namedtuple("Pair", "first second")
+
+
+def list_is_filled(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h, filled = s.a(x), [torch.zeros(1)]
+    y = Fills.apply(ex(h), filled)
+    return ex(y) + filled[1]
+
+
+def named_tuple(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    pair = Pair(s.a(x), s.b(x))
+    y = ex(s.c(x))
+    return torch.stack(pair).sum(0) + y
+
+
+def kinds_of_torch(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    kept = s.a(x).topk(HIDDEN)
+    y = ex(s.b(x))
+    return torch.cat(kept[:1]) + torch.stack(list(OrderedDict(a=kept.values, b=y).values())).sum(0)
+
+
+def added_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    y = ex(s.b(x))
+    h += s.c(y)
+    return ex(y) + h
+
+
+def added_by_a_method(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    y = ex(s.b(x))
+    h.add_(s.c(y))
+    return s.c(h) * h
+
+
+def received_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    y = ex(s.a(x))
+    y *= s.scale
+    y.add_(1)
+    return ex(F.relu(y, inplace=True))
+
+
+def written_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    h[:2] = s.c(y)[:2]
+    torch._foreach_mul_([h], [y])
+    return s.c(h)
+
+
+def kept_apply(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    return product(h, ex(s.b(x)))
+
+
+def inside_vmap(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) * s.scale
+    y = ex(s.b(x))
+    z = torch.vmap(lambda row: (h * row.sin()).mean(0) * s.scale)(y)
+    return z + torch.vmap(torch.mul)(h.clone(), y)
+
+
+def used_under_a_condition(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    first = bool(x.sum() > 0)  # other microbatches on other ranks
+    y = ex(s.a(x) * s.scale if first else s.a(x))
+    z = ex(s.b(y) if first else y)
+    return z if first else s.b(z) * s.scale
+
+
+def one_weight_in_several_calls(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = F.linear(x, s.a.weight)
+    y = ex(s.b(h))
+    z = ex(F.linear(y, s.a.weight) * s.scale)
+    return z * s.scale + s.b(z) + h @ s.a.weight
+
+
+def attention_twice(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h, _ = s.attention(x, x, x, need_weights=False)
+    y = ex(s.a(h))
+    k, _ = s.attention(y, h, h)
+    return ex(k) + h
+
+
+def under_autocast(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # each use casts the weight for itself
+        h = x @ s.c.weight
+        y = ex(s.b(h).float())
+        return (F.linear(s.b(y), s.c.weight) + h).float()
+
+
+EQUAL: list[Body] = [
+    list_is_filled,
+    named_tuple,
+    kinds_of_torch,
+    added_in_place,
+    added_by_a_method,
+    received_in_place,
+    written_in_place,
+    kept_apply,
+    inside_vmap,
+    used_under_a_condition,
+    one_weight_in_several_calls,
+    attention_twice,
+    under_autocast,
+]
+
+
+def _equal(rank: int, size: int, bodies: list[Body]) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    return [
+        problem
+        for body in bodies
+        for problem in compare(
+            body.__name__,
+            lambda body=body: nn.Sequential(Block(mesh.get_group("ep"), body)),  # type: ignore[misc]
+            mesh,
+        )
+    ]
+
+
+def test_two_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_equal, EQUAL, timeout=120) == [[], []]
+
+
+def item_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    h[:2] = s.c(y)[:2]
+    return ex(y) + h
+
+
+def module_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    nn.ReLU(inplace=True)(h)
+    return ex(y) + h
+
+
+def foreach_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    y = ex(s.b(x))
+    torch._foreach_mul_([h], [y])
+    return ex(y) + h
+
+
+def view_of_what_has_changed(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    view = h[:3]
+    y = ex(s.b(x))
+    h.mul_(s.scale)
+    return s.c(y) + torch.cat([view, view])
+
+
+def base_of_what_has_changed(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    view = h[:3]
+    y = ex(s.b(x))
+    view.mul_(2)
+    return ex(y) + h
+
+
+def as_an_argument_of_vmap(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x) + 0
+    return torch.vmap(torch.mul)(h, ex(s.b(x)))  # type: ignore[no-any-return]
+
+
+REFUSED: list[Body] = [
+    item_behind_a_third,
+    module_behind_a_third,
+    foreach_behind_a_third,
+    view_of_what_has_changed,
+    base_of_what_has_changed,
+    as_an_argument_of_vmap,
+]
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    told = []
+    for body in REFUSED:
+        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), body)), mesh, timeout=10)
+        data = batch(rank)
+        engine.step(data[0], target=data[1])
+        try:
+            engine.step(data[0], target=data[1])
+            told.append(f"{body.__name__}: no error")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error).splitlines()[0])
+    return told
+
+
+def test_uses_that_are_refused_in_one_line(ranks2: Ranks) -> None:
+    wanted = (
+        "block 0 (Block) changes a tensor in place behind an exchange that it made before it, and then uses ",
+        "block 0 (Block) uses a tensor of AddBackward0 behind exchange 0, in a call that torch does not show",
+    )
+    every = ranks2.run(_refused, timeout=60)
+    for lines in zip(*every, strict=True):
+        assert any(line.startswith(wanted) for line in lines), lines
+
+
+def _failing(rank: int, size: int) -> list[str]:
+    """Errors of torch and of the model behind an exchange, in the first step and in a later one."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    told = []
+    for late in (0, 2 * MICROBATCHES):
+        calls = []
+
+        def wrong(s: Block, x: Tensor, ex: Exchanging, calls: list[int] = calls, late: int = late) -> Tensor:
+            y = ex(s.a(x))
+            calls.append(1)
+            return y @ torch.ones(HIDDEN + 3, HIDDEN) if len(calls) > late else ex(y)
+
+        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), wrong)), mesh, timeout=10)
+        data = batch(rank)
+        for _ in range(late // MICROBATCHES):
+            engine.step(data[0], target=data[1])
+        with pytest.raises(RuntimeError) as caught:
+            engine.step(data[0], target=data[1])
+        told.append(str(caught.value).splitlines()[0])
+    return told
+
+
+def test_an_error_of_torch_behind_an_exchange_ends_in_an_error(ranks2: Ranks) -> None:
+    every = ranks2.run(_failing, timeout=60)
+    assert all(any("shapes cannot be multiplied" in lines[case] for lines in every) for case in range(2)), every
