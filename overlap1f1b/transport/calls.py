@@ -7,7 +7,7 @@ the forward: the engine launches the exchange, computes for other microbatches, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, overload
 
@@ -45,6 +45,22 @@ class Splits:
     def sizes(self, *, back: bool) -> tuple[list[int], list[int]]:
         """Return rows to and from each rank, swapped if they travel ``back``."""
         return (self.receive, self.send) if back else (self.send, self.receive)
+
+
+LibraryFunction = Callable[..., tuple[Any, ...]]
+"""``(*tensors) → results``: an exchange by a library, differentiable from the tensors to some of the results."""
+
+
+class LibrarySplits(Splits):
+    """Sizes of an exchange that a library carries out: the library alone knows them.
+
+    Args:
+        function: The library's exchange.
+    """
+
+    def __init__(self, function: LibraryFunction) -> None:
+        super().__init__([], [])
+        self.function = function
 
 
 class ExchangeCall(NamedTuple):
@@ -148,11 +164,28 @@ def exchange(
     return got[0] if isinstance(tensors, Tensor) else got
 
 
-def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Tensor, ...]:
+def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """Return what a library's exchange brings; inside an engine's step it is hidden.
+
+    A dispatch and its combine must follow each other. The engine calls the function in a lane's thread, or on a stream
+    of the lane, so it must not read what changes between microbatches except by its arguments.
+
+    Args:
+        function: The library's exchange; called with tensors without a history.
+        tensors: Sent tensors, which are taken out of the list.
+        group: Ranks of the exchange, all of which play the same plan.
+    """
+    forward, splits = Forward.running(), LibrarySplits(function)
+    if forward is not None and forward.hides(tensors, splits, group):
+        return suspend_for(tensors, splits)
+    return function(*tensors)
+
+
+def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Any, ...]:
     """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
     forward = Forward.running()
     assert forward is not None
-    brought: tuple[Tensor, ...] = forward.suspend(ExchangeCall(tensors, splits, False))
+    brought: tuple[Any, ...] = forward.suspend(ExchangeCall(tensors, splits, False))
     return brought
 
 

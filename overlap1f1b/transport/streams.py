@@ -158,6 +158,17 @@ class _Borrowed:
         return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
 
 
+class InlineStream:
+    """The calling thread in place of a side stream: a job has ended when :meth:`run` returns."""
+
+    def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
+        mark = ThreadMark()
+        mark.begun = time.perf_counter()
+        job(*tensors)
+        mark.reach()
+        return mark
+
+
 _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 
 

@@ -203,7 +203,7 @@ class Player:
         """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
-        flight = self.lanes[node.op, node.kind].launch(node, run.post(node, microbatch))
+        flight = self.lanes[run.lane_of(node, microbatch)].launch(node, run.post(node, microbatch))
         microbatch.flights[node.kind] = flight
         if node.op is not Op.COUNTS:
             self._carveout.launched()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
 from overlap1f1b.engine.run.graph import nodes_behind
+from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, storage_of
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of, suspend_for
+from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
@@ -71,8 +73,8 @@ class BlockRun:
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
         """Outputs; their values have been handed on, only their graph is held."""
-        self.rows: Tensor | None = None
-        """Rows for the exchange that is next."""
+        self.rows: Any = None
+        """Rows ``[R, …]`` for the exchange that is next; for one by a library the tensors."""
         self._state = stage.state_of(block)
         self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
@@ -80,12 +82,12 @@ class BlockRun:
 
     # ---------------------------------------------------------------------------------------------- forward
 
-    def run_forward(self, received: Tensor | None) -> None:
+    def run_forward(self, received: Any) -> None:
         """Run the next segment: from the block's input, or with the rows that its exchange brought."""
         if received is None:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            reached = self._resume(self.segments[-1].layout.unpack(received), self.microbatch.random)
+            reached = self._resume(self.segments[-1].brought(received), self.microbatch.random)
         if isinstance(reached, ExchangeCall):
             self._reach(reached)
             return
@@ -125,7 +127,8 @@ class BlockRun:
         call = before.call
         assert call is not None
         segment = self._open()
-        given = segment.enter(received, before.differs, self.stage.anchor)
+        differs = before.differs if before.library is None else before.library.differs
+        given = segment.enter(received, differs, self.stage.anchor)
         mode, random = grad and not call.feeds_part, self.stage.draws.within(self.block, stream)
         with random, eager(mode):
             if self._state is not None:
@@ -185,7 +188,7 @@ class BlockRun:
             return call._replace(answer=Layout(following.rows).like)
         return call
 
-    def _sent(self, segment: Segment, call: ExchangeCall) -> Tensor:
+    def _sent(self, segment: Segment, call: ExchangeCall) -> Any:
         tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
         call.tensors.clear()
         self._changed |= dict.fromkeys(segment.leave(), segment.start)
@@ -193,6 +196,9 @@ class BlockRun:
         segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
         segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
         self._check_graph(segment, segment.sent)
+        if isinstance(call.splits, LibrarySplits):
+            segment.library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
+            return [tensor.detach() for tensor in tensors]
         rows = segment.layout.pack([tensor.detach() for tensor in tensors])
         # The model may change its own tensor while it is still being sent.
         return rows.clone() if self.foreign and len(tensors) == 1 else rows
@@ -344,7 +350,11 @@ class BlockRun:
         """
         if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
             return False
-        if list(self.stage.foreign.ranks) != dist.get_process_group_ranks(group):
+        ranks = dist.get_process_group_ranks(group)
+        if isinstance(splits, LibrarySplits):
+            if not set(self.stage.foreign.ranks) <= set(ranks):
+                return False
+        elif list(self.stage.foreign.ranks) != ranks:
             return False
         if self.seen is not None:
             self._note(tensors, splits)
@@ -370,9 +380,17 @@ class BlockRun:
             return None
         return suspend_for([tensor], splits)[0]
 
-    def post(self, node: Node) -> Post[Tensor]:
+    def by_library(self) -> bool:
+        """Return whether a library carries out the exchange behind the last segment."""
+        return self.segments[-1].library is not None
+
+    def post(self, node: Node) -> Post[Any]:
         """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""
         segment, microbatch, exchange = self.segments[-1], self.microbatch, self.stage.exchange
+        if segment.library is not None:
+            sent, self.rows = self.rows, None
+            start_library = segment.library.forward if node.kind is Kind.F else segment.library.backward
+            return partial(start_library, sent)
         op, kind, call = node.op, node.kind, segment.call
         assert call is not None
         splits, back = call.splits, call.back != (kind is Kind.I)
@@ -434,6 +452,8 @@ class BlockRun:
         assert isinstance(run, BlockRun)
         segment = run.segments[position]
         assert segment.call is not None
+        if segment.library is not None:
+            return None
         return Kind.I, self._back(segment.call, segment.layout.like, node._replace(op=op, block=block, seam=seam))
 
     def _back(self, call: ExchangeCall, like: Tensor, node: Node) -> Callable[[], Expected | None]:
@@ -443,7 +463,7 @@ class BlockRun:
 
     # ---------------------------------------------------------------------------------------------- backward
 
-    def run_backward(self, received: Tensor | None) -> None:
+    def run_backward(self, received: Any) -> None:
         """Run the backward of the last segment; ``received`` are the gradients of the rows that it has sent."""
         # 1. Where gradients enter: at the block's outputs, or at the rows that the segment has sent.
         if received is None:
@@ -469,15 +489,7 @@ class BlockRun:
             self.microbatch.queues[segment.op, self.block, segment.seam] = segment.queue
         # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
         if self.segments:
-            before = self.segments[-1]
-            assert before.call is not None
-            count = sum(before.call.splits.sizes(back=before.call.back)[1])
-            self.rows = before.layout.pack(
-                [
-                    like.new_zeros(count, *like.shape[1:]) if entry is None else entry.dense()
-                    for like, entry in zip(before.layout.rows, segment.received, strict=True)
-                ]
-            )
+            self.rows = self.segments[-1].grads_back(segment.received)
         else:
             self._finish_backward(segment)
 
@@ -488,10 +500,10 @@ class BlockRun:
             if out is not None and grad is not None:
                 self.segments[-1].add_root(out.edge, out.checked(grad, self.name))
 
-    def _take(self, received: Tensor) -> None:
+    def _take(self, received: Any) -> None:
         segment = self.segments[-1]
         roots, segment.sent = segment.sent, []
-        for root, grad in zip(roots, segment.layout.unpack(received), strict=True):
+        for root, grad in zip(roots, segment.brought(received), strict=True):
             if root is not None:
                 segment.add_root(root.edge, grad)
 

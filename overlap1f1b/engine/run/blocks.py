@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspend import ThreadState, uncompiled
 
 
@@ -245,6 +247,11 @@ class Blocks:
             (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
         ]
         self._numbers = {place: number for number, place in enumerate(self._places)}
+
+    @cached_property
+    def library_stream(self) -> SideStream:
+        """The stream of exchanges that a library carries out."""
+        return side_stream(self.device, "library") if self.device.type == "cuda" else InlineStream()
 
     def exchange_beside(self, block: int, position: int, step: int) -> tuple[int, int] | None:
         """Return block and position of the exchange ``step`` exchanges later, earlier if negative; None past an end."""

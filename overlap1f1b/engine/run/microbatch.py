@@ -79,7 +79,7 @@ class Microbatch:
         """Blocks between their first node and their last, by position."""
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
-        self.flights: dict[Kind, Flight[Tensor]] = {}  # the exchange that the next compute node waits for, each way
+        self.flights: dict[Kind, Flight[Any]] = {}  # the exchange that the next compute node waits for, each way
         self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
         self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
         self.random = RandomStream(seed, stage.generators)
@@ -98,8 +98,8 @@ class Microbatch:
         """Gradient of the input, or of each input; None for one that requires none."""
         return one(self.input_grads) if self.input_grads else None
 
-    def await_input(self, kind: Kind) -> Tensor | None:
-        """Wait for the tensors that the next compute node needs from other ranks; return an exchange's rows."""
+    def await_input(self, kind: Kind) -> Any:
+        """Wait for the tensors that the next compute node needs from other ranks; return an exchange's rows or None."""
         if kind in self.arriving:
             arrived = self.arriving.pop(kind).wait()
             if kind is Kind.F:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import Tensor
+from typing import Any
 
 from overlap1f1b.engine.run.autograd import accumulate
 from overlap1f1b.engine.run.block import BlockRun
@@ -14,7 +13,7 @@ from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.lanes import Post
 
-_COMPUTE: dict[Kind, Callable[[BlockRun, Tensor | None], None]] = {
+_COMPUTE: dict[Kind, Callable[[BlockRun, Any], None]] = {
     Kind.F: BlockRun.run_forward,
     Kind.I: BlockRun.run_backward,
 }
@@ -25,7 +24,7 @@ _RECOMPUTE: dict[Op, Callable[[RecomputedRun], None]] = {
 }
 
 
-def compute(node: Node, microbatch: Microbatch, received: Tensor | None) -> None:
+def compute(node: Node, microbatch: Microbatch, received: Any) -> None:
     """Carry out a compute node; ``received`` are the rows of the exchange before it, if there is one."""
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
@@ -39,9 +38,15 @@ def compute(node: Node, microbatch: Microbatch, received: Tensor | None) -> None
         again(run)
 
 
-def post(node: Node, microbatch: Microbatch) -> Post[Tensor]:
+def post(node: Node, microbatch: Microbatch) -> Post[Any]:
     """Return the function that starts the exchange of an exchange node."""
     return _run_of(microbatch, node.block).post(node)
+
+
+def lane_of(node: Node, microbatch: Microbatch) -> tuple[Op, Kind]:
+    """Return the exchange node whose lane this exchange takes: calls of a library all go one way, in one order."""
+    by_library = node.op is not Op.COUNTS and _run_of(microbatch, node.block).by_library()
+    return (Op.COMBINE if by_library else node.op), node.kind
 
 
 def _run_of(microbatch: Microbatch, block: int) -> BlockRun:

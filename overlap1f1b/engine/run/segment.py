@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from overlap1f1b.engine.run.autograd import Root, WeightQueue
 from overlap1f1b.engine.run.graph import apply_function, backward
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.exchange import Transfer
 
 
 class Entry:
@@ -170,6 +171,15 @@ class Crossing(NamedTuple):
         return cls(get_gradient_edge(tensor), get_gradient_edge(entered), entry), entered
 
 
+class Library(Protocol):
+    """An exchange by a library, see :class:`~overlap1f1b.engine.run.library.LibraryExchange`."""
+
+    differs: list[bool]
+
+    def forward(self, tensors: Sequence[Tensor]) -> Transfer[Any]: ...
+    def backward(self, grads: Sequence[Tensor]) -> Transfer[Any]: ...
+
+
 class Segment:
     """One segment of a block's forward for one microbatch.
 
@@ -190,6 +200,7 @@ class Segment:
         sent: Graph of the tensors that the exchange behind it sends.
         differs: Whether each of them requires a gradient.
         layout: Of these tensors.
+        library: The exchange behind it, if a library carries it out.
     """
 
     __slots__ = (
@@ -199,6 +210,7 @@ class Segment:
         "grads",
         "here",
         "layout",
+        "library",
         "op",
         "parameters",
         "queue",
@@ -221,12 +233,13 @@ class Segment:
         self.sent: list[Root | None] = []
         self.differs: list[bool] = []
         self.layout = Layout(())
+        self.library: Library | None = None
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
-    def enter(self, values: Sequence[Tensor], differs: Sequence[bool], anchor: Tensor) -> list[Tensor]:
+    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor) -> list[Any]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
         self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
         entered = [
@@ -242,6 +255,26 @@ class Segment:
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
         self.here, self.versions = {}, {}
         return changed
+
+    def brought(self, received: Any) -> list[Any]:
+        """Return the tensors, or gradients, that the exchange behind it has brought."""
+        if self.library is None:
+            return self.layout.unpack(received)
+        found: list[Any] = received
+        return found
+
+    def grads_back(self, entries: Sequence[Entry | None]) -> Any:
+        """Return what the exchange behind it takes back: gradients of what it brought, which is zero at None."""
+        if self.library is not None:
+            return [entry.dense() for entry in entries if entry is not None]
+        assert self.call is not None
+        count = sum(self.call.splits.sizes(back=self.call.back)[1])
+        return self.layout.pack(
+            [
+                like.new_zeros(count, *like.shape[1:]) if entry is None else entry.dense()
+                for like, entry in zip(self.layout.rows, entries, strict=True)
+            ]
+        )
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""

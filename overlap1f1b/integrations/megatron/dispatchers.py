@@ -9,45 +9,94 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from overlap1f1b.transport.calls import exchange
+from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.transport.calls import exchange, exchange_by
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
+FLEX = "MoEFlexTokenDispatcher"
+LIBRARIES = ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine")
+"""Functions of :data:`MODULE` by which the flex dispatcher calls DeepEP and HybridEP."""
 METHODS = ("token_dispatch", "token_combine")
 """Methods of the dispatcher that exchange rows along "ep", and do nothing else with them."""
 MODULE = "megatron.core.transformer.moe.token_dispatcher"
 SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts"
+_ABSENT: Any = object()
 ORDER = "set_tensor_grad_fn_sequence_sr"
 """Function of :data:`SHARED_EXPERTS` that changes when autograd runs a node, by the number that tells its age."""
 
 
 def dispatchers_of(model: nn.Module) -> list[Any]:
-    """Return the all-to-all dispatchers of a model's MoE layers."""
+    """Return the dispatchers of a model's MoE layers whose exchanges can be hidden: all-to-all, and flex.
+
+    A library's calls have one order, so they are all hidden or none: none where a layer of experts is computed again.
+    """
+    config = attribute_of(model, "config")
+    again = getattr(config, "recompute_granularity", None)
+    repeats = again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
+    kinds = {DISPATCHER} if repeats else {DISPATCHER, FLEX}
     held = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return [one for one in held if any(kind.__name__ == DISPATCHER for kind in type(one).__mro__)]
+    return [one for one in held if kinds & {kind.__name__ for kind in type(one).__mro__}]
 
 
 @contextmanager
 def exchanging(dispatchers: Iterable[Any]) -> Iterator[None]:
     """Let dispatchers exchange rows by :func:`exchange` inside the context: tokens and probabilities together.
 
-    Only attributes of these instances change, and one function that orders autograd's nodes does nothing.
+    Flex dispatchers call their library by :func:`exchange_by`. Of Megatron-Core's modules only the functions by which
+    they do so change, and one that orders autograd's nodes, which does nothing; else only these instances.
     """
-    changed = list(dispatchers)
-    shared: Any = sys.modules.get(SHARED_EXPERTS) if changed else None
-    order = getattr(shared, ORDER, None)
-    for dispatcher in changed:
-        for name in METHODS:
-            setattr(dispatcher, name, _collecting(getattr(dispatcher, name)))
-    if order is not None:
-        setattr(shared, ORDER, lambda *_: None)
+    held: list[tuple[Any, str, Any]] = []
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        held.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    by_kind: dict[bool, list[Any]] = {True: [], False: []}
+    for dispatcher in dispatchers:
+        by_kind[any(kind.__name__ == FLEX for kind in type(dispatcher).__mro__)].append(dispatcher)
     try:
+        for dispatcher in by_kind[False]:
+            for name in METHODS:
+                change(dispatcher, name, _collecting(getattr(dispatcher, name)))
+        shared = sys.modules.get(SHARED_EXPERTS)
+        if by_kind[False] and hasattr(shared, ORDER):
+            change(shared, ORDER, lambda *_: None)
+        module = sys.modules.get(MODULE)
+        for name in LIBRARIES if by_kind[True] else ():
+            function = getattr(module, name, None)
+            if function is not None and not isinstance(function, _ByLibrary):  # another chunk may have changed it
+                change(module, name, _ByLibrary(function, by_kind[True][0].tp_ep_group))
         yield
     finally:
-        for dispatcher in changed:
-            for name in METHODS:
-                delattr(dispatcher, name)
-        if order is not None:
-            setattr(shared, ORDER, order)
+        for owner, name, value in reversed(held):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+class _ByLibrary:
+    """A library's function whose call suspends a forward, with the arguments that require a gradient."""
+
+    def __init__(self, function: Callable[..., Any], group: Any) -> None:
+        self.function, self.group = function, group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, names, count = [*args, *kwargs.values()], list(kwargs), len(args)
+        places = [at for at, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+        sent = [given[at] for at in places]
+        for at in places:  # the engine alone holds these
+            given[at] = None
+
+        def call(*tensors: Tensor) -> tuple[Any, ...]:
+            values = list(given)
+            for at, tensor in zip(places, tensors, strict=True):
+                values[at] = tensor
+            returned = self.function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            return returned if isinstance(returned, tuple) else (returned,)
+
+        brought = exchange_by(call, sent, self.group)
+        return brought if len(brought) > 1 else brought[0]
 
 
 def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:

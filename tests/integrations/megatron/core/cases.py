@@ -69,6 +69,8 @@ BIAS = {
 }  # fmt: skip
 SHARED = {"moe_shared_expert_intermediate_size": 20}
 OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
+DEEPEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
 MTP = {"mtp_num_layers": 1}
 DDP: Fields = {"overlap_grad_reduce": False}
 OVERLAP_REDUCE: Fields = {"overlap_grad_reduce": True, "bucket_size": 4000}
@@ -136,6 +138,29 @@ CASES: dict[str, Case] = {
     "tp 2, ep 2, shared expert, overlapped": Case(OVERLAPPED, tp=2, ddp=DDP),
     "tp 2, ep 2, aux loss and capacity": Case({**AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP),
     "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),
+    # libraries that dispatch
+    "DeepEP": Case(DEEPEP, quick=True),
+    "DeepEP, four layers": Case({**DEEPEP, **AUX, **SHARED}, layers=4, microbatches=4),
+    "DeepEP, ep 4": Case({**DEEPEP, "num_moe_experts": 8}, ep=4),
+    "DeepEP, capacity": Case({**DEEPEP, "moe_expert_capacity_factor": 1.0}),
+    "DeepEP, norm recomputed": Case({**DEEPEP, **selective("layernorm", "core_attn")}),
+    "DeepEP, MoE layers recomputed": Case({**DEEPEP, **selective("moe")}),
+    "DeepEP, first layer recomputed": Case({**DEEPEP, **BLOCKS}),
+    "DeepEP, DDP, fused weight gradients": Case(DEEPEP, fused=True, ddp=OVERLAP_REDUCE),
+    "DeepEP, tp 2, ep 2": Case(DEEPEP, tp=2, ddp=DDP),
+    "DeepEP, pp 2": Case(DEEPEP, layers=4, pp=2, microbatches=4),
+    "DeepEP, vp 2": Case({**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
+    "HybridEP": Case(HYBRIDEP, layers=3, quick=True),
+    "HybridEP, ep 4": Case({**HYBRIDEP, "num_moe_experts": 8}, ep=4),
+    "HybridEP, one expert a rank": Case(
+        {**HYBRIDEP, "num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    ),
+    "HybridEP, padded": Case(
+        {**HYBRIDEP, "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    ),
+    "HybridEP, MTP": Case({**HYBRIDEP, **MTP, **Z_LOSS}),
+    "HybridEP, tp 2, ep 2": Case({**HYBRIDEP, **AUX}, tp=2, ddp=DDP),
+    "HybridEP, vp 2": Case({**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4),
     # several stages
     "pp 2": Case(layers=4, pp=2, microbatches=4),
     "pp 2, aux loss": Case(AUX, layers=4, pp=2, microbatches=4, ddp=DDP),

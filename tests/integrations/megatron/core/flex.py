@@ -1,82 +1,192 @@
-"""Stand-ins for DeepEP's and HybridEP's fused operations, which need GPUs, with the same arguments and results."""
+"""Stand-ins for the libraries DeepEP and HybridEP, which need GPUs: their buffers, over torch's own all-to-all.
+
+Megatron-Core's own functions around them (``fused_a2a.py``) run as they are.
+"""
 
 from __future__ import annotations
 
+import importlib
+import random
+import sys
+import threading
+import time
+import types
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+FUNCTIONS = ("fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine")
+threads: list[str] = []
+"""Names of the threads that have called a buffer, one for each exchange."""
+
 
 class Handle(NamedTuple):
-    """What a combine must know of its dispatch."""
+    """What later exchanges must know of a dispatch."""
 
     tokens: Tensor  # number of the token of each sent row
     count: int  # number of tokens
     order: Tensor  # places of the received rows in the order of their experts
+    experts: Tensor  # expert of each sent row, if each row has one
+    width: int  # number of experts
     send: list[int]
     receive: list[int]
 
 
-def apply() -> None:
-    """Let the flex dispatchers use the stand-ins."""
-    from megatron.core.transformer.moe import token_dispatcher
+def apply(delay_ms: float = 0.0) -> None:
+    """Let Megatron-Core find the stand-ins; each exchange starts after a random delay of at most so many ms."""
+    library, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
+    library.__dict__.update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
+    utils.__dict__.update(EventHandle=Event, EventOverlap=Event)
+    sys.modules.update({"deep_ep": library, "deep_ep.utils": utils})
+    Base.delay = delay_ms / 1e3
 
-    token_dispatcher.fused_dispatch, token_dispatcher.fused_combine = dispatch, combine
-    token_dispatcher.set_deepep_num_sms = lambda count: None
-    token_dispatcher.hybrid_ep_dispatch, token_dispatcher.hybrid_ep_combine = hybrid_dispatch, hybrid_combine
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
-
-def dispatch(
-    x: Tensor, token_indices: Tensor, token_probs: Tensor, num_experts: int, group: Any, **_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Handle]:
-    """Send each token once to each rank that holds experts of it."""
-    local = num_experts // group.size()
-    ours = [(token_indices // local == rank) & (token_indices >= 0) for rank in range(group.size())]  # [T, K] each
-    chosen = [here.any(-1).nonzero().flatten() for here in ours]
-    handle = _handle(chosen, len(x), group)
-    indices = torch.cat([torch.where(m, token_indices % local, -1)[t] for m, t in zip(ours, chosen, strict=True)])
-    probs = torch.cat([torch.where(m, token_probs, 0.0)[t] for m, t in zip(ours, chosen, strict=True)])
-    rows, indices, probs = (_exchange(part, handle, group) for part in (x[handle.tokens], indices, probs))
-    return rows, indices, probs, torch.bincount(indices[indices >= 0], minlength=local), handle
+    importlib.reload(fused_a2a)
+    for name in FUNCTIONS:
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
 
 
-def combine(x: Tensor, group: Any, handle: Handle, **_: object) -> tuple[Tensor, None]:
-    """Send the rows back; add those of each token."""
-    back = _exchange(x, handle._replace(send=handle.receive, receive=handle.send), group)
-    return x.new_zeros(handle.count, x.shape[1]).index_add(0, handle.tokens, back), None
+class Event:
+    """Stand-in for an event: work on a CPU is done when its call returns."""
+
+    def __init__(self, *_: object) -> None: ...
+    def current_stream_wait(self) -> None: ...
 
 
-def hybrid_dispatch(
-    *, x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local_experts: int, **_: object
-) -> tuple[Tensor, Tensor, None, Tensor, tuple[Handle, Any]]:
-    """Send each token to each of its experts; the rows come in the order of experts."""
-    chosen = [here.nonzero().flatten() for here in routing_map.unbind(1)]  # for each expert
-    local = num_local_experts
-    handle = _handle([torch.cat(chosen[r * local : (r + 1) * local]) for r in range(group.size())], len(x), group)
-    experts = torch.cat([torch.full_like(tokens, expert) for expert, tokens in enumerate(chosen)])
-    sent = (x[handle.tokens], probs[handle.tokens, experts], experts % local)
-    rows, weights, experts = (_exchange(part, handle, group) for part in sent)
-    handle = handle._replace(order=experts.argsort(stable=True))
-    counts = torch.bincount(experts, minlength=local)
-    return rows[handle.order], weights[handle.order], None, counts, (handle, group)
+class Config:
+    def get_nvl_buffer_size_hint(self, *_: object) -> int:
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-def hybrid_combine(*, x: Tensor, handle: tuple[Handle, Any], **_: object) -> Tensor:
-    """Send the rows back; add those of each token."""
-    of, group = handle
-    return combine(torch.zeros_like(x).index_copy(0, of.order, x), group, of)[0]
+class Base:
+    delay = 0.0
+
+    def __init__(self, group: Any, *_: object, **__: object) -> None:
+        self.group = group
+        self.num_nvl_bytes = self.num_rdma_bytes = 0
+
+    def begin(self) -> None:
+        threads.append(threading.current_thread().name)
+        time.sleep(random.random() * self.delay)
+
+    def handle(self, chosen: list[Tensor], count: int, experts: Tensor, width: int = 0) -> Handle:
+        send = torch.tensor([len(tokens) for tokens in chosen])
+        receive = torch.empty_like(send)
+        dist.all_to_all_single(receive, send, group=self.group)
+        return Handle(torch.cat(chosen), count, torch.empty(0), experts, width, send.tolist(), receive.tolist())
+
+    def there(self, rows: Tensor, handle: Handle) -> Tensor:
+        return self._exchange(rows, handle.send, handle.receive)
+
+    def back(self, rows: Tensor, handle: Handle) -> Tensor:
+        return self._exchange(rows, handle.receive, handle.send)
+
+    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        result = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), receive, send, group=self.group)
+        return result
 
 
-def _handle(chosen: list[Tensor], count: int, group: Any) -> Handle:
-    send = torch.tensor([len(tokens) for tokens in chosen])
-    receive = torch.empty_like(send)
-    dist.all_to_all_single(receive, send, group=group)
-    return Handle(torch.cat(chosen), count, torch.empty(0), send.tolist(), receive.tolist())
+class Buffer(Base):
+    """Sends each token once to each rank that holds experts of it."""
+
+    @staticmethod
+    def get_dispatch_config(_: int) -> Config:
+        return Config()
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def set_num_sms(_: int) -> None: ...
+
+    def get_dispatch_layout(self, token_indices: Tensor, num_experts: int, **_: object) -> Any:
+        local = num_experts // self.group.size()
+        ranks = range(self.group.size())
+        in_rank = [((token_indices // local == rank) & (token_indices >= 0)).any(-1) for rank in ranks]
+        per_rank = torch.stack([here.sum() for here in in_rank])
+        per_expert = torch.bincount(token_indices[token_indices >= 0], minlength=num_experts)
+        return per_rank, None, per_expert, torch.stack(in_rank, 1), Event()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Handle | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        **_: object,
+    ) -> Any:
+        self.begin()
+        if handle is not None:
+            return self.there(x[handle.tokens], handle), None, None, None, None, Event()
+        assert topk_idx is not None
+        assert topk_weights is not None
+        assert is_token_in_rank is not None
+        assert num_tokens_per_expert is not None
+        chosen = [here.nonzero().flatten() for here in is_token_in_rank.unbind(1)]
+        handle = self.handle(chosen, len(x), torch.empty(0))
+        local, indices, weights = len(num_tokens_per_expert) // self.group.size(), [], []
+        for rank, tokens in enumerate(chosen):
+            its, here = topk_idx[tokens], topk_weights[tokens]
+            ours = (its // local == rank) & (its >= 0)
+            indices.append(torch.where(ours, its % local, -1))
+            weights.append(torch.where(ours, here, 0.0))
+        received = self.there(torch.cat(indices), handle)
+        counts = torch.bincount(received[received >= 0], minlength=local).tolist()
+        rows, probs = self.there(x[handle.tokens], handle), self.there(torch.cat(weights), handle)
+        return rows, received, probs, counts, handle, Event()
+
+    def combine(self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None, **_: object) -> Any:
+        self.begin()
+        total = None if topk_weights is None else self._sum(topk_weights, handle)
+        return self._sum(x, handle), total, Event()
+
+    def _sum(self, rows: Tensor, handle: Handle) -> Tensor:
+        return rows.new_zeros(handle.count, rows.shape[1]).index_add_(0, handle.tokens, self.back(rows, handle))
 
 
-def _exchange(tensor: Tensor, handle: Handle, group: Any) -> Tensor:
-    from megatron.core.tensor_parallel import all_to_all
+class HybridEPBuffer(Base):
+    """Sends each token to each of its experts; the rows come in the order of experts."""
 
-    return all_to_all(group, tensor, handle.receive, handle.send)
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        num_of_experts_per_rank: int = 0,
+        handle: Handle | None = None,
+        **_: object,
+    ) -> Any:
+        self.begin()
+        if handle is not None:
+            return self.there(hidden[handle.tokens], handle)[handle.order], None, None, None, handle
+        assert routing_map is not None
+        assert probs is not None
+        chosen, local = [here.nonzero().flatten() for here in routing_map.unbind(1)], num_of_experts_per_rank
+        experts = torch.cat([torch.full_like(tokens, expert) for expert, tokens in enumerate(chosen)])
+        to = [torch.cat(chosen[rank * local : (rank + 1) * local]) for rank in range(self.group.size())]
+        handle = self.handle(to, len(hidden), experts, len(chosen))
+        own = self.there(experts % local, handle)
+        handle = handle._replace(order=own.argsort(stable=True))
+        rows, weights = self.there(hidden[handle.tokens], handle), self.there(probs[handle.tokens, experts], handle)
+        return rows[handle.order], weights[handle.order], None, torch.bincount(own, minlength=local), handle
+
+    def combine_with_unpermute(
+        self, *, hidden: Tensor, handle: Handle, probs: Tensor | None = None, **_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        self.begin()
+        back = self.back(torch.zeros_like(hidden).index_copy_(0, handle.order, hidden), handle)
+        total = hidden.new_zeros(handle.count, hidden.shape[1]).index_add_(0, handle.tokens, back)
+        if probs is None:
+            return total, None
+        weights = self.back(torch.zeros_like(probs).index_copy_(0, handle.order, probs), handle)
+        every = probs.new_zeros(handle.count, handle.width)
+        every[handle.tokens, handle.experts] = weights
+        return total, every

@@ -52,6 +52,8 @@ STAYING = {
     "RouterReplay.replay_backward_list": "a queue, in the order of microbatches",
     "TopKRouter.ga_steps": "counts of all microbatches",
     "TopKRouter.global_tokens_per_expert": "counts of all microbatches",
+    "megatron.core.transformer.moe.fused_a2a._buffer": "of the library, one for all microbatches",
+    "megatron.core.transformer.moe.fused_a2a._hybrid_ep_buffer": "of the library, one for all microbatches",
     "megatron.core.transformer.moe.token_dispatcher.gather_from_sequence_parallel_region": "this test",
     "megatron.core.transformer.moe.token_dispatcher.reduce_scatter_to_sequence_parallel_region": "this test",
     "megatron.core.tensor_parallel.layers.__warningregistry__": "warnings that were shown",

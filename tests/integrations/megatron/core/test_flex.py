@@ -1,0 +1,34 @@
+"""The flex dispatchers' libraries are called behind compute: in a lane's thread, from the second step on."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations.megatron.core import flex, models, shim
+from tests.integrations.megatron.core.cases import CASES
+from tests.ranks import run
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+LANE = "overlap1f1b-combine-start"
+
+
+def _callers(rank: int, size: int, name: str) -> list[str]:
+    """Return the threads that have called the library in a step that hides nothing, and in the two after it."""
+    shim.apply()
+    flex.apply()
+    from tests.integrations.megatron.core.steps import STEPS, our_step
+
+    case = CASES[name]
+    with models.init_parallel(ep=case.ep):
+        flex.threads.clear()
+        our_step(case, 3)
+    once = 4 * case.layers * case.microbatches  # a dispatch and a combine, there and back
+    assert len(flex.threads) == STEPS * once
+    return [*sorted(set(flex.threads[:once])), *sorted(set(flex.threads[once:]))]
+
+
+@pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
+def test_a_library_is_called_by_a_lane(name: str) -> None:
+    assert run(_callers, 2, name, timeout=60) == [["MainThread", LANE]] * 2
