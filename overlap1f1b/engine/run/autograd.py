@@ -88,36 +88,50 @@ class SplitLinear(torch.autograd.Function):
     """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's.
 
     The weight comes in a tuple, so that no edge of the graph leads to it: its hooks must not run before its gradient is
-    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does.
+    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does. ``add``, if given,
+    takes the gradient of the result ``[R, O]`` and the input ``[R, I]``, and adds the weight's gradient elsewhere.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: tuple[nn.Parameter], bias: Tensor | None, queue: WeightQueue, anchor: Tensor
+        ctx: Any,
+        x: Tensor,
+        weights: tuple[nn.Parameter],
+        bias: Tensor | None,
+        queue: WeightQueue,
+        anchor: Tensor,
+        add: Callable[[Tensor, Tensor], Tensor | None] | None = None,
     ) -> Tensor:
         kind, (weight,) = x.device.type, weights
         ctx.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        ctx.dtype, ctx.queue, ctx.weight = x.dtype, queue, weight
+        ctx.dtype, ctx.queue, ctx.weight, ctx.add = x.dtype, queue, weight, add
         if ctx.cast is not None:
             x = x.to(ctx.cast)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        cast = ctx.cast
-        ctx.queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
+        cast, add = ctx.cast, ctx.add
+        if add is None:
+            ctx.queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
+        else:
+            ctx.queue.put(ctx.weight, lambda: add(_flat(grad), _flat(x)))
         matrix = weight if cast is None else weight.to(cast)
         grad_x = (grad @ matrix).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = None
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(weight.dtype)
-        return grad_x, None, grad_bias, None, None
+        return grad_x, None, grad_bias, None, None, None
 
 
 def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _flat(grad).t() @ _flat(x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 class SplitGroupedMM(torch.autograd.Function):

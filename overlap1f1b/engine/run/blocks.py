@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard
@@ -49,10 +49,12 @@ class MicrobatchBlock(nn.Module):
         input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
             names, in which None stands for an input that is not given. Any block may return None to pass it on.
         state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
+        apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
     """
 
     input_names: tuple[str, ...] = ()
     state: CarriedState | None = None
+    apart: Collection[nn.Parameter] = ()
 
 
 class ParameterUses:
@@ -190,7 +192,7 @@ class Blocks:
         self.shape: StageShape = tuple(
             BlockShape(
                 seams=len(self.experts_of(index)),
-                split=bool(self.linears[index]),
+                split=bool(self.linears[index] or self._apart_of(index)),
                 reduced=bool(
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
                 ),
@@ -205,7 +207,10 @@ class Blocks:
         ]
         """Whether a block uses parameters of an earlier one."""
         self.uses = ParameterUses(
-            [{p for m in linears if isinstance(p := m.weight, nn.Parameter)} for linears in self.linears]
+            [
+                self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
+                for index, linears in enumerate(self.linears)
+            ]
         )
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
@@ -239,6 +244,10 @@ class Blocks:
             for parameter in own:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
+
+    def _apart_of(self, block: int) -> set[nn.Parameter]:
+        module = self.blocks[block]
+        return set(module.apart) - self.tied.keys() if isinstance(module, MicrobatchBlock) else set()
 
     def _find_exchanges(self) -> None:
         self.exchanges = [exchanges_of(shape) for shape in self.shape]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.blocks import MicrobatchBlock
+from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
+from overlap1f1b.integrations.megatron.linears import leaving, linears_of
 from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
 
@@ -47,16 +48,23 @@ class Chunk(MicrobatchBlock):
         self.step: ChunkStep | None = None
         self._dispatchers = dispatchers_of(model) if exchanges else []
         self.state = ModuleState(model) if self._dispatchers else None
+        self._linears = linears_of(model)
+        self.apart = [layer.weight for layer in self._linears]
+        self._stage: Blocks | None = None
 
     @contextmanager
     def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         self.step = step
         try:
-            with exchanging(self._dispatchers):
+            with exchanging(self._dispatchers), leaving(self._linears, self._in_force):
                 yield
         finally:
             self.step = None
+
+    def _in_force(self) -> Blocks:
+        assert self._stage is not None
+        return self._stage
 
     def forward(self, *inputs: Tensor | None, microbatch: Microbatch | None = None) -> Any:
         """Call the user's forward step for a microbatch; return the chunk's output tensors or its loss."""
@@ -65,6 +73,7 @@ class Chunk(MicrobatchBlock):
         assert microbatch is not None
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
+        self._stage = microbatch.stage
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

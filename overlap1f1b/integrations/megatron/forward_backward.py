@@ -385,7 +385,7 @@ class ChunkEngine:
             stepping.enter_context(losses.scaling_attached())
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
-            player.around = None if gradient_sync is None else gradient_sync.around
+            player.around = gradient_sync.around if gradient_sync is not None and gradient_sync.acts else None
             stepping.callback(setattr, player, "around", None)
             self.engine.play(feed, grad=gradient_sync is not None)
 

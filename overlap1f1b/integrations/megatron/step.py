@@ -191,6 +191,11 @@ class GradientSync:
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to switch; without it weight gradients may run early."""
+        return bool(self._no_sync or self._grad_sync)
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Suppress reductions inside the context of a step."""
