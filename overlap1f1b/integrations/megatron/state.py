@@ -38,6 +38,7 @@ KEPT: dict[str, dict[str, str]] = {
         "num_global_tokens_per_local_expert": "sizes of the chunks that are sorted by expert, and back",
         "capacity": "rows of an expert, if they are padded",
         "d2h_event": "end of the copies of these sizes to the host",
+        "batch_invariant_inverse_permutation_mapping": "order of the rows, after 0.16",
     },
     "MoEAllGatherTokenDispatcher": {
         "hidden_shape": "shape of the layer's input, for its output",
@@ -70,6 +71,8 @@ KEPT: dict[str, dict[str, str]] = {
         "dispatched_probs": "weights of each received row",
         "handle": "HybridEP's record of the dispatch, which the combine reads",
         "pad_multiple": "padding of the dispatch, which the combine reads",
+        "_original_num_tokens": "number of tokens, for the combine's result, after 0.16",
+        "_padded_num_tokens": "the same with padding, after 0.16",
     },
     "SharedExpertMLP": {
         "cached_fc1_input": "with moe_shared_expert_overlap: made before the dispatch, read behind it",
@@ -77,6 +80,7 @@ KEPT: dict[str, dict[str, str]] = {
         "cached_fc2_output": "with moe_shared_expert_overlap: between its parts",
         "cached_output": "with moe_shared_expert_overlap: between its parts",
         "gate_score": "with moe_shared_expert_overlap: made before the dispatch, read behind the combine",
+        "_overlap_state": "with moe_shared_expert_overlap: the part that is next, after 0.16",
     },
     "TransformerLayer": {
         "input_layernorm_checkpoint": "with recompute of norms: frees its output behind the attention",
@@ -106,7 +110,8 @@ KEPT: dict[str, dict[str, str]] = {
         "IS_CHECKPOINTING": "set while a recomputed part runs",
     },
 }
-"""For each class of Megatron-Core 0.16 (or a module, by its whole name): its attributes, and what they are for."""
+"""For each class of Megatron-Core 0.16, and as far as read of later ones (or a module, by its whole name):
+its attributes, and what they are for."""
 
 HELD = ("token_dispatcher", "_comm_manager", "router_replay")
 """Attributes of modules, and of the objects in them, whose objects are no modules but are named in :data:`KEPT`."""
