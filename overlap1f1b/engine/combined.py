@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b import plan as planning
+from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
@@ -87,7 +88,8 @@ def combined_forward_backward_step(
         for number, microbatch in members.items()
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
-    player = Player(timedelta(seconds=timeout), Failures(), exchange=stages[0].exchange)
+    watch = watch_of(stages[0].device)
+    player = Player(timedelta(seconds=timeout), Failures(), exchange=stages[0].exchange, watch=watch)
     with ExitStack() as changed, torch.no_grad():
         for stage in stages:
             changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))

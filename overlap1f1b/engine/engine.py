@@ -15,7 +15,7 @@ from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import calls, options, structure, values
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
-from overlap1f1b.engine.play.device import cuda_watch
+from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
@@ -30,7 +30,8 @@ from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
-from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.communicators import Budget, Communicators
+from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
@@ -78,6 +79,9 @@ class Engine:
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
+        ctas: Thread blocks that all transfers of the engine may occupy together on a GPU, see :class:`Budget`.
+
+    All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
     Raises:
         ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit, or differ between ranks.
@@ -106,6 +110,7 @@ class Engine:
         timeout: float = DEFAULT_LIMIT_S,
         check_parameters: bool = True,
         exchange: Exchange | None = None,
+        ctas: int = 2 * DEFAULT_CTAS,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
@@ -114,9 +119,9 @@ class Engine:
         self.mesh = Mesh(mesh, limit)
         self.model, placement, ep = model, program.placement, self.mesh.group("ep")
         self.failures = self.mesh.failures
-        self._aborts: list[Callable[[], None]] = [self.mesh.abort]
+        self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
         self._steps = 0
-        self._warm = self._failed = False
+        self._warm = self._failed = self._closed = False
         self._check_parameters = check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
@@ -141,18 +146,15 @@ class Engine:
                     dynamic_shapes=dynamic_shapes,
                     check_parameters=check_parameters,
                     exchange=None if exchange is None else type(exchange).__name__,
+                    ctas=ctas,
                 )
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients.
             self.mesh.check(program)
             self.rank = rank = self.mesh.rank("pp")
-            kind = self.mesh.device_type
-            lanes = [] if ep is None or exchange else lane_groups(ep, 3, timeout=limit, device=kind)
-            self.exchange = exchange or build_exchange(ep, *lanes, device=kind)
-            self._aborts.append(self.exchange.abort)
+            self.exchange = self._communicators.make_exchange()
             replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own = self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep")) if reduce else None
-            experts = self.mesh.new_group("reduce experts", pp=replicas, over=("dp",)) if reduce else None
+            own, experts = self._communicators.sums(replicas) if reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
@@ -177,8 +179,9 @@ class Engine:
             # 4. Transfers between stages, and sums of gradients.
             background = self._shared_links = self.mesh.on_gloo  # gloo uses one network interface for all groups
             device = next(iter(self.stages.values())).device
-            watch = cuda_watch(device) if device.type == "cuda" else None
+            watch = watch_of(device)
             stamp = None if watch is None else watch.stamp
+            self._communicators.use(device, stamp)
             self.boundary = Boundary(
                 self.mesh,
                 placement,
@@ -188,7 +191,12 @@ class Engine:
                 background=background,
                 dynamic=dynamic_shapes,
                 stamp=stamp,
+                ctas=self._communicators.budget.link,
             )
+            self._lanes = [
+                Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
+                Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
+            ]
             self.reductions: list[Reduction] = reductions_of(
                 self.stages,
                 self.sharding,
@@ -196,12 +204,13 @@ class Engine:
                 replicas,
                 dense=own,
                 experts=experts,
-                lane=Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
-                shards=Lane("shards", limit, self.failures, background=device.type == "cpu", abort=self.sharding.abort),
+                lane=self._lanes[0],
+                shards=self._lanes[1],
             )
             if reduce:  # the first to set gradients aside, and the last to add to them
                 self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
             self._first_replica = replicas[0]
+            self._communicators.warm_up()
             # 5. The player, and the plans that it plays.
             self.player = Player(
                 limit,
@@ -227,10 +236,31 @@ class Engine:
             self.shapes,
             self.overlap,
             counts_block=self._counts_block,
+            rendezvous=not self.boundary.posts_ahead,
             mesh=self.mesh,
             costs=costs,
             plan=plan,
         )
+
+    def close(self) -> None:
+        """Release communicators and threads; all ranks must call this. The engine cannot be used again.
+
+        On gloo the connections of the exchange end when the engine is dropped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._communicators.close(failed=self._failed)
+        for lane in (*self.player.lanes.values(), *self._lanes):
+            lane.close()
+        self.boundary.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed |= kind is not None and self.mesh.several  # the other ranks may not come here
+        self.close()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the parameters of this rank's stages; one that blocks share comes several times."""
@@ -405,7 +435,13 @@ class Engine:
         # 3. Wait for the reductions, the last to set gradients aside first.
         for reduction in reversed(reductions):
             reduction.finish()
+        # 4. A device that waits for a lost rank would let the caller wait for ever, in a call that cannot be ended.
+        self._communicators.settle(self._pending)
         return PlayedStep(result, microbatches)
+
+    def _pending(self) -> str:
+        node = self.player.first_pending()
+        return f"{'the end of the step' if node is None else node} has not ended on the device"
 
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
@@ -444,6 +480,8 @@ class Engine:
         Raises:
             RuntimeError: The engine has failed before.
         """
+        if self._closed:
+            raise RuntimeError("this engine is closed; allowed: a new one, on all ranks")
         if self._failed:
             raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
         try:
@@ -469,8 +507,8 @@ class Engine:
         except of as error:
             self._failed = self.mesh.several
             self.failures.tell(error, f"{self.mesh.label} failed {where()}")
-            for abort in self._aborts if self._failed else ():
-                abort()
+            if self._failed:
+                self._communicators.abort()
             self.failures.explain(error)
             raise
 

@@ -23,6 +23,7 @@ from overlap1f1b.plan.node import (
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
+from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 
 __all__ = [
     "RECOMPUTES",
@@ -46,6 +47,7 @@ __all__ = [
     "StepRange",
     "backward_chain",
     "check",
+    "check_rendezvous",
     "compile",
     "cost_key",
     "exchanges_of",
@@ -56,4 +58,5 @@ __all__ = [
     "parse_recompute",
     "play_ranks",
     "weight_node",
+    "with_rendezvous",
 ]

@@ -1,7 +1,11 @@
 """Transfers between stages on different pipeline ranks: activations one way, their gradients the other.
 
-In the first step a header precedes each payload and gives dtype and shape of its tensors. Later steps know both, so
-they post receives before the peer sends.
+In the first step a header precedes each payload and gives dtype and shape of its tensors. Later steps know both.
+
+On gloo each receive is posted one ahead, before the peer sends. On a device a receive is a kernel that waits there for
+its peer. So it starts at its own node, which stands where the peer sends, see :mod:`overlap1f1b.plan.rendezvous`.
+Each direction between two ranks has a communicator and so a stream of its own, on which one rank only sends and the
+other only receives. Headers travel between the hosts.
 """
 
 from __future__ import annotations
@@ -86,6 +90,7 @@ class _Link(NamedTuple):
     header: dist.ProcessGroup
     lane: Lane
     peer: int
+    header_peer: int
 
 
 class Boundary:
@@ -100,8 +105,10 @@ class Boundary:
         background: Whether threads start and await transfers, see :class:`Lane`.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
+        ctas: Largest number of thread blocks of a transfer on a GPU.
 
     Attributes:
+        posts_ahead: Whether receives are posted one ahead, as on gloo; else at their own node.
         announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
@@ -116,28 +123,37 @@ class Boundary:
         background: bool,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
+        ctas: int | None = None,
     ) -> None:
         self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
-        # All ranks of the pipeline make all groups: torch's groups find each other only if all ranks make equally many.
-        purposes = ("payload up", "header up", "payload down", "header down")
-        groups = [mesh.new_group(purpose, pp=range(placement.ranks), over=()) for purpose in purposes]
+        self.posts_ahead = mesh.on_gloo
+        # All ranks of a pipeline make its groups on gloo, which have two directions.
+        headers = self._groups(mesh, placement, "header up", "header down")
+        payloads = self._groups(mesh, placement, "payload up", "payload down") if self.posts_ahead else headers
         for source, to in sorted(_directions(placement)):
             if rank in (source, to):
-                payload, header = groups[:2] if source < to else groups[2:]
-                assert payload is not None
-                assert header is not None
-                name = f"from pipeline rank {source} to {to}"
-                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
+                name, up = f"from pipeline rank {source} to {to}", source < to
+                header, payload = headers[not up], payloads[not up]
                 links, peer = (self._out, to) if rank == source else (self._in, source)
-                links[peer] = _Link(payload, header, lane, mesh.number(peer))
+                number = header_peer = mesh.number(peer)
+                if not self.posts_ahead:
+                    two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, link=True)
+                    assert two is not None
+                    payload, number = two, 1 - two.rank()
+                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
+                links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
         self._remember = False
         self.announced = dynamic
         self._receives: dict[int, list[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
+
+    def _groups(self, mesh: Mesh, placement: Placement, *purposes: str) -> list[dist.ProcessGroup]:
+        groups = (mesh.new_group(purpose, pp=range(placement.ranks), over=(), gloo=True) for purpose in purposes)
+        return [group for group in groups if group is not None]
 
     @property
     def lanes(self) -> list[Lane]:
@@ -145,12 +161,14 @@ class Boundary:
         return [link.lane for links in (self._out, self._in) for link in links.values()]
 
     def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
-        """Prepare a step of these nodes and post the first receives.
+        """Prepare a step of these nodes; where receives are posted ahead, post the first.
 
         All steps with ``remember`` send the same shapes, so only the first of them needs headers.
         """
         self._remember = remember and not self.dynamic
         self._receives, self._posted = {}, {}
+        if not self.posts_ahead:
+            return
         for node in nodes:
             if node.op is Op.RECEIVE:
                 self._receives.setdefault(self._peer(node), []).append(node)
@@ -160,23 +178,28 @@ class Boundary:
             self._post_next(peer)
 
     def receive(self, node: Node) -> Flight[Tensors]:
-        """Return the flight of a RECEIVE node, and post the peer's next receive, so that its sender need not wait."""
+        """Return the flight of a RECEIVE node; if it was posted ahead, post the peer's next one."""
         peer = self._peer(node)
+        if not self.posts_ahead:
+            return self._launch(node, peer)
         self._post_next(peer)
         return self._posted.pop(node)
 
     def _post_next(self, peer: int) -> None:
         if self._receives[peer]:
             node = self._receives[peer].pop()
-            link = self._in[peer]
-            specs = self._known.get(_key(node)) if self._remember and not self.announced else None
-            post = partial(self._post_receive, node, link, specs)
-            self._posted[node] = link.lane.launch(node, post, late=specs is None)
+            self._posted[node] = self._launch(node, peer)
+
+    def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
+        link = self._in[peer]
+        specs = self._known.get(_key(node)) if self._remember and not self.announced else None
+        post = partial(self._post_receive, node, link, specs)
+        return link.lane.launch(node, post, late=specs is None and self.posts_ahead)
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            link.header.recv([header], link.peer, 0).wait(self.timeout)
+            header = torch.empty(_HEADER, dtype=torch.int64)
+            link.header.recv([header], link.header_peer, 0).wait(self.timeout)
             specs = decode(header)
             if self._remember:
                 self._known[_key(node)] = specs
@@ -209,11 +232,17 @@ class Boundary:
         sources = [tensor.contiguous() for tensor in tensors]
         works: list[dist.Work] = []
         if header is not None:
-            header = header.to(self.device)
-            works.append(link.header.send([header], link.peer, 0))
+            works.append(link.header.send([header], link.header_peer, 0))
             sources.append(header)
         works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)] if t.numel()]
         return Transfer(None, sends=works, source=sources)
+
+    def close(self) -> None:
+        """Let the lanes' threads end, and drop the groups."""
+        for lane in self.lanes:
+            lane.close()
+        self._out.clear()
+        self._in.clear()
 
     def forget(self) -> None:
         """Forget all shapes: after a failed step ranks may know different shapes."""

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.transport.groups import Groups, abort, backend_of
-from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
+from overlap1f1b.transport import streams
+from overlap1f1b.transport.groups import Groups, abort, backend_of, close, warm_up
+from overlap1f1b.transport.streams import Failed, HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -249,6 +250,7 @@ class CollectiveExchange(Exchange):
         counts_group: Group of the same ranks with a queue of its own.
         streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
         sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`lane_groups`.
+        failed: Asked while the thread waits for counts, see :class:`~overlap1f1b.transport.streams.CudaMark`.
     """
 
     def __init__(
@@ -257,9 +259,29 @@ class CollectiveExchange(Exchange):
         counts_group: dist.ProcessGroup,
         streams: tuple[SideStream, SideStream] | None = None,
         sms: int = 0,
+        failed: Failed | None = None,
     ) -> None:
         self.rows_group, self.counts_group, self._streams, self.sms = rows_group, counts_group, streams, sms
+        self._failed = failed
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
+
+    @property
+    def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        return self.rows_group, self.counts_group
+
+    def warm_up(self, device: torch.device) -> None:
+        """Make the communicators of both groups; all ranks must call this."""
+        for group in self._groups:
+            warm_up(group, device)
+
+    def abort(self, *, ending: bool = False) -> None:
+        for group in self._groups:
+            abort(group)
+
+    def close(self) -> None:
+        """End both groups unless they are the user's; all ranks must call this, after everything has ended."""
+        for group in self._groups:
+            close(group)
 
     def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
         source = source.contiguous()
@@ -286,8 +308,9 @@ class CollectiveExchange(Exchange):
         return Transfer(result, source=source, mark=mark, host=HostCopy.on(streams[1], source, result))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
-        if self._streams is None and tensor.is_cuda:
-            self._streams = side_stream(tensor.device, "rows"), side_stream(tensor.device, "counts")
+        if self._streams is None and streams.is_queued(tensor.device):
+            rows, counts = (side_stream(tensor.device, name, failed=self._failed) for name in ("rows", "counts"))
+            self._streams = rows, counts
         return self._streams
 
 
@@ -317,24 +340,32 @@ def lane_groups(
     ctas: int = DEFAULT_CTAS,
     *,
     timeout: timedelta | None = None,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> list[dist.ProcessGroup]:
-    """Return ``count`` new groups of the ranks of ``group``, all of which must call this; each has its own queue.
+    """Return ``count`` new groups of the ranks of ``group``, all of which must call this.
+
+    On gloo each has its own queue. On NCCL all but the last, which is for counts, are one.
 
     Args:
         group: Group of the ranks.
         count: Number of groups.
         ctas: Largest number of thread blocks of a transfer on NCCL, each on a multiprocessor.
         timeout: Limit of every wait; None for the default group's limit.
-        device: Type of the device whose tensors travel.
+        device: Type of the device whose tensors travel; by default as for :func:`build_exchange`.
     """
     ranks = dist.get_process_group_ranks(group)
-    groups = Groups(ranks, timeout, device=device)
-    return [groups.new(ranks, f"lane {number}", ctas=ctas) for number in range(count)]
+    groups = Groups(ranks, timeout, device=device or _carried_by(group))
+    if groups.backend == "gloo":
+        return [groups.new(ranks, f"lane {number}") for number in range(count)]
+    return [groups.new(ranks, "rows", ctas=ctas)] * (count - 1) + [groups.new(ranks, "counts", ctas=1)]
 
 
 def build_exchange(
-    group: dist.ProcessGroup | None, *lanes: dist.ProcessGroup, ctas: int = DEFAULT_CTAS, device: str | None = None
+    group: dist.ProcessGroup | None,
+    *lanes: dist.ProcessGroup,
+    ctas: int = DEFAULT_CTAS,
+    device: str | None = None,
+    failed: Failed | None = None,
 ) -> Exchange:
     """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
 
@@ -345,12 +376,16 @@ def build_exchange(
         ctas: See :func:`lane_groups`.
         device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
             for it.
+        failed: See :class:`CollectiveExchange`.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     up, down, control = lanes or (group, group, group)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(group) else "cpu"
-    if backend_of(group, device) == "gloo":
+    if backend_of(group, device or _carried_by(group)) == "gloo":
         return PeerExchange((up, down, control))
-    return CollectiveExchange(up, control, sms=ctas if lanes else 0)
+    return CollectiveExchange(up, control, sms=ctas if lanes else 0, failed=failed)
+
+
+def _carried_by(group: dist.ProcessGroup) -> str:
+    """Return the type of the device whose tensors a group is for, if nobody says it."""
+    return "cuda" if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(group) else "cpu"

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -22,17 +23,18 @@ _ABORT_TAG = 2**31 - 1 - 64  # beyond the tags of a plan's nodes
 
 
 class Groups:
-    """Factory of process groups, each with its own queue.
+    """Factory of process groups, each with its own queue: everything that one user of transfers needs.
 
     >>> groups = Groups(dist.get_process_group_ranks(mesh.get_group("ep")))
     >>> up, down, counts = (groups.new([0, 1], purpose) for purpose in ("up", "down", "counts"))
 
-    On gloo the groups are not registered with ``torch.distributed``. Registered groups stay until all are destroyed,
-    find each other only if every rank made the same number of groups before, and run three threads each, which wake up
-    a hundred times a second. The groups of this factory find each other by name, share one thread for their
-    connections, and end with their last user. They have the methods of a ``ProcessGroup`` (``send``, ``recv``,
-    ``allreduce``, …), but the functions of ``torch.distributed`` do not know them. On other backends
-    ``dist.new_group`` makes the groups.
+    The groups are not registered with ``torch.distributed``. Registered groups stay until all are destroyed, and find
+    each other only if every rank holds equally many. The groups of this factory find each other by name, have the
+    engine's limit, and end with :meth:`close` or with their last user. They have the methods of a ``ProcessGroup``
+    (``send``, ``recv``, ``allreduce``, …), but the functions of ``torch.distributed`` do not know their ranks.
+
+    On gloo they share one thread for their connections. On NCCL a group makes its communicator in its first transfer,
+    which blocks the thread until all of its ranks come: :meth:`warm_up` makes all, before the first step.
 
     Args:
         ranks: All ranks of the default group that make groups together. Each of them must make the same ``Groups`` of
@@ -45,16 +47,24 @@ class Groups:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
-        self.timeout, self.backend = timeout, backend_of(None, device)
+        self.timeout, self._kind = timeout, device
         self.store = dist.distributed_c10d._get_default_store()
         every = "-".join(map(str, sorted(ranks)))
         place = every if len(ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
         number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
         self.name = f"{place}/{number}"
         self._devices: list[Any] = []
-        self._made: list[Group] = []
+        self._made: dict[str, Group] = {}
+        self._links: set[str] = set()
 
-    def new(self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None, gloo: bool = False) -> Group:
+    @cached_property
+    def backend(self) -> str:
+        """Backend of groups that carry the device's tensors: the default group's."""
+        return backend_of(None, self._kind)
+
+    def new(
+        self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None, gloo: bool = False, link: bool = False
+    ) -> Group:
         """Return a new group of ``ranks`` of the default group, all of which must call this; they are sorted.
 
         Args:
@@ -62,27 +72,106 @@ class Groups:
             purpose: Name that no other group of these ranks from this factory has.
             ctas: Largest number of thread blocks of a transfer on a GPU.
             gloo: Whether to use gloo on any device.
+            link: Whether one of two ranks sends to the other; NCCL has communicators of its own for this.
         """
         ranks = sorted(ranks)
+        name = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
+        store = dist.distributed_c10d.PrefixStore(name, self.store)
+        rank = ranks.index(dist.get_rank())
         if not gloo and self.backend != "gloo":
-            options = nccl_options(ctas) if self.backend == "nccl" else None
-            return dist.new_group(ranks, timeout=self.timeout, pg_options=options, use_local_synchronization=True)
-        backend: Any = dist.ProcessGroupGloo
-        self._devices = self._devices or _devices(backend)
-        options = backend._Options()
-        options._devices, options._threads = self._devices, 1
-        if self.timeout is not None:
-            options._timeout = self.timeout
-        place = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
-        store = dist.distributed_c10d.PrefixStore(place, self.store)
-        group: Group = backend(store, ranks.index(dist.get_rank()), len(ranks), options)
-        self._made.append(group)
+            timeout = self.timeout or dist.distributed_c10d.default_pg_timeout
+            group = _on_device(self.backend, self._kind, store, rank, ranks, name, timeout, ctas)
+        else:
+            backend: Any = dist.ProcessGroupGloo
+            self._devices = self._devices or _devices(backend)
+            options = backend._Options()
+            options._devices, options._threads = self._devices, 1
+            if self.timeout is not None:
+                options._timeout = self.timeout
+            group = backend(store, rank, len(ranks), options)
+        self._made[name] = group
+        if link:
+            self._links.add(name)
         return group
 
+    def warm_up(self, device: torch.device) -> None:
+        """Make the communicators of all groups that carry the device's tensors, by one transfer in each.
+
+        All ranks must call this. They take the groups in the order of their names, so that no rank waits for one that
+        waits for another group.
+        """
+        for name, group in sorted(self._made.items()):
+            warm_up(group, device, link=name in self._links)
+
+    def close(self) -> None:
+        """End all groups in one order, after everything that they carry has ended; all ranks must call this."""
+        for _, group in sorted(self._made.items()):
+            close(group)
+        self._made.clear()
+
+    def release(self) -> None:
+        """End the groups on a device at once, whatever other ranks do; on gloo they end with their last user."""
+        for group in self._made.values():
+            if not isinstance(group, dist.ProcessGroupGloo):
+                group.abort()
+
     def abort(self) -> None:
-        """End every transfer of the groups on gloo, see :func:`abort`."""
-        for group in self._made:
+        """End every transfer of the groups, see :func:`abort`."""
+        for group in list(self._made.values()):
             abort(group)
+
+
+def warm_up(group: Group, device: torch.device, *, link: bool = False) -> None:
+    """Make the communicator of a group on a device by a transfer of the kind that it will carry."""
+    one = torch.zeros(1, device=device)
+    if isinstance(group, dist.ProcessGroupGloo):  # it has its connections
+        return
+    if link:
+        (group.send if group.rank() == 0 else group.recv)([one], 1 - group.rank(), 0).wait()
+    else:
+        group.allreduce([one]).wait()
+
+
+def close(group: Group) -> None:
+    """End a group of :class:`Groups` on a device; all of its ranks must call this. One on gloo ends with its user."""
+    if not isinstance(group, dist.ProcessGroupGloo) and not _registered(group):
+        group.shutdown()
+
+
+def _registered(group: Group) -> bool:
+    """Return whether torch knows a group, which is then the user's."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def _on_device(
+    backend: str,
+    kind: str,
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    ctas: int | None,
+) -> Group:
+    """Return a group of a backend that carries tensors of a device, as ``dist.new_group`` would make it."""
+    made: Any
+    known = dist.ProcessGroup.BackendType.CUSTOM
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if backend == "nccl":
+        options = nccl_options(ctas)
+        options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
+        made, known = dist.ProcessGroupNCCL(store, rank, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
+        made._set_sequence_number_for_group()
+    elif plugin is not None and not plugin.extended_api:
+        made = plugin.creator_fn(store, rank, len(ranks), timeout)
+    else:
+        raise ValueError(f"groups of backend {backend!r} for {kind!r}; allowed: gloo, nccl, one registered with torch")
+    if isinstance(made, dist.ProcessGroup):
+        return made
+    group = dist.ProcessGroup(store, rank, len(ranks))
+    group._set_default_backend(known)
+    group._register_backend(torch.device(kind), known, made)
+    return group
 
 
 def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
@@ -108,11 +197,14 @@ def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
 def abort(group: Group) -> None:
     """End every transfer of a group on gloo, here and, since its connections close, on its other ranks.
 
-    gloo has no call for this, but it closes all connections of a group when one wait times out. Groups of other
-    backends are left alone.
+    gloo has no call for this, but it closes all connections of a group when one wait times out. Registered groups of
+    other backends are left alone: they are the user's.
     """
     gloo: Any = group
     if not isinstance(group, dist.ProcessGroupGloo):
+        if not _registered(group):
+            group.abort()
+            return
         if "cpu:gloo" not in dist.get_backend_config(group):
             return
         gloo = group._get_backend(torch.device("cpu"))

@@ -149,10 +149,55 @@ class Mesh:
         at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
         return sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
 
-    def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension]) -> Group | None:
-        """Return a new group of :meth:`ranks`, all of which must call this; None for one rank."""
+    def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension], **options: Any) -> Group | None:
+        """Return a new group of :meth:`ranks`, all of which must call this; None for one rank.
+
+        The options are those of :meth:`Groups.new`.
+        """
         ranks = self.ranks(pp=pp, over=over)
-        return self._own.new(ranks, purpose) if self._own is not None and len(ranks) > 1 else None
+        return self._own.new(ranks, purpose, **options) if self._own is not None and len(ranks) > 1 else None
+
+    def warm_up(self, device: torch.device) -> None:
+        """Make the communicators of all groups of this mesh, see :meth:`Groups.warm_up`."""
+        if self._own is not None:
+            self._own.warm_up(device)
+
+    def close(self) -> None:
+        """End all groups of this mesh; no other method may be called any more."""
+        self._control.clear()
+        if self._own is not None:
+            self._own.close()
+
+    def release(self) -> None:
+        """End the groups of this mesh on a device at once, whatever other ranks do."""
+        if self._own is not None:
+            self._own.release()
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that the groups of the mesh carry the tensors of a model's device.
+
+        Raises:
+            ValueError: A group has no backend for the device, or another one than the default group; the default group
+                is bound to another device.
+        """
+        if not self._groups:
+            return
+        wanted = backend_of(None, device)
+        for name, group in self._groups.items():
+            if (found := backend_of(group, device)) != wanted:
+                raise ValueError(
+                    f"the mesh's group along {name!r} is on {found} for a model on {str(device)!r}; "
+                    f"allowed: {wanted}, as the default group"
+                )
+        if self.device_type != device.type:
+            raise ValueError(
+                f"a mesh of {self.device_type!r} for a model on {str(device)!r}; allowed: a mesh of {device.type!r}"
+            )
+        bound = getattr(dist.distributed_c10d._get_default_group(), "bound_device_id", None)
+        if bound is not None and bound.type == device.type and bound.index not in (None, device.index):
+            raise ValueError(
+                f"init_process_group(device_id={bound}) for a model on {str(device)!r}; allowed: the model's device"
+            )
 
     def number(self, pp: int) -> int:
         """Return the number of a pipeline rank within a group of this rank's pipeline."""

@@ -21,7 +21,26 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from overlap1f1b.transport.limits import LOOK_S
+
 Job = Callable[..., object]
+Failed = Callable[[], str | None]
+"""Function that returns the cause of another rank's failure; None if no rank has failed."""
+
+
+def is_queued(device: torch.device) -> bool:
+    """Return whether a thread only queues work for a device, which computes it later."""
+    return device.type == "cuda"
+
+
+def multiprocessors(device: torch.device) -> int | None:
+    """Return the number of multiprocessors of a device; None for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+
+
+def in_host_memory(like: Tensor) -> Tensor:
+    """Return an empty tensor of the same shape and dtype that a device can copy to while the thread goes on."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_queued(like.device))
 
 
 class Mark(Protocol):
@@ -47,6 +66,7 @@ class Mark(Protocol):
 
         Raises:
             TimeoutError: The mark was not reached within the limit.
+            ConnectionError: Another rank failed meanwhile.
         """
         ...
 
@@ -69,20 +89,33 @@ class SideStream(Protocol):
 
 
 class CudaMark:
-    """Mark of a job between two CUDA events."""
+    """Mark of a job between two CUDA events.
 
-    def __init__(self, device: torch.device, begun: Any, ended: Any) -> None:
-        self.device, self.begun, self.ended = device, begun, ended
+    Args:
+        device: The device.
+        begun: Event before the job.
+        ended: Event behind the job.
+        failed: Asked while the thread waits: a rank that has failed sends nothing, and the device would wait forever.
+    """
+
+    def __init__(self, device: torch.device, begun: Any, ended: Any, failed: Failed | None = None) -> None:
+        self.device, self.begun, self.ended, self._failed = device, begun, ended, failed
 
     def wait(self, timeout: timedelta | None = None) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.ended)
 
     def synchronize(self, timeout: timedelta | None = None) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        look = (start := time.monotonic()) + LOOK_S
+        deadline = None if timeout is None else start + timeout.total_seconds()
         while not self.ended.query():
-            if deadline is not None and time.monotonic() > deadline:
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
                 raise TimeoutError("no answer")
+            if now > look:
+                look = now + LOOK_S
+                if self._failed is not None and self._failed() is not None:
+                    raise ConnectionError("another rank failed")
             time.sleep(0)
 
     def is_completed(self) -> bool:
@@ -96,12 +129,14 @@ class CudaStream:
     Args:
         device: Device of the tensors.
         priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
+        failed: See :class:`CudaMark`.
     """
 
-    def __init__(self, device: torch.device, *, priority: int = -1) -> None:
+    def __init__(self, device: torch.device, *, priority: int = -1, failed: Failed | None = None) -> None:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other; unset it", stacklevel=2)
         self.device, self.stream = device, torch.cuda.Stream(device, priority=priority)
+        self._failed = failed
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> CudaMark:
         if after is None:
@@ -114,7 +149,7 @@ class CudaStream:
             begun.record(self.stream)
             job(*tensors)
             ended.record(self.stream)
-        return CudaMark(self.device, begun, ended)
+        return CudaMark(self.device, begun, ended, self._failed)
 
 
 class ThreadMark:
@@ -230,8 +265,7 @@ class HostCopy:
     @classmethod
     def on(cls, stream: SideStream, *tensors: Tensor) -> HostCopy:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`."""
-        pinned = tensors[0].is_cuda
-        host = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned) for t in tensors]
+        host = [in_host_memory(t) for t in tensors]
 
         def copy(*sources: Tensor) -> None:
             for target, source in zip(host, sources, strict=True):
@@ -246,6 +280,6 @@ class HostCopy:
         return self.tensors
 
 
-def side_stream(device: torch.device, name: str, *, priority: int = -1) -> SideStream:
+def side_stream(device: torch.device, name: str, *, priority: int = -1, failed: Failed | None = None) -> SideStream:
     """Return a new side stream of a device: CUDA's, or a thread."""
-    return CudaStream(device, priority=priority) if device.type == "cuda" else ThreadStream(name)
+    return CudaStream(device, priority=priority, failed=failed) if is_queued(device) else ThreadStream(name)

@@ -122,3 +122,42 @@ def test_ranks_agree_on_names_without_a_message(ranks2: Ranks) -> None:
     assert first[:2] == second[:2]
     assert first[0] != first[1]
     assert first[2] != second[2]
+
+
+def _of_a_plugin(rank: int, size: int) -> list[Any]:
+    """Groups of a backend that is registered with torch, whose object is wrapped as NCCL's is."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        made = dist.ProcessGroupGloo(store, rank, size, timeout)
+        made._set_default_timeout(timeout)
+        return made
+
+    dist.Backend.register_backend("plugged", create, devices=["cpu"])
+    groups = Groups([0, 1], timedelta(seconds=20))
+    groups.backend = "plugged"
+    before = len(dist.distributed_c10d._world.pg_map)
+    both, link = groups.new([0, 1], "both"), groups.new([0, 1], "from 1 to 0", link=True)
+    groups.warm_up(torch.device("cpu"))
+    got, sent, summed = torch.empty(2), torch.tensor([1.0, 2.0]) + 10 * rank, torch.tensor([1.0 + rank])
+    dist.all_to_all_single(got, sent, group=both)
+    dist.all_reduce(summed, group=both)
+    passed = torch.tensor([7.0 * rank])
+    (link.send if rank else link.recv)([passed], 1 - rank, 0).wait()
+    assert len(dist.distributed_c10d._world.pg_map) == before  # torch keeps none of them
+    groups.close()
+    return [got.tolist(), summed.tolist(), passed.tolist()]
+
+
+def test_groups_of_another_backend_are_wrapped_and_not_registered(ranks2: Ranks) -> None:
+    assert ranks2.run(_of_a_plugin) == [[[1.0, 11.0], [3.0], [7.0]], [[2.0, 12.0], [3.0], [7.0]]]
+
+
+def _unknown_backend(rank: int, size: int) -> None:
+    groups = Groups([0, 1])
+    groups.backend = "pigeons"
+    with pytest.raises(ValueError, match="groups of backend 'pigeons' for 'cpu'; allowed: gloo, nccl, one"):
+        groups.new([0, 1], "post")
+
+
+def test_a_backend_that_cannot_be_made_is_named(ranks2: Ranks) -> None:
+    ranks2.run(_unknown_backend)

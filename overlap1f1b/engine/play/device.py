@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overlap1f1b.plan import Node, Span
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.lanes import Flight
 
 
@@ -36,12 +37,21 @@ def cuda_watch(device: torch.device) -> Watch:
     return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, lambda: torch.cuda.synchronize(device))
 
 
+def watch_of(device: torch.device) -> Watch | None:
+    """Return the clock of a device on which the thread only queues work; None for a CPU."""
+    return cuda_watch(device) if streams.is_queued(device) else None
+
+
 class StepTimes:
     """Marks around the compute nodes of a step."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.origin = watch, watch.stamp()
         self._computed: list[tuple[Node, Any, Any]] = []
+
+    def first_pending(self) -> Node | None:
+        """Return the first node that the device has not computed; None if it has computed all."""
+        return next((node for node, _, ended in self._computed if not ended.query()), None)
 
     def computed(self, node: Node, begun: Any) -> None:
         """Note that a node has been queued since the mark ``begun``."""

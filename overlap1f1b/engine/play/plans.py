@@ -16,6 +16,7 @@ class Plans:
         shapes: Shapes of all stages.
         overlap: Of the compiled plans.
         counts_block: Whether the issuing thread waits for counts.
+        rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         mesh: Ranks that must have the same plan.
         costs: Of the nodes; None until they are measured.
         plan: Plan of the steps, instead of a compiled one.
@@ -31,12 +32,13 @@ class Plans:
         overlap: Overlap,
         *,
         counts_block: bool,
+        rendezvous: bool,
         mesh: Mesh,
         costs: NodeCosts | None,
         plan: Plan | None,
     ) -> None:
         self.program, self.shapes, self.overlap, self.counts_block = program, shapes, overlap, counts_block
-        self.mesh, self._costs = mesh, costs
+        self.rendezvous, self.mesh, self._costs = rendezvous, mesh, costs
         self._plan: Plan | None = None
         self._serial: Plan | None = None
         self._evaluation: Plan | None = None
@@ -78,7 +80,7 @@ class Plans:
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
         planning.check(plan)
-        self._plan = plan
+        self._plan = self._met(plan, self._costs or NodeCosts())
 
     @property
     def of_evaluation(self) -> Plan:
@@ -94,6 +96,14 @@ class Plans:
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
         planning.check(plan)
+        return self._met(plan, costs)
+
+    def _met(self, plan: Plan, costs: NodeCosts) -> Plan:
+        if not self.rendezvous:
+            return plan
+        plan = planning.with_rendezvous(plan, costs, counts_block=self.counts_block)
+        planning.check(plan)
+        planning.check_rendezvous(plan)
         return plan
 
     def agree(self, plan: Plan) -> None:

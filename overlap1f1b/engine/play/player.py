@@ -244,6 +244,10 @@ class Player:
                 self._held.discard(microbatch)
                 microbatch.finish()
 
+    def first_pending(self) -> Node | None:
+        """Return the first node that the device has not computed; None if it has computed all."""
+        return None if self._times is None else self._times.first_pending()
+
     def measured(self) -> Callable[[], tuple[Span, ...]]:
         """Return a function that gives the spans of the last :meth:`play`, in seconds from its start.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane, Post
 from overlap1f1b.transport.streams import CudaStream
@@ -92,7 +93,7 @@ class Reducer:
 
     def _all_reduce(self, flat: Tensor, group: dist.ProcessGroup) -> Post[Tensor]:
         def start() -> Transfer[Tensor]:
-            if not flat.is_cuda:
+            if not streams.is_queued(flat.device):
                 return Transfer(flat, [group.allreduce([flat])])
             if self._stream is None:
                 self._stream = CudaStream(flat.device, priority=0)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Ended
-from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Plan, check, compile
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Plan, check, check_rendezvous, compile, with_rendezvous
 from overlap1f1b.schedule import Kind, Pair, Placement, Program, Slot, actions_of, forwards_of
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.limits import DRAIN_S
@@ -81,6 +82,8 @@ class WholeModules:
             background=mesh.on_gloo,
             dynamic=dynamic_shapes,
         )
+        if streams.is_queued(self.boundary.device):
+            mesh.warm_up(self.boundary.device)
         self._failed = False
         self._remembered: Program | None = None
         self._plans: dict[tuple[int, bool], Plan] = {}
@@ -108,9 +111,16 @@ class WholeModules:
         if key not in self._plans:
             played = program if grad else forwards_of(program)
             plan = compile(played, (BlockShape(seams=0),), NodeCosts(), "serial")
-            ranks = tuple(map(_forwards_first, played.ranks, plan.ranks))
-            plan = self._plans[key] = replace(plan, ranks=ranks)
+            meets = self.mesh.several and not self.boundary.posts_ahead
+            ranks = tuple(
+                _members_in_turn(*both, backward_first=meets) for both in zip(played.ranks, plan.ranks, strict=True)
+            )
+            plan = replace(plan, ranks=ranks)
+            if meets:
+                plan = with_rendezvous(plan, NodeCosts())
+                check_rendezvous(plan)
             check(plan)
+            self._plans[key] = plan
         return self._plans[key]
 
     @contextmanager
@@ -323,10 +333,12 @@ class _Walk:
         self._finish_backward(backward, run1)
 
 
-def _forwards_first(slots: tuple[Slot, ...], nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+def _members_in_turn(slots: tuple[Slot, ...], nodes: tuple[Node, ...], *, backward_first: bool) -> tuple[Node, ...]:
     """Return a rank's serial order with the forward of each pair first, then its backward, then the sends of both.
 
-    All ranks have this order, whether they overlap pairs or not; sends keep their order, so receives do too.
+    All ranks have this order, whether they overlap pairs or not; sends keep their order, so receives do too. On a
+    device receives move, see :func:`with_rendezvous`. A pair runs at its forward, and needs what both members receive:
+    with ``backward_first`` it is the later member.
     """
     slot_of: dict[tuple[Kind, int, int, int], int] = {}
     for index, slot in enumerate(slots):
@@ -340,14 +352,14 @@ def _forwards_first(slots: tuple[Slot, ...], nodes: tuple[Node, ...]) -> tuple[N
         if node.op is not Op.RECEIVE:
             parts[slot_of[node.kind, node.stage, node.microbatch, node.pipe]] += receives
             receives.clear()
-    return tuple(chain.from_iterable(sorted(part, key=_turn) for part in parts))
 
+    def turn(node: Node) -> int:
+        """Return where a node comes in its slot: receives, first member, second member, sends."""
+        if node.op in (Op.RECEIVE, Op.SEND):
+            return 0 if node.op is Op.RECEIVE else 3
+        return 1 if (node.kind is Kind.F) != backward_first else 2
 
-def _turn(node: Node) -> int:
-    """Return where a node comes in its slot: receives, forward, backward, sends."""
-    if node.op in (Op.RECEIVE, Op.SEND):
-        return 0 if node.op is Op.RECEIVE else 3
-    return 1 if node.kind is Kind.F else 2
+    return tuple(chain.from_iterable(sorted(part, key=turn) for part in parts))
 
 
 def _in_order(made: Mapping[int, T]) -> list[T]:

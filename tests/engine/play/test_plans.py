@@ -14,7 +14,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
 
 
 def plans(**options: object) -> Plans:
-    given = {"counts_block": True, "mesh": Mesh(None), "costs": None, "plan": None} | options
+    given = {"counts_block": True, "rendezvous": False, "mesh": Mesh(None), "costs": None, "plan": None} | options
     return Plans(PROGRAM, SHAPES, 3, **given)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,170 @@
+"""The communicators of an engine as one thing: made before the first step, watched, and ended together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from overlap1f1b.transport import streams
+from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.failures import LostRankError
+from overlap1f1b.transport.groups import Group
+from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.streams import CudaMark
+
+Stamp = Callable[[], Any]
+
+LEAST_CTAS = 24
+"""Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
+
+
+class Budget:
+    """Shares of the thread blocks that all transfers of an engine on NCCL may occupy together.
+
+    Half of them for rows, an eighth for each of the two sums of gradients, one for counts, and one for each direction
+    between two neighbours. So all kernels that wait for a peer fit beside each other, and leave compute the rest. Sums
+    of tied parameters run alone, at the end of a step, and have no limit.
+
+    Args:
+        ctas: Number of thread blocks, each on a multiprocessor.
+
+    Raises:
+        ValueError: Fewer than :data:`LEAST_CTAS`.
+    """
+
+    def __init__(self, ctas: int = 2 * DEFAULT_CTAS) -> None:
+        if ctas < LEAST_CTAS:
+            raise ValueError(f"ctas={ctas}; allowed: {LEAST_CTAS} or more")
+        self.ctas, self.rows, self.sums, self.link = ctas, ctas // 2, ctas // 8, 1
+
+    def check(self, device: torch.device) -> None:
+        """Raise ``ValueError`` if the device has fewer multiprocessors."""
+        most = streams.multiprocessors(device)
+        if most is not None and self.ctas > most:
+            raise ValueError(f"ctas={self.ctas} on {device}; allowed: {LEAST_CTAS} to its {most} multiprocessors")
+
+
+class Communicators:
+    """The groups of an engine, of its mesh and of its exchange.
+
+    On gloo they are connected when they are made, and end with their last user. On a device, :meth:`warm_up` makes all
+    communicators, in one order on all ranks: the first transfer of each would block its thread until all of its ranks
+    come, and ranks whose first steps differ would wait for each other.
+
+    Args:
+        owner: They are ended at once when it is dropped, unless they were closed.
+        mesh: Ranks of the engine.
+        timeout: Limit of every wait.
+        budget: Shares of thread blocks.
+        exchange: Exchange that was given to the engine, which is left alone; None for one of its own.
+    """
+
+    def __init__(
+        self, owner: object, mesh: Mesh, timeout: timedelta, budget: Budget, exchange: Exchange | None = None
+    ) -> None:
+        self.mesh, self.timeout, self.budget, self._given = mesh, timeout, budget, exchange
+        self._aborts: list[Callable[[], None]] = [mesh.abort]
+        self._own: list[CollectiveExchange] = []
+        self._device, self._stamp = torch.device("cpu"), _no_stamp
+        self._dropped = weakref.finalize(owner, _end, mesh, self._own)
+        self._dropped.atexit = False
+
+    def make_exchange(self) -> Exchange:
+        """Return the exchange that was given, or a new one; all ranks must call this."""
+        ep, kind, ctas = self.mesh.group("ep"), self.mesh.device_type, self.budget.rows
+        exchange = self._given
+        if exchange is None:
+            lanes = [] if ep is None else lane_groups(ep, 3, ctas, timeout=self.timeout, device=kind)
+            exchange = build_exchange(ep, *lanes, ctas=ctas, device=kind, failed=self.mesh.failures.read)
+            if isinstance(exchange, CollectiveExchange):
+                self._own.append(exchange)
+        self._aborts.append(exchange.abort)
+        return exchange
+
+    def sums(self, replicas: Sequence[int]) -> tuple[Group | None, Group | None]:
+        """Return groups for the sums of gradients outside the experts, and of the experts.
+
+        Args:
+            replicas: Pipeline ranks that hold the same stages as this rank.
+        """
+        ctas = self.budget.sums
+        return (
+            self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep"), ctas=ctas),
+            self.mesh.new_group("reduce experts", pp=replicas, over=("dp",), ctas=ctas),
+        )
+
+    def use(self, device: torch.device, stamp: Stamp | None) -> None:
+        """Say what the groups carry.
+
+        Args:
+            device: Device of the model.
+            stamp: Records an event behind what the device was given; None on a CPU, where threads wait for transfers.
+
+        Raises:
+            ValueError: The mesh's groups, the default group or the budget do not fit the device.
+        """
+        self.mesh.check_device(device)
+        self.budget.check(device)
+        self._device, self._stamp = device, stamp or _no_stamp
+
+    def warm_up(self) -> None:
+        """Make all communicators on a device; all ranks must call this.
+
+        Raises:
+            LostRankError: Another rank failed, or did not come within the limit.
+        """
+        if self._stamp is not _no_stamp:
+            for exchange in self._own:
+                exchange.warm_up(self._device)
+            self.mesh.warm_up(self._device)
+            self.settle(lambda: "the first transfer of each communicator has not ended")
+
+    def settle(self, pending: Callable[[], str]) -> None:
+        """Wait until the device has done what it was given: a thread that waited in CUDA could not be woken up.
+
+        Args:
+            pending: Says what has not ended, for the message.
+
+        Raises:
+            LostRankError: Another rank failed, or the device did not end within the limit.
+        """
+        if self._stamp is _no_stamp or not self.mesh.several:
+            return
+        failures = self.mesh.failures
+        try:
+            CudaMark(self._device, None, self._stamp(), failures.read).synchronize(self.timeout)
+        except (TimeoutError, ConnectionError) as error:
+            why = failures.read(wait=True) or f"no answer within {self.timeout.total_seconds():g} s"
+            raise LostRankError(f"{pending()}: {why}") from error
+
+    def abort(self) -> None:
+        """End every transfer under way, after a failure."""
+        for abort in self._aborts:
+            abort()
+
+    def close(self, *, failed: bool) -> None:
+        """End all groups; all ranks must call this, unless one has ``failed``."""
+        if self._dropped.detach() is None:
+            return
+        if failed:
+            _end(self.mesh, self._own)
+            return
+        self.settle(lambda: "the last step has not ended on the device")
+        for exchange in self._own:
+            exchange.close()
+        self.mesh.close()
+
+
+def _no_stamp() -> None:
+    """Stand for the clock of a device on a CPU, where nothing is queued."""
+
+
+def _end(mesh: Mesh, exchanges: Sequence[CollectiveExchange]) -> None:
+    """End the groups on a device at once, whatever other ranks do; groups on gloo end with their last user."""
+    for exchange in exchanges:
+        exchange.abort()
+    mesh.release()

@@ -1,0 +1,129 @@
+"""Communicators of an engine: made once, in one order, within one budget, and all released."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import defaultdict
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import groups
+from overlap1f1b.transport.exchange import CollectiveExchange
+from tests import models
+from tests.device.model import hangs
+from tests.device.standin import World, here
+from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
+from tests.engine.reduce.test_tied import Stage
+from tests.ranks import Ranks
+
+
+def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:
+    program = program_of("dualpipe", layout.pp)
+    with engine_of(program, layout)[0] as engine:
+        made = len(here().log)
+        inputs, target = batch_of(program, layout, rank)
+        engine.step(inputs, target=target)
+        assert isinstance(engine.exchange, CollectiveExchange)
+        links = [link.payload for links in (engine.boundary._out, engine.boundary._in) for link in links.values()]
+        assert len({id(link) for link in links}) == len(links) == 4 if 0 < rank // layout.ep < layout.pp - 1 else 2
+        found[rank] = here().log[:made], here().log[made:]
+    with pytest.raises(RuntimeError, match="this engine is closed; allowed: a new one"):
+        engine.step(inputs, target=target)
+    engine.close()
+
+
+def _made_once(rank: int, size: int) -> None:
+    layout = Layout(4, 2)
+    world, found, budgets = World(layout.size), dict[int, Any](), defaultdict[int, dict[str, int]](dict)
+    on_device = groups._on_device
+
+    def noting(backend: str, kind: str, store: Any, rank: int, ranks: Any, name: str, limit: Any, ctas: Any) -> Any:
+        budgets[here().number][name] = ctas
+        assert limit.total_seconds() == 30
+        return on_device(backend, kind, store, rank, ranks, name, limit, ctas)
+
+    with patch.object(groups, "_on_device", noting):
+        world.run(_made, layout, found)
+    for number in range(layout.size):
+        made, stepped = found[number]
+        assert sum(entry.kind == "create" for entry in made) == len(budgets[number])
+        assert not [entry for entry in stepped if entry.kind == "create"]  # a step makes none
+        assert sum(budgets[number].values()) <= 32
+    assert not hangs([found[number][0] for number in range(layout.size)])  # whoever comes first
+    assert len(world.closed) == sum(map(len, budgets.values()))
+
+
+def test_communicators_are_made_in_the_constructor(alone: Ranks) -> None:
+    alone.run(_made_once)
+
+
+def _many(rank: int, size: int, count: int, sizes: list[tuple[int, ...]], how: str) -> None:
+    program, layout = program_of("combined_1f1b", 2), Layout(2, 2)
+    inputs, target = batch_of(program, layout, rank)
+    mesh = mesh_of(layout)  # its groups are the user's, and stay
+    for number in range(count):
+        engine, _ = engine_of(program, layout, mesh)
+        if number < 2 or number == count - 1:
+            engine.step(inputs, target=target)
+        if how == "closed":
+            engine.close()
+        del engine
+        if number in (1, count - 1):
+            _meet(rank)
+            if rank == 0:
+                gc.collect()
+                world = here().world
+                sizes.append((len(world.groups), threading.active_count(), len(os.listdir("/proc/self/fd"))))
+            _meet(rank)
+
+
+_BARRIER = threading.Barrier(4)
+
+
+def _meet(rank: int) -> None:
+    _BARRIER.wait(60)
+
+
+def _stays_flat(rank: int, size: int, count: int, how: str) -> list[tuple[int, ...]]:
+    sizes: list[tuple[int, ...]] = []
+    World(4).run(_many, count, sizes, how)
+    return sizes
+
+
+@pytest.mark.parametrize(("how", "count"), [("closed", 50), ("dropped", 8)])
+def test_many_engines_leave_nothing(alone: Ranks, how: str, count: int) -> None:
+    ((first, last),) = alone.run(_stays_flat, count, how)
+    assert last <= first, (first, last)  # communicators, threads, file descriptors
+
+
+def _tied(rank: int, size: int) -> None:
+    """Ties between the first and the last stage, so that the middle rank holds fewer groups; then another engine."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    program = build_schedule("1f1b", ranks=size, microbatches=4)
+    inputs, target = models.batch(4)
+    for _ in range(2):
+        with one_at_a_time:
+            blocks = list(models.build(tied=True, layers=2))
+        ends = {0: {"weight": blocks[0].weight}, size - 1: {"weight": blocks[-1].weight}}
+        cut = [blocks[:1], blocks[1:3], blocks[3:]]
+        stages = {rank: Stage(cut[rank], ends.get(rank, {}))}  # type: ignore[arg-type]
+        engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+        engine.step(inputs, target=target)
+        engine.step(inputs, target=target)
+
+
+def _ties_meet(rank: int, size: int) -> list[str]:
+    world = World(3)
+    world.run(_tied)
+    return [str(stuck) for stuck in hangs(world.logs)]
+
+
+def test_a_second_engine_meets_after_ties(alone: Ranks) -> None:
+    assert alone.run(_ties_meet) == [[]]

@@ -1,0 +1,263 @@
+"""Every tensor that a side stream touches is ordered after its producer, and before its memory's next user.
+
+A wait that is taken out is found, though the values of the play come out right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.engine.reduce.plain import Reducer
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import loopback
+from overlap1f1b.transport.exchange import CollectiveExchange, Transfer
+from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import CudaMark, CudaStream, HostCopy, side_stream
+from tests import models
+from tests.device import standin
+from tests.device.checker import Access, races
+from tests.device.model import Entry
+from tests.device.standin import Event, Stream, World
+from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
+from tests.engine.reduce.test_tied import MICROBATCHES, build
+from tests.ranks import Ranks
+
+# ------------------------------------------------------------------------------------------------ what is played
+
+
+def _step(rank: int, size: int) -> None:
+    """Two stages, two ranks that share experts: rows, counts, stages and reductions."""
+    layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
+    engine, _ = engine_of(program, layout)
+    inputs, target = batch_of(program, layout, rank)
+    engine.step(inputs, target=target)
+
+
+def _tied_step(rank: int, size: int) -> None:
+    """Two stages that share a parameter."""
+    program = build_schedule("1f1b", ranks=2, microbatches=MICROBATCHES)
+    held = sorted({stage for _, stage in program.placement.places(rank)})
+    mesh = mesh_of(Layout(2, 1))
+    with one_at_a_time:
+        stages = build(held, 2)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
+    inputs, target = models.batch(MICROBATCHES)
+    engine.step(inputs, target=target)
+
+
+def _loopback_step(rank: int, size: int) -> None:
+    """One rank, whose rows go through host memory in many small parts."""
+    program = build_schedule("combined_1f1b", microbatches=3)
+    model = models.build(layers=1)
+    engine = Engine(
+        model, program, loss_fn=models.loss_fn, costs=COSTS, overlap=3, exchange=LoopbackExchange(torch.device("cpu"))
+    )
+    inputs, target = models.batch(3, rows=1, sequence=5)
+    engine.step(inputs, target=target)
+
+
+WORLDS: dict[str, tuple[Callable[[int, int], None], int]] = {
+    "stages and experts": (_step, 4),
+    "tied": (_tied_step, 2),
+    "loopback": (_loopback_step, 1),
+}
+
+# ------------------------------------------------------------------------------------------------ waits taken out
+
+
+def _deliver(event: Event) -> None:
+    """Deliver tensors without a wait, so that the play goes on with the right values."""
+    for delivery in event.deliveries:
+        delivery.settle()
+
+
+def _no_wait(self: CudaMark, timeout: Any = None) -> None:
+    _deliver(self.ended)
+
+
+def _not_released(self: Transfer[Any], timeout: Any = None) -> None:
+    for work in self.sends:
+        if not isinstance(work, standin._Work):  # a header, on gloo
+            work.wait()
+
+
+def _copied_apart(cls: type[HostCopy], stream: CudaStream, *tensors: torch.Tensor) -> HostCopy:
+    with stream.stream:  # delivers
+        pass
+    apart = side_stream(stream.device, "apart")
+    return original_on(_Unordered(apart), *tensors)
+
+
+original_on = HostCopy.on
+
+
+class _Unordered:
+    """A stream whose jobs wait for nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def run(self, job: Any, *tensors: torch.Tensor, after: Any = None) -> Any:
+        return self.stream.run(job, *tensors, after=())
+
+
+def _receive_unwaited(self: Transfer[Any], timeout: Any = None) -> Any:
+    for work in self.receives:
+        _deliver(work.event)
+    if self.mark is not None:
+        self.mark.wait(timeout)
+    return self.result
+
+
+def _without_source(rows: Callable[..., Transfer[Any]]) -> Callable[..., Transfer[Any]]:
+    return lambda self, *args: replace(rows(self, *args), source=None)
+
+
+class _Unwaited:
+    """A mark or a work whose wait orders nothing."""
+
+    def __init__(self, mark: Any, event: Event) -> None:
+        self.begun, self.ended, self._event = getattr(mark, "begun", None), event, event
+
+    def wait(self, timeout: Any = None) -> None:
+        _deliver(self._event)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _unwaited_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self: Reducer, *args: Any) -> Any:
+        post = all_reduce(self, *args)
+
+        def posted() -> Transfer[Any]:
+            transfer: Transfer[Any] = post()
+            assert transfer.mark is not None
+            return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
+
+        return posted
+
+    return start
+
+
+def _unwaited_work(allreduce: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self: Any, tensors: Any, opts: Any = None) -> Any:
+        work = allreduce(self, tensors, opts)
+        return work if work is None else _Unwaited(None, work.event)
+
+    return start
+
+
+def _without_after(run: Callable[..., Any], which: str) -> Callable[..., Any]:
+    def unordered(self: CudaStream, job: Any, *tensors: torch.Tensor, after: Any = None) -> Any:
+        is_back = isinstance(job, partial) and job.func is loopback._arrive
+        return run(self, job, *tensors, after=after if after is None or is_back != (which == "back") else ())
+
+    return unordered
+
+
+def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
+    """What each removal replaces, and the world in which it matters."""
+    both = "stages and experts"
+    run = CudaStream.run
+    return {
+        "compute waits for rows": (both, [(CudaMark, "wait", _no_wait)]),
+        "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
+        "the host waits for the copies of counts": (both, [(CudaMark, "synchronize", lambda self, limit=None: None)]),
+        "counts are copied behind their exchange": (both, [(HostCopy, "on", classmethod(_copied_apart))]),
+        "a sent tensor is freed when it is sent": (both, [(Transfer, "release", _not_released)]),
+        "compute waits for a received tensor": (both, [(Transfer, "receive", _receive_unwaited)]),
+        "rows live until they are exchanged": (
+            both,
+            [(CollectiveExchange, "rows", _without_source(CollectiveExchange.rows))],
+        ),
+        "gradients wait for their sum": (both, [(Reducer, "_all_reduce", _unwaited_sums(Reducer._all_reduce))]),
+        "tied gradients wait for their sum": (
+            "tied",
+            [(standin.StandInGroup, "allreduce", _unwaited_work(standin.StandInGroup.allreduce))],
+        ),
+        "the way back waits for the way out": ("loopback", [(CudaStream, "run", _without_after(run, "back"))]),
+        "a slot is filled when it is free": ("loopback", [(CudaStream, "run", _without_after(run, "out"))]),
+        "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),
+    }
+
+
+REMOVALS = tuple(_removals())
+
+
+@contextmanager
+def _small_chunks() -> Iterator[None]:
+    with patch.object(loopback, "CHUNK_BYTES", 256):
+        yield
+
+
+def _races(rank: int, size: int, what: str, removal: str | None) -> list[str]:
+    """Races of a world from which a wait was taken out."""
+    if removal is not None:
+        what, replaced = _removals()[removal]
+    function, ranks = WORLDS[what]
+    world = World(ranks)
+    with _small_chunks():
+        if removal is None:
+            world.run(function, watch=True)
+        else:
+            with ExitStack() as stack:
+                for owner, name, value in replaced:
+                    stack.enter_context(patch.object(owner, name, value))
+                world.run(function, watch=True)
+    return [str(race) for number, log in enumerate(world.logs) for race in races(number, log)]
+
+
+@pytest.mark.parametrize("what", WORLDS)
+def test_everything_is_ordered(alone: Ranks, what: str) -> None:
+    assert alone.run(_races, what, None) == [[]]
+
+
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_wait_that_is_taken_out_is_found(alone: Ranks, removal: str) -> None:
+    (found,) = alone.run(_races, "", removal)
+    assert found
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+
+def _write(kind: str, *args: Any) -> Entry:
+    return Entry(kind, args)
+
+
+def _kernel(stream: int, *accesses: Access) -> Entry:
+    return _write("kernel", (stream, stream), "a kernel", accesses)
+
+
+WRITTEN, READ, BESIDE = Access(1, 0, 8, True), Access(1, 4, 12, False), Access(1, 8, 12, False)
+ORDER = [_write("record", (0, 0), 1), _write("wait", (1, 1), 1)]
+
+
+def test_an_event_orders_two_streams() -> None:
+    assert races(0, [_kernel(0, WRITTEN), _kernel(1, READ)])
+    assert not races(0, [_kernel(0, WRITTEN), *ORDER, _kernel(1, READ)])
+    assert races(0, [*ORDER, _kernel(0, WRITTEN), _kernel(1, READ)])
+    assert not races(0, [_kernel(0, WRITTEN), _kernel(1, BESIDE)])
+    assert not races(0, [_kernel(0, READ), _kernel(1, READ)])
+
+
+def test_a_host_that_has_waited_orders_what_it_launches() -> None:
+    entries = [_kernel(0, WRITTEN), _write("record", (0, 0), 1), _write("block", 1), _kernel(1, READ)]
+    assert not races(0, entries)
+    assert races(0, [*entries[:2], *entries[3:]])
+
+
+def test_memory_is_freed_behind_its_last_use() -> None:
+    used = [_kernel(0, WRITTEN), *ORDER, _kernel(1, READ)]
+    assert races(0, [*used, _write("free", 1)])
+    assert not races(0, [*used, _write("record", (1, 1), 2), _write("wait", (0, 0), 2), _write("free", 1)])

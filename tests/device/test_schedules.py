@@ -1,0 +1,83 @@
+"""Every schedule plays on a device, without a hang in any setting, and with the gradients of the serial order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap1f1b.plan import Overlap, compile
+from overlap1f1b.schedule import SCHEDULES
+from tests import models
+from tests.device.standin import World, here
+from tests.device.steps import COSTS, Layout, batch_of, engine_of, played, program_of, stuck
+from tests.ranks import Ranks
+
+OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
+TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
+
+
+def _plays(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
+    return problems_of(name, Layout(pp, ep))[0]
+
+
+def problems_of(name: str, layout: Layout) -> tuple[list[str], World]:
+    """Hangs of a schedule on a layout, and wrong gradients; and the world in which it was played."""
+    (pp, ep), program = layout, program_of(name, layout.pp)
+    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",))
+    wanted: list[dict[str, torch.Tensor]] = [{} for _ in range(ep)]  # of all stages, by rank along "ep"
+    for number, ((gradients,), _) in enumerate(plain):
+        wanted[number % ep] |= gradients
+    world, found = played(program, layout, OVERLAPS)
+    problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=pp * 10 + ep)]
+    for number, ((serial, *others), _) in enumerate(found):
+        for overlap, other in zip(OVERLAPS[1:], others, strict=True):
+            problems += [f"rank {number}, {overlap}: {at} differs from serial" for at in models.equal(serial, other)]
+        for label, gradient in serial.items():
+            like = wanted[number % ep][label]
+            close = torch.allclose(gradient, like, rtol=1e-9, atol=1e-15)
+            if not (close if name in TWO_PIPES else torch.equal(gradient, like)):
+                problems.append(f"rank {number}: {label} differs from sequential")
+    return problems, world
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_four_stages(alone: Ranks, name: str) -> None:
+    assert alone.run(_plays, name, 4, 1) == [[]]
+
+
+@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe"])
+def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
+    assert alone.run(_plays, name, 2, 2) == [[]]
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])
+def test_three_stages(alone: Ranks, name: str) -> None:
+    assert alone.run(_plays, name, 3, 1) == [[]]
+
+
+def _step_without_rendezvous(rank: int, size: int, name: str) -> int:
+    """Make two steps, the second with receives where a CPU's plan has them; return where it begins."""
+    layout, program = Layout(size, 1), program_of(name, size)
+    engine, _ = engine_of(program, layout)
+    inputs, target = batch_of(program, layout, rank)
+    engine.step(inputs, target=target)
+    engine._plans.rendezvous = False
+    engine.plan = compile(program, engine.shapes, COSTS, 3)
+    begin = len(here().log)
+    engine.step(inputs, target=target)
+    return begin
+
+
+def _hangs_without_rendezvous(rank: int, size: int, name: str) -> list[str]:
+    """Settings in which a step hangs whose receives stand where a CPU's plan has them."""
+    world = World(4)
+    begins = world.run(_step_without_rendezvous, name)
+    logs = [log[begin:] for log, begin in zip(world.logs, begins, strict=True)]
+    return [setting for setting, _ in stuck(logs, seed=1, maps=20, syncs=40)]
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipe", "combined_1f1b"])
+def test_receives_at_other_places_hang(alone: Ranks, name: str) -> None:
+    (settings,) = alone.run(_hangs_without_rendezvous, name)
+    assert "lazy, a sync at every node, one queue" in settings
+    assert "eager, a sync at every node, one queue" in settings

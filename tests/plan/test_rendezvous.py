@@ -1,0 +1,85 @@
+"""Plans whose transfers meet at one place in an order of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlap1f1b.plan import (
+    BlockShape,
+    NodeCosts,
+    Op,
+    Overlap,
+    Plan,
+    check,
+    check_rendezvous,
+    compile,
+    play_ranks,
+    with_rendezvous,
+)
+from overlap1f1b.schedule import SCHEDULES, build_schedule
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+SHAPE = (BlockShape(seams=1, reduced=True), BlockShape(seams=0, reduced=True))
+MOVED = (Op.RECEIVE, Op.REDUCE)
+
+
+def compiled(name: str, ranks: int, overlap: Overlap, costs: NodeCosts = COSTS) -> Plan:
+    program = build_schedule(name, ranks=ranks, microbatches=10)
+    return compile(program, SHAPE, costs, overlap)
+
+
+@pytest.mark.parametrize("costs", [COSTS, NodeCosts()], ids=["costs", "no costs"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_meets(name: str, ranks: int, costs: NodeCosts) -> None:
+    """It is a plan as before: only receives and reductions have moved, and it takes no longer."""
+    for overlap in ("serial", "pairs", 3):
+        plan = compiled(name, ranks, overlap, costs)  # type: ignore[arg-type]
+        met = with_rendezvous(plan, costs)
+        check(met)
+        check_rendezvous(met)
+        for before, after in zip(plan.ranks, met.ranks, strict=True):
+            assert [n for n in before if n.op not in MOVED] == [n for n in after if n.op not in MOVED]
+            assert sorted(map(str, before)) == sorted(map(str, after))
+        spans = play_ranks(met.ranks, plan.program.placement, costs)
+        ends = {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
+        spans = play_ranks(plan.ranks, plan.program.placement, costs)
+        assert ends == {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
+
+
+def test_a_receive_stands_where_its_message_is_sent() -> None:
+    """The second rank is idle until the first sends: its receive comes first, not one action ahead."""
+    met = with_rendezvous(compiled("1f1b", 2, "serial"), COSTS)
+    assert [str(node) for node in met.ranks[1][:3]] == [
+        "receive.f[0] m0 s1",
+        "attention.f[0] m0 s1",
+        "counts.f[0] m0 s1",
+    ]
+    texts = [str(node) for node in met.ranks[1]]
+    assert texts.index("receive.f[0] m1 s1") > texts.index("receive.f[0] m0 s1") + 2
+
+
+def test_one_rank_stays_as_it_is() -> None:
+    plan = compiled("combined_1f1b", 1, 3)
+    assert with_rendezvous(plan, COSTS) is plan
+    check_rendezvous(plan)
+
+
+def test_ranks_that_would_wait_for_each_other_are_named() -> None:
+    """1F1B's steady state: both neighbours send before they receive."""
+    plan = compiled("1f1b", 2, "serial")
+    with pytest.raises(ValueError, match=r"rank 0, position \d+: .* waits forever for its other rank; allowed: both"):
+        check_rendezvous(plan)
+
+
+def test_reductions_of_replicas_stand_where_all_are() -> None:
+    met = with_rendezvous(compiled("dualpipe", 4, 3), COSTS)
+    reduced = [[(n.stage, n.block) for n in nodes if n.op is Op.REDUCE] for nodes in met.ranks]
+    assert reduced[0] == reduced[3]
+    assert reduced[1] == reduced[2]
+    late = list(met.ranks[0])
+    late.append(late.pop(next(at for at, node in enumerate(late) if node.op is Op.REDUCE)))
+    with pytest.raises(ValueError, match="waits forever for its other rank"):
+        check_rendezvous(replace(met, ranks=(tuple(late), *met.ranks[1:])))
