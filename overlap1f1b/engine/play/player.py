@@ -31,8 +31,6 @@ MicrobatchKey = tuple[int, int]
 Around = Callable[[Node], AbstractContextManager[object]]
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 
-_NO_CONTEXT = nullcontext()
-
 
 class PlayObserver(Observer, Protocol):
     """Is told of every node that a player plays."""
@@ -211,7 +209,7 @@ class Player:
 
     def _compute(self, node: Node, microbatch: Microbatch) -> None:
         # 1. Count microbatches that hold activations.
-        if node.kind is Kind.F:
+        if node.kind is Kind.F and microbatch not in self._live:
             self._live.add(microbatch)
             self._held.add(microbatch)
             self.peak_activations = max(self.peak_activations, len(self._live))
@@ -229,8 +227,11 @@ class Player:
         # 3. Compute.
         start, times = time.perf_counter(), self._times
         begun = None if times is None else times.watch.stamp()
-        with self._around(node) if self._around is not None else _NO_CONTEXT:
+        if self._around is None:
             run.compute(node, microbatch, received)
+        else:
+            with self._around(node):
+                run.compute(node, microbatch, received)
         if times is not None:
             times.computed(node, begun)
         else:

@@ -394,7 +394,8 @@ class BlockRun:
         op, kind, call = node.op, node.kind, segment.call
         assert call is not None
         splits, back = call.splits, call.back != (kind is Kind.I)
-        node = node._replace(microbatch=microbatch.index, stage=self.stage.number)  # tags outlive a step's plan
+        if node.microbatch != microbatch.index or node.stage != self.stage.number:  # tags outlive a step's plan
+            node = node._replace(microbatch=microbatch.index, stage=self.stage.number)
         counts = microbatch.flights.pop(kind) if call.counted and op is Op.DISPATCH and kind is Kind.F else None
         announce = self._announcement(node, segment) if exchange.background else None
         rows, self.rows = self.rows, self.rows if op is Op.COUNTS else None

@@ -9,7 +9,6 @@ weights), and parameters that are used in other places, too. An :class:`Entry` c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -52,16 +51,12 @@ class Entry:
             tensor: The tensor.
             anchor: Any leaf that requires a gradient; it gets none.
         """
-        with torch.enable_grad(), _outside_transforms():
+        if torch._C._are_functorch_transforms_active():  # what enters is no argument of one
+            with temporarily_clear_interpreter_stack():
+                return self.enter(tensor, anchor)
+        with torch.enable_grad():
             entered: Tensor = apply_function(Enter, anchor, (tensor,), self)
             return entered
-
-
-def _outside_transforms() -> AbstractContextManager[object]:
-    """Return a context outside torch.func's transforms: what enters is no argument of one."""
-    if not torch._C._are_functorch_transforms_active():
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
 
 
 class Enter(torch.autograd.Function):
