@@ -46,6 +46,11 @@ CHECKPOINT = "torch.utils.checkpoint"
 _FORGETTING = (_forget, _forgotten)
 
 
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Part(NamedTuple):
     """A part of a forward that can be run again by itself.
 
@@ -69,7 +74,8 @@ class RecomputedRun(BlockRun):
         super().__init__(microbatch, block)
         shape = self.stage.shape[block]
         self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
-        self.x: Tensors = ()
+        self.x: list[tuple[Tensor, int]] = []
+        """Inputs, and their versions."""
         self.streams: list[RandomStream] = []
         """Random numbers of each segment."""
         self.part_random: RandomStream | None = None
@@ -94,7 +100,7 @@ class RecomputedRun(BlockRun):
         self.state = ThreadState.capture(self.stage.device)
         self.loss_scales = [carrier.loss_scale for carrier in self.stage.carriers[self.block]]
         if self.drops_own:
-            self.x = x
+            self.x = [(t, _version(t)) for t in x]
         return x
 
     def _start(self, x: Tensors, random: RandomStream) -> ExchangeCall | Tensors:
@@ -146,7 +152,7 @@ class RecomputedRun(BlockRun):
             return function(self.sums.pop(0)[0])
         value = function(None)
         kept = value.detach()
-        self.sums.append((kept, 0 if kept.is_inference() else kept._version))
+        self.sums.append((kept, _version(kept)))
         self.brought[-1] = None  # the sum of these rows is kept instead
         return value
 
@@ -154,7 +160,7 @@ class RecomputedRun(BlockRun):
         if self.again or not self.drops_own:
             super()._keep(outs)
         else:
-            if any(not kept.is_inference() and kept._version != version for kept, version in self.sums):
+            if any(_version(kept) != version for kept, version in self.sums):
                 raise ValueError(
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
@@ -197,8 +203,13 @@ class RecomputedRun(BlockRun):
 
     def _run_again(self) -> None:
         """Run the whole forward a second time, answer its exchanges with what they brought, and keep its graph."""
+        if any(_version(t) != version for t, version in self.x):
+            raise ValueError(
+                f"the input of {self.name} was changed in place, with "
+                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
+            )
         first, self.segments = self.segments, []
-        reached = self._start(self.x, self.streams[0])
+        reached = self._start(tuple([t for t, _ in self.x]), self.streams[0])
         for number, old in enumerate(first[:-1]):
             if not isinstance(reached, ExchangeCall) or old.call is None or reached.back != old.call.back:
                 raise ValueError(
@@ -217,7 +228,7 @@ class RecomputedRun(BlockRun):
             raise ValueError(
                 f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
             )
-        self.forward, self.x, self.brought, self.streams = None, (), [], []
+        self.forward, self.x, self.brought, self.streams = None, [], [], []
         self._keep(reached)
 
     def _answer(self, number: int, old: Segment) -> list[Tensor]:

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap1f1b import Engine, build_schedule
+from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
+from tests import models
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks
 
@@ -289,3 +292,51 @@ def _failing(rank: int, size: int) -> list[str]:
 def test_an_error_of_torch_behind_an_exchange_ends_in_an_error(ranks2: Ranks) -> None:
     every = ranks2.run(_failing, timeout=60)
     assert all(any("shapes cannot be multiplied" in lines[case] for lines in every) for case in range(2)), every
+
+
+class ChangesItsInput(nn.Module):
+    """Changes its input in place before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(models.H, models.H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        y: Tensor = self.linear(x) + x
+        return y
+
+
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
+def test_full_backward_hooks_fire_once_and_an_input_may_be_changed(overlap: Overlap) -> None:
+    def built() -> tuple[nn.Sequential, list[str]]:
+        embedding, *rest = models.build()
+        model, fired = nn.Sequential(embedding, ChangesItsInput(), *rest), list[str]()
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.register_full_backward_hook(lambda *_, name=name: fired.append(name))
+        return model, fired
+
+    data = models.batch(4)
+    plain, expected = built()
+    _, grads = models.plain_gradients(plain, *data, 4)
+    model, fired = built()
+    program = build_schedule("combined_1f1b", microbatches=4)
+    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap)
+    for _ in range(3):
+        model.zero_grad()
+        fired.clear()
+        engine.step(data[0], target=data[1])
+        assert not models.equal(models.gradients(model), grads)
+        assert sorted(fired) == sorted(expected)
+
+
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+def test_an_input_that_is_needed_again_may_not_be_changed(recompute: Recompute) -> None:
+    embedding, *rest = models.build()
+    model = nn.Sequential(embedding, ChangesItsInput(), *rest)
+    program = build_schedule("sequential", microbatches=2)
+    engine = Engine(model, program, loss_fn=models.loss_fn, recompute=recompute)
+    inputs, target = models.batch(2)
+    with pytest.raises(ValueError, match=r"input of block 1 \(ChangesItsInput\) was changed in place"):
+        engine.step(inputs, target=target)
