@@ -103,7 +103,7 @@ class BlockRun:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
+        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor, grad=grad)
         mode, random = grad and stage.watches(self.block), stage.draws.within(self.block, stream)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
@@ -128,7 +128,7 @@ class BlockRun:
         assert call is not None
         segment = self._open()
         differs = before.differs if before.library is None else before.library.differs
-        given = segment.enter(received, differs, self.stage.anchor)
+        given = segment.enter(received, differs, self.stage.anchor, grad=grad)
         mode, random = grad and not call.feeds_part, self.stage.draws.within(self.block, stream)
         with random, eager(mode):
             if self._state is not None:

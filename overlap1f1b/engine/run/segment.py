@@ -234,15 +234,19 @@ class Segment:
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
-    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor) -> list[Any]:
-        """Return what the segment begins with: values as new tensors, where they require a gradient."""
+    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor, *, grad: bool) -> list[Any]:
+        """Return what the segment begins with: values as new tensors, where they require a gradient.
+
+        With ``grad`` a backward follows.
+        """
         self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
         entered = [
             value if entry is None else entry.enter(value, anchor)
             for value, entry in zip(values, self.received, strict=True)
         ]
-        first = next((value.grad_fn for value, requires in zip(entered, differs, strict=True) if requires), None)
-        self.start = next_sequence_number() if first is None else first._sequence_nr()
+        if grad:
+            first = next((value.grad_fn for value, requires in zip(entered, differs, strict=True) if requires), None)
+            self.start = next_sequence_number() if first is None else first._sequence_nr()
         return entered
 
     def leave(self) -> list[int]:
