@@ -141,7 +141,8 @@ def _instead(model: nn.Module) -> str:
     for module in model.modules():
         stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
         convolution = isinstance(module, nn.modules.conv._ConvNd)
-        if not convolution and (stacked or "experts" in type(module).__name__.lower()):
+        counting = [part for part in module.modules() if any(_counters(part))] == [module]
+        if not convolution and (stacked or counting or "experts" in type(module).__name__.lower()):
             near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
     return f"{_some(list(near))} instead" if near else "no weights that are stacked by expert: a dense model?"
 

@@ -132,8 +132,8 @@ class Shell:
         for number, call in enumerate(walk.calls):
             if any(isinstance(t, Tensor) and t.requires_grad for t in call.leaves):
                 raise ValueError(
-                    f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient; "
-                    "allowed: one chain of hidden states"
+                    f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient, which it "
+                    "has computed itself; allowed: hidden states, and what earlier layers have returned"
                 )
         if getattr(output, "logits", None) is None:
             raise ValueError(
