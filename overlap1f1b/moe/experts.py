@@ -82,6 +82,10 @@ class Experts(nn.Module):
         """Apply the local experts to ``rows [R, H]``, which are grouped by expert, ``counts [E_local]`` rows each."""
         raise NotImplementedError
 
+    def answer(self, tokens: Tensor) -> Tensor | None:
+        """Return ``[0, H]``, like the rows that come back; None if their width is not known before they come."""
+        return tokens.new_empty(0, tokens.shape[1])
+
     def route(self, indices: Tensor, ranks: int, *, capacity: float | None = None) -> Route:
         """Return the route of the rows of one call, see :class:`~overlap1f1b.moe.route.Route`."""
         return self.route_kind(indices, self.experts, ranks, self.kernels, capacity=capacity)
@@ -105,7 +109,7 @@ class Experts(nn.Module):
                 route,
                 exchange,
                 feeds_part=True,
-                answer=tokens.new_empty(0, tokens.shape[1]),
+                answer=self.answer(tokens),
             )
         ]
         result = [run_part(partial(self._compute_received, route, tokens.dtype), received.pop())]

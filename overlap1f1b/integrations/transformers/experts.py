@@ -20,7 +20,10 @@ from torch.nn.utils import parametrize
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
-LOOKED_FOR = "a module called with (tokens, indices, weights) whose parameters have a part for each expert"
+LOOKED_FOR = (
+    "a module called with (tokens, indices, weights), (sorted rows, sizes) or (rows in equal parts) "
+    "whose parameters have a part for each expert"
+)
 
 # ------------------------------------------------------------------------------------------------------------- finding
 
@@ -54,6 +57,8 @@ def find(model: nn.Module) -> Found:
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
     if not experts:
         raise ValueError(f"{type(model).__name__}: looked for {LOOKED_FOR}; found {_instead(model)}")
+    named = {name: len(routing_names(module) or ()) for name, (module, _) in experts.items()}
+    experts = {name: pair for name, pair in experts.items() if named[name] == max(named.values())}
     holders = [
         (name, module)
         for name, module in model.named_modules()
@@ -87,15 +92,23 @@ def _quantised(model: nn.Module) -> str | None:
     return f"{narrow[0]} of {str(model.get_parameter(narrow[0]).dtype)[6:]}" if narrow else None
 
 
-def routing_names(module: nn.Module) -> tuple[str, str, str] | None:
-    """Return the argument names of a module's forward if it takes (tokens, indices, weights), else None."""
+def routing_names(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the argument names of an experts module's forward, else None.
+
+    Forwards take (tokens, indices, weights), or rows that are sorted by expert: with the number of each expert's rows,
+    or with equally many for all experts.
+    """
     named = _arguments(module)
-    if len(named) != 3:
-        return None
-    tokens, indices, weights = named
-    if not ("ind" in indices or "expert" in indices) or not ("weight" in weights or "score" in weights):
-        return None
-    return tokens, indices, weights
+    if len(named) == 3:
+        _, indices, weights = named
+        if ("ind" in indices or "expert" in indices) and ("weight" in weights or "score" in weights):
+            return tuple(named)
+    elif len(named) == 1 or (len(named) == 2 and any(word in named[1] for word in ("size", "count", "per_expert"))):
+        parameters = list(module.parameters())
+        parts = {p.shape[0] for p in parameters if p.dim() > 2}
+        if len(parts) == 1 and all(p.dim() > 2 for p in parameters) and parts <= {n for _, n in _counters(module)}:
+            return tuple(named)
+    return None
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -128,7 +141,8 @@ def _instead(model: nn.Module) -> str:
     for module in model.modules():
         stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
         convolution = isinstance(module, nn.modules.conv._ConvNd)
-        if not convolution and (stacked or "experts" in type(module).__name__.lower()):
+        counting = [part for part in module.modules() if any(_counters(part))] == [module]
+        if not convolution and (stacked or counting or "experts" in type(module).__name__.lower()):
             near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
     return f"{_some(list(near))} instead" if near else "no weights that are stacked by expert: a dense model?"
 
@@ -186,13 +200,15 @@ class OwnExperts(Experts):
     """
 
     own_class: ClassVar[type[nn.Module]]
-    own_names: tuple[str, str, str]
+    own_names: tuple[str, ...]
     grouped: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self.own_names, args, strict=False)) | kwargs
         if set(given) != set(self.own_names):
             raise ValueError(f"experts called with {sorted(given)}; allowed: {', '.join(self.own_names)}")
+        if self.takes_sorted:
+            return self._of_sorted(*(given[name] for name in self.own_names))
         tokens, indices, weights = (given[name] for name in self.own_names)
         flat = tokens.reshape(-1, tokens.shape[-1])
         if indices.shape != weights.shape or indices.dim() != 2 or len(indices) != len(flat):
@@ -202,6 +218,26 @@ class OwnExperts(Experts):
             )
         result: Tensor = super().__call__(flat, indices.long(), weights)
         return result.view_as(tokens)
+
+    def _of_sorted(self, rows: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the result of each row ``[R, H]``, of which each expert has a number, or equally many if None."""
+        if rows.dim() != 2 or not isinstance(sizes, list | None) or (sizes is None and len(rows) % self.experts):
+            raise ValueError(
+                f"experts called with rows {list(rows.shape)} and sizes {sizes}; allowed: [R, H], sorted by expert, "
+                f"with a list of {self.experts} sizes, or in {self.experts} equal parts"
+            )
+        each = [len(rows) // self.experts] * self.experts if sizes is None else sizes
+        indices, weights = _one_expert_a_row(rows, each)
+        result: Tensor = super().__call__(rows, indices, weights)
+        return result
+
+    @property
+    def takes_sorted(self) -> bool:
+        """Whether the model's own forward takes rows that are sorted by expert."""
+        return len(self.own_names) < 3
+
+    def answer(self, tokens: Tensor) -> Tensor | None:
+        return None if self.takes_sorted else super().answer(tokens)  # a module may be one of several products
 
     @property
     def reads_counts_late(self) -> bool:
@@ -215,9 +251,18 @@ class OwnExperts(Experts):
             plain = own._apply_gate.__name__ == "_default_apply_gate" and type(own.act_fn).__name__ in SILU
             gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
             return self.product(gated, own.down_proj, counts)
-        if not len(rows):  # some models' forwards fail without rows
+        if not len(rows) and len(self.own_names) != 2:  # some models' forwards fail without rows
             return rows.detach()
-        result: Tensor = self.own_class.forward(self, rows, *_one_expert_a_row(rows, counts))
+        result: Tensor
+        if self.takes_sorted:
+            result = self.own_class.forward(self, rows, *([list(counts)] if len(self.own_names) == 2 else []))
+            if result.dim() != 2 or len(result) != len(rows):
+                raise ValueError(
+                    f"{self.own_class.__name__} returns {list(result.shape)} for sorted rows {list(rows.shape)}; "
+                    "allowed: a row for each"
+                )
+            return result
+        result = self.own_class.forward(self, rows, *_one_expert_a_row(rows, counts))
         return result.reshape(rows.shape)
 
 

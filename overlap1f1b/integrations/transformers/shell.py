@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from overlap1f1b.integrations.transformers.experts import Found
+
+
+@dataclass(frozen=True, order=True)
+class Handed:
+    """A value beside hidden states that a layer returns; in a layer's arguments it stands for this value.
+
+    Args:
+        layer: Number of the layer that returns it.
+        index: Its index in what that layer returns.
+    """
+
+    layer: int
+    index: int
 
 
 class Call(NamedTuple):
@@ -20,6 +34,17 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The values in the arguments."""
+        return tree_leaves((self.args, self.kwargs))
+
+    def filled(self, values: Mapping[Handed, Tensor | None]) -> Call:
+        """Return the arguments with the values that earlier layers have returned."""
+        if not any(isinstance(leaf, Handed) for leaf in self.leaves):
+            return self
+        return Call(*tree_map(lambda leaf: values[leaf] if isinstance(leaf, Handed) else leaf, tuple(self)))
 
 
 class Around(NamedTuple):
@@ -38,21 +63,39 @@ class Shell:
     Args:
         model: The causal LM.
         found: Its layers.
+
+    Attributes:
+        around: The modules outside the layers.
+        returned: Number of values that a layer returns; the first are its hidden states.
+        carried: For each layer the values that later layers need of it and of earlier ones, beside hidden states.
     """
 
     def __init__(self, model: Any, found: Found) -> None:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
         self.prefix = found.prefix
         self.around = Around({}, {})
+        self.returned = 1
+        self.carried: list[list[Handed]] = []
 
     def trace(self) -> Around:
-        """Run the forward once on a few tokens; return the modules that it calls before and after the layers.
+        """Run the forward on a few tokens; return the modules that it calls before and after the layers.
 
         Raises:
             ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called;
                 or a layer gets another argument that depends on parameters.
         """
-        walk = _Walk(self, until=None, result=None)
+        for self.returned in range(1, MOST_RETURNED + 1):
+            walk = _Walk(self, until=None, result=None)
+            try:
+                return self._trace(walk)
+            except _UnpackedError as error:  # a batch of one is never unpacked as several values
+                refusal = error
+        raise ValueError(
+            f"{self.owner_name} cannot run with stand-ins for its layers ({refusal}); allowed: layers that return "
+            "hidden states, alone or with values that it gives to later layers unchanged"
+        ) from refusal
+
+    def _trace(self, walk: _Walk) -> Around:
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
         outside = {
             name: module
@@ -78,10 +121,7 @@ class Shell:
         except (TypeError, ValueError) as error:
             if walk.refused:
                 raise
-            raise ValueError(
-                f"{self.owner_name} cannot run with stand-ins for its layers ({error}); "
-                "allowed: layers that take hidden states and return them, as one tensor"
-            ) from error
+            raise _UnpackedError(error) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -90,10 +130,10 @@ class Shell:
                 f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all"
             )
         for number, call in enumerate(walk.calls):
-            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((call.args, call.kwargs))):
+            if any(isinstance(t, Tensor) and t.requires_grad for t in call.leaves):
                 raise ValueError(
-                    f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient; "
-                    "allowed: one chain of hidden states"
+                    f"{self.owner_name} gives its layer {number} a second tensor that requires a gradient, which it "
+                    "has computed itself; allowed: hidden states, and what earlier layers have returned"
                 )
         if getattr(output, "logits", None) is None:
             raise ValueError(
@@ -114,6 +154,11 @@ class Shell:
         if both:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
         self.around = Around(before, after)
+        needed = [{leaf for leaf in call.leaves if isinstance(leaf, Handed)} for call in walk.calls]
+        self.carried = [
+            sorted(value for value in set().union(*needed[number + 1 :]) if value.layer <= number)
+            for number in range(len(needed))
+        ]
         return self.around
 
     @property
@@ -209,6 +254,14 @@ class Shell:
             yield
 
 
+MOST_RETURNED = 3
+"""Most values that a layer may return."""
+
+
+class _UnpackedError(Exception):
+    """The model's forward cannot use what the stand-ins for its layers return."""
+
+
 class _Reached(BaseException):
     """The end of a forward after the call of the last needed layer."""
 
@@ -271,9 +324,11 @@ class _StandIn(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_stood_for"][0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer, number, walk = self.__dict__["_stood_for"]
-        return walk.visit(number, layer, args, dict(kwargs))
+        hidden = walk.visit(number, layer, args, dict(kwargs))
+        more = [Handed(number, index) for index in range(1, walk.shell.returned)]
+        return (hidden, *more) if more else hidden
 
 
 def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:

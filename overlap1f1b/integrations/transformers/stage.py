@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
 from overlap1f1b.engine.run.graph import graph_nodes
 from overlap1f1b.engine.run.microbatch import OptionalTensors
-from overlap1f1b.integrations.transformers.shell import Call, Shell
+from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
 
@@ -86,7 +86,8 @@ class StageRange:
 class Layer(MicrobatchBlock):
     """A block of a stage: a decoder layer. The first also runs the embedding, the last also norm, head and loss.
 
-    It takes and returns ``(hidden [B, S, H], *inputs of the model or None, *router logits [T, E] of earlier layers)``.
+    It takes and returns ``(hidden [B, S, H], *inputs of the model or None, *values that layers hand on beside hidden
+    states or None, *router logits [T, E] of earlier layers)``.
     The first block of the model takes only the model's inputs. The last returns ``(loss, logits [B, S, V])`` if there
     is a target, else ``(logits,)``. Between stages, router logits are one tensor ``[layers, T, E]``.
 
@@ -117,32 +118,41 @@ class Layer(MicrobatchBlock):
         part, known = self.part, len(self.part.inputs)
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
         routed: tuple[Tensor, ...] = ()
+        values: dict[Handed, Tensor | None] = {}
         if part.first and self.number == part.start:
             given = inputs
             hidden, calls = part.begin(given, microbatch)
         else:
-            hidden, given, routed = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
+            carried = part.shell.carried[self.number - 1]
+            hidden, given, rest = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
+            values, routed = dict(zip(carried, rest, strict=False)), rest[len(carried) :]
             if self.number == part.start and routed:
                 routed = routed[0].unbind()
             calls = part.calls(given, microbatch, like=hidden)
-        call = calls[self.number]
+        call = calls[self.number].filled(values)
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
             raise ValueError(f"layer {self.number} has its own gradient checkpointing; allowed: disabled")
         with _recording() as here:
-            hidden = self.layer(hidden, *call.args, **call.kwargs)
-        if not isinstance(hidden, Tensor):
+            result = self.layer(hidden, *call.args, **call.kwargs)
+        returned = result if part.shell.returned > 1 and isinstance(result, tuple) else (result,)
+        if len(returned) != part.shell.returned or not all(isinstance(v, Tensor | None) for v in returned):
+            found = ", ".join(type(value).__name__ for value in returned)
             raise ValueError(
-                f"layer {self.number} ({type(self.layer).__name__}) returns {type(hidden).__name__}; allowed: a tensor"
+                f"layer {self.number} ({type(self.layer).__name__}) returns {found}; "
+                f"allowed: {'tensors or None' if part.shell.returned > 1 else 'a tensor'}"
             )
+        hidden = returned[0]
+        values |= {Handed(self.number, index): value for index, value in enumerate(returned)}
+        handed = [values[value] for value in part.shell.carried[self.number]]
         routed = (*routed, *here)
         # 3. The outputs for the next layer or stage, or the model's own.
         if self.number < part.end - 1:
-            return self._checked_outputs(hidden, *given, *routed)
+            return self._checked_outputs(hidden, *given, *handed, *routed)
         if microbatch is not None:
             microbatch.memo.pop(part, None)
         if not part.last:
-            return self._checked_outputs(hidden, *given, *([torch.stack(routed)] if routed else []))
+            return self._checked_outputs(hidden, *given, *handed, *([torch.stack(routed)] if routed else []))
         labels = microbatch.target[0] if microbatch is not None and microbatch.target else None
         return self._checked_outputs(*part.shell.end(part.named(given), hidden, routed, labels))
 

@@ -78,8 +78,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
     "glm4_moe_lite": _FULL_HEADS,
-    "glm_moe_dsa": _FULL_HEADS,
+    "glm_moe_dsa": {**_FULL_HEADS, "indexer_types": ["full", "shared", "shared", "full"]},  # shared over stages
     "granitemoehybrid": {"mamba_chunk_size": 8},
+    "hy_v4": {"indexer_types": ["full", "shared", "shared", "full"]},
     "inkling2_text": _INKLING,
     "inkling_text": _INKLING,
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4},

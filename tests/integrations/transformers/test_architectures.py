@@ -12,38 +12,41 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.integrations.transformers.experts import adopt
+from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
+from tests.integrations.transformers.test_split import problems_of
+from tests.ranks import Ranks
 
 INSTALLED = architectures.names()
 
-PASSES_MORE = "cannot run with stand-ins for its layers"
-NO_SEAM = r"looked for a module called with \(tokens, indices, weights\)"
 REFUSED = {
-    "doge": NO_SEAM,  # experts are rows of two embeddings
-    "glm_moe_dsa": PASSES_MORE,  # layers hand indices of their attention on
-    "hy_v4": PASSES_MORE,
-    "inkling2_text": "a second tensor that requires a gradient",  # states of earlier layers
-    "jetmoe": NO_SEAM,  # two products, with the activation outside the experts
-    "llama4": NO_SEAM,  # every expert gets every token
-    "llama4_text": NO_SEAM,
-    "zaya": PASSES_MORE,  # layers hand states of their routers on
+    # Experts are rows of two embeddings, of which a token looks up many.
+    "doge": r"looked for a module called with \(tokens, indices, weights\).*; found DogeCDMoE\(hidden_states\) instead",
+    # The model joins states of earlier layers, and the embedding.
+    "inkling2_text": "gives its layer 1 a second tensor that requires a gradient, which it has computed itself",
+    # The model scales the embedding by parameters of its own.
+    "zaya": "parameter model.input_hidden_states_scale belongs to ZayaModel, which holds the layers",
 }
 """Pattern of the message for each refused architecture."""
 
 SINGLE = {"inkling2_text"}  # its own forward fails in float64
 OLD = {"aria_text", "dbrx", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 """Architectures that in transformers 5.17 have other experts, or whose own forward fails with a router's loss."""
-ROUNDED = {"beam", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
+ROUNDED = {"beam", "hy_v4", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
 CUT = {
     "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "dbrx", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note", "dots3_note_text", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss",
-    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash", "mellum",
+    "exaone_moe", "flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+    "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "hy_v4", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4",
+    "llama4_text", "longcat_flash", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
     "solar_open",
@@ -95,3 +98,94 @@ def _built(name: str, dtype: torch.dtype) -> Any:
 
 def test_most_are_split() -> None:
     assert len(CUT & set(INSTALLED)) >= 12
+
+
+UNUSUAL = ["glm_moe_dsa", "hy_v4", "jetmoe", "llama4_text"]
+"""Layers that hand indices on; experts that take sorted rows, with sizes or in equal parts."""
+PLAYED: list[tuple[str, Overlap]] = [("sequential", "serial"), ("combined_1f1b", 3), ("dualpipev", "pairs")]
+
+
+@pytest.mark.parametrize("name", [name for name in UNUSUAL if name in INSTALLED])
+@pytest.mark.parametrize(("schedule", "overlap"), PLAYED)
+def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
+    tokens, labels = tiny.batch(6)
+    losses, expected = tiny.own_gradients(
+        architectures.build(name, torch.float32), {"input_ids": tokens}, labels, microbatches=3
+    )
+    program = build_schedule(schedule, ranks=1, microbatches=3)
+    stages = split_model(architectures.build(name, torch.float32), program)
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS)
+    result = engine.step(tokens, target=labels)
+    assert list(result.losses) == losses
+    # The embedding is also the head: two stages sum its gradient in another order.
+    limit = 1e-6 if name == "jetmoe" and len(stages) > 1 else 0.0
+    assert problems_of(stages, expected, limit) == []
+
+
+def _compare(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
+    ep_rank = mesh["ep"].get_local_rank()
+    whole = _model(name)
+    shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
+    every = [tiny.own_gradients(whole, {"input_ids": x}, y, 4, 1 / ep) for x, y in shards]
+    limit, (tokens, labels) = 1e-5 if name in ROUNDED else 1e-12, shards[ep_rank]
+    problems = []
+    for schedule, overlap in PLAYED:
+        program = build_schedule(schedule, ranks=pp, microbatches=4)
+        stages = split_model(_model(name), program, mesh)
+        engine = Engine(
+            stages, program, mesh=mesh, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS, timeout=30
+        )
+        result = engine.step(tokens, target=labels)
+        found = problems_of(stages, every[-1][1], limit)
+        for loss, own in zip(result.losses, every[ep_rank][0], strict=bool(result.losses)):
+            if tiny.difference(loss, own) > limit:
+                found.append(f"loss {float(loss)} instead of {float(own)}")
+        problems += [f"{schedule} {overlap}: {problem}" for problem in found]
+    return problems
+
+
+def _model(name: str) -> Any:
+    """Return a model of a type; of Zaya without its own two parameters, for which it is refused."""
+    model = architectures.build(name, torch.float64)
+    if name == "zaya":
+        for label, parameter in list(model.model.named_parameters(recurse=False)):
+            delattr(model.model, label)
+            model.model.register_buffer(label, parameter.detach())
+    return model
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", [name for name in [*UNUSUAL, "zaya"] if name in INSTALLED])
+def test_unusual_layers_on_two_ranks(ranks2: Ranks, name: str, pp: int, ep: int) -> None:
+    """Zaya's layers hand on states that require a gradient."""
+    assert ranks2.run(_compare, name, pp, ep) == [[]] * 2
+
+
+class Experts(nn.Module):
+    """Experts that compute every expert for every token, which equal parts are not.
+
+    Args:
+        hidden: H.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.ones(4, hidden, hidden))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ self.weight
+
+
+def test_rows_of_another_kind_are_refused() -> None:
+    experts = Experts(8)
+    model = nn.Module()
+    model.add_module("experts", experts)
+    adopt(model, experts, 4, None, "experts", grouped=False)
+    with pytest.raises(ValueError, match=r"^Experts returns \[4, 8, 8\] for sorted rows \[8, 8\]; allowed: a row"):
+        experts(torch.ones(8, 8))
+    with pytest.raises(ValueError, match=r"^experts called with rows \[2, 4, 8\] and sizes None; allowed: \[R, H\]"):
+        experts(torch.ones(2, 4, 8))
+    with pytest.raises(ValueError, match=r"^experts called with rows \[7, 8\] and sizes None; allowed: \[R, H\]"):
+        experts(torch.ones(7, 8))

@@ -53,7 +53,7 @@ def test_parts_with_other_names() -> None:
 
 def test_a_dense_model() -> None:
     message = refusal(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
-    assert "LlamaForCausalLM: looked for a module called with (tokens, indices, weights)" in message
+    assert "LlamaForCausalLM: looked for a module called with (tokens, indices, weights), " in message
     assert message.endswith("found no weights that are stacked by expert: a dense model?")
 
 
@@ -63,8 +63,8 @@ def test_no_head() -> None:
 
 
 def test_no_recognisable_experts() -> None:
-    message = refusal(architectures.build("llama4_text", torch.float32))
-    assert message.endswith("found Llama4TextExperts(hidden_states) instead")
+    message = refusal(architectures.build("doge", torch.float32))
+    assert message.endswith("found DogeCDMoE(hidden_states) instead")
 
 
 def test_an_encoder_decoder() -> None:
