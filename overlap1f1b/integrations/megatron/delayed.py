@@ -1,8 +1,8 @@
 """Layers of TransformerEngine that compute their weight gradients in ``backward_dw``, by ``delay_wgrad_compute``.
 
-The backward of such a layer puts its operands into ``wgrad_store``, and each call of ``backward_dw`` takes the oldest
-ones out, computes the gradients and calls the hooks of Megatron-Core's data-parallel wrapper. Here the operands wait in
-the queue of a weight node instead, and are in the store only while this node calls ``backward_dw``: several microbatches
+The backward of such a layer puts its operands into ``wgrad_store``. Each call of ``backward_dw`` takes the oldest ones
+out, computes the gradients and calls the hooks of Megatron-Core's data-parallel wrapper. Here the operands wait in the
+queue of a weight node instead, and are in the store only while this node calls ``backward_dw``: so several microbatches
 may be open, in any order.
 """
 
@@ -34,11 +34,12 @@ def delayed_of(model: nn.Module) -> list[Any]:
         if store is None or not store.delay_wgrad_compute():
             continue
         where = f"delay_wgrad_compute in {name} ({type(layer).__name__})"
-        if not _delayed(layer):
+        if not any(hasattr(parameter, MARK) for parameter in layer.parameters(recurse=False)):
             raise ValueError(f"{where}, which marks no parameter by {MARK}; allowed: a TransformerEngine that does")
         if layer.use_bias and layer.return_bias:  # autograd adds its gradient, and hooks wait for backward_dw
             raise ValueError(f"{where}, which returns its bias; allowed: no such bias (add_bias_linear=False)")
-        layers.append(layer)
+        if _delayed(layer):
+            layers.append(layer)
     wrapper = attribute_of(model, "ddp_config")
     if layers and wrapper is not None and not getattr(wrapper, "delay_wgrad_compute", False):
         raise ValueError("delay_wgrad_compute=False in ddp_config, and True in the model's layers; allowed: the same")
