@@ -178,7 +178,7 @@ CASES: dict[str, Case] = {
     ),
     "delayed, ep 4": Case({"num_moe_experts": 8}, ep=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
     "delayed, dense and MoE, tied": Case(
-        {"moe_layer_freq": [0, 1]}, linears="te grouped", tied=True, fused=True, ddp=OVERLAP_REDUCE
+        {"moe_layer_freq": [0, 1]}, linears="te grouped", tied=True, ddp=OVERLAP_REDUCE
     ),
     "delayed, MoE layers recomputed": Case(selective("moe"), linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
     "delayed, MTP": Case({**MTP, **Z_LOSS}, linears="te", ddp=DDP),

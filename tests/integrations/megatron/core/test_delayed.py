@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from overlap1f1b.engine.run.blocks import MicrobatchBlock
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.delayed import delayed_of
 from tests.integrations.megatron.core import models, shim, transformer_engine
 from tests.integrations.megatron.core.cases import CASES
@@ -74,6 +76,13 @@ def test_layers_that_delay_are_found() -> None:
     assert delayed_of(_model().requires_grad_(False)) == []
     model = _model(bias=True)
     assert delayed_of(model) == [model[0]]  # type: ignore[index]
+
+
+def test_blocks_that_delay_have_weight_nodes() -> None:
+    block = MicrobatchBlock()
+    assert not Stage([block]).shape[0].split
+    block.delays = True
+    assert Stage([block]).shape[0].split
 
 
 def test_gradients_that_could_get_lost_are_refused() -> None:

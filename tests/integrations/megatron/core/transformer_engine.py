@@ -137,7 +137,7 @@ class Linear(Linears):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         rows = x.reshape(-1, x.shape[-1])
         product, bias = self.product(rows, [len(rows)])
-        return product.view(*x.shape[:-1], -1), bias
+        return product.view(*x.shape[:-1], product.shape[-1]), bias
 
 
 class NormLinear(Linear):
