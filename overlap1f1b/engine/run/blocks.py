@@ -50,11 +50,13 @@ class MicrobatchBlock(nn.Module):
             names, in which None stands for an input that is not given. Any block may return None to pass it on.
         state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
         apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
+        delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
     """
 
     input_names: tuple[str, ...] = ()
     state: CarriedState | None = None
     apart: Collection[nn.Parameter] = ()
+    delays: bool = False
 
 
 class ParameterUses:
@@ -192,7 +194,7 @@ class Blocks:
         self.shape: StageShape = tuple(
             BlockShape(
                 seams=len(self.experts_of(index)),
-                split=bool(self.linears[index] or self._apart_of(index)),
+                split=bool(self.linears[index] or self._apart_of(index)) or self._delays(index),
                 reduced=bool(
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
                 ),
@@ -248,6 +250,10 @@ class Blocks:
     def _apart_of(self, block: int) -> set[nn.Parameter]:
         module = self.blocks[block]
         return set(module.apart) - self.tied.keys() if isinstance(module, MicrobatchBlock) else set()
+
+    def _delays(self, block: int) -> bool:
+        module = self.blocks[block]
+        return isinstance(module, MicrobatchBlock) and module.delays
 
     def _find_exchanges(self) -> None:
         self.exchanges = [exchanges_of(shape) for shape in self.shape]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.megatron.delayed import delayed_of, delaying
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
 from overlap1f1b.integrations.megatron.linears import leaving, linears_of
 from overlap1f1b.integrations.megatron.state import ModuleState
@@ -29,7 +30,7 @@ class Chunk(MicrobatchBlock):
         passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
 
     Raises:
-        ValueError: The model has no ``set_input_tensor``.
+        ValueError: The model has no ``set_input_tensor``, or layers whose delayed weight gradients could get lost.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Chunk(MicrobatchBlock):
         self.state = ModuleState(model) if self._dispatchers else None
         self._linears = linears_of(model)
         self.apart = [layer.weight for layer in self._linears]
+        self._delayed = delayed_of(model)
+        self.delays = bool(self._delayed)
         self._stage: Blocks | None = None
 
     @contextmanager
@@ -57,7 +60,11 @@ class Chunk(MicrobatchBlock):
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         self.step = step
         try:
-            with exchanging(self._dispatchers), leaving(self._linears, self._in_force):
+            with (
+                exchanging(self._dispatchers),
+                leaving(self._linears, self._in_force),
+                delaying(self._delayed, self._in_force),
+            ):
                 yield
         finally:
             self.step = None

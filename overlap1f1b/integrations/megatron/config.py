@@ -159,7 +159,6 @@ def each(value: Any, count: int) -> list[Any]:
 REFUSED: dict[str, object] = {
     "num_microbatches_with_partial_activation_checkpoints": None,  # forward steps would need another argument
     "defer_embedding_wgrad_compute": False,  # the schedule would have to compute these gradients at its end
-    "delay_wgrad_compute": False,  # the schedule would have to compute them, for every layer
     "fine_grained_activation_offloading": False,  # the order of loads follows the schedule's order
     "cpu_offloading": False,  # the order of loads follows the schedule's order
     "hybrid_context_parallel": False,  # the groups change from microbatch to microbatch
@@ -170,7 +169,7 @@ REFUSED: dict[str, object] = {
 """Options of a config that would change results if they were ignored, each with the value without effect."""
 
 REFUSED_IF_SUSPENDED: dict[str, object] = {"fp8": None, "fp4": None}
-"""Options that keep a state for the forward that runs; they are refused only if forwards are suspended."""
+"""Options that keep a state for the forward or backward that runs; they are refused if microbatches mix in a layer."""
 
 SIZES = {
     "pp": "pipeline_model_parallel_size",
@@ -186,8 +185,8 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
 
     Args:
         model: The chunk.
-        suspends: Whether to check the options that suspended forwards do not allow, instead of the general ones. A
-            forward is suspended where it exchanges rows.
+        suspends: Whether to check the options that suspended forwards and delayed weight gradients do not allow,
+            instead of the general ones. A forward is suspended where it exchanges rows.
 
     Raises:
         ValueError: A refused option is set.
@@ -196,7 +195,7 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
     for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
         value = getattr(config, field, allowed)
         if value and value != allowed:
-            where = " in a chunk that exchanges rows" if suspends else ""
+            where = " in a chunk that exchanges rows or delays weight gradients" if suspends else ""
             raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}")
 
 

@@ -275,7 +275,11 @@ class ForwardBackward:
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last, exchanges = stage == program.placement.stages - 1, size_of(self.groups, "ep") > 1
             chunk = Chunk(model, stage=stage, last=last, exchanges=exchanges, passes_last_input=passes and not last)
-            if chunk.state is not None or any(isinstance(module, Experts) for module in model.modules()):
+            if (
+                chunk.state is not None
+                or chunk.delays
+                or any(isinstance(module, Experts) for module in model.modules())
+            ):
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)

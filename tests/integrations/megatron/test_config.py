@@ -49,7 +49,6 @@ def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.
             for name, value, allowed in (
                 ("num_microbatches_with_partial_activation_checkpoints", 1, None),
                 ("defer_embedding_wgrad_compute", True, False),
-                ("delay_wgrad_compute", True, False),
                 ("fine_grained_activation_offloading", True, False),
                 ("cpu_offloading", True, False),
                 ("hybrid_context_parallel", True, False),
@@ -61,7 +60,7 @@ def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.
         ],
         (
             {"fp8": "hybrid"},
-            "^fp8='hybrid' in a chunk that exchanges rows; allowed: None$",
+            "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$",
         ),
         (
             {"pipeline_model_parallel_size": 2},

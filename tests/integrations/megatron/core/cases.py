@@ -23,6 +23,8 @@ class Case:
         fused: Whether backwards add weight gradients to ``main_grad`` (``gradient_accumulation_fusion``).
         by_tokens: Whether ``calculate_per_token_loss``.
         ddp: Options of Megatron-Core's ``DistributedDataParallel`` around the chunks; None without it.
+        linears: "own" for Megatron-Core's linear layers, "te" for stand-ins of TransformerEngine's, which delay their
+            weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
         quick: Whether the case is one of the few that are not marked slow.
         fails: Why the case does not work yet; empty if it does.
@@ -40,6 +42,7 @@ class Case:
     fused: bool = False
     by_tokens: bool = False
     ddp: Fields | None = None
+    linears: str = "own"
     aligned: bool = False
     quick: bool = False
     fails: str = ""
@@ -161,6 +164,30 @@ CASES: dict[str, Case] = {
     "HybridEP, MTP": Case({**HYBRIDEP, **MTP, **Z_LOSS}),
     "HybridEP, tp 2, ep 2": Case({**HYBRIDEP, **AUX}, tp=2, ddp=DDP),
     "HybridEP, vp 2": Case({**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4),
+    # weight gradients that wait for backward_dw
+    "delayed": Case(linears="te"),
+    "delayed, grouped": Case({"num_moe_experts": 8, "moe_router_topk": 3}, linears="te grouped", microbatches=5),
+    "delayed, biases": Case({"add_qkv_bias": True}, linears="te grouped"),
+    "delayed, fused": Case(SHARED, linears="te grouped", fused=True),
+    "delayed, fused, DDP": Case(AUX, linears="te grouped", fused=True, ddp=DDP),
+    "delayed, fused, DDP, reduce overlapped": Case(
+        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, layers=3, microbatches=5, quick=True
+    ),
+    "delayed, DDP, reduce overlapped": Case(
+        {**OVERLAPPED, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE, microbatches=5, quick=True
+    ),
+    "delayed, ep 4": Case({"num_moe_experts": 8}, ep=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
+    "delayed, dense and MoE, tied": Case(
+        {"moe_layer_freq": [0, 1]}, linears="te grouped", tied=True, ddp=OVERLAP_REDUCE
+    ),
+    "delayed, MoE layers recomputed": Case(selective("moe"), linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
+    "delayed, MTP": Case({**MTP, **Z_LOSS}, linears="te", ddp=DDP),
+    "delayed, DeepEP": Case(DEEPEP, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
+    "delayed, pp 2": Case(layers=4, pp=2, microbatches=4, linears="te", ddp=OVERLAP_REDUCE, aligned=True),
+    "delayed, vp 2": Case(
+        {"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True,
+        ddp=OVERLAP_REDUCE,
+    ),
     # several stages
     "pp 2": Case(layers=4, pp=2, microbatches=4),
     "pp 2, aux loss": Case(AUX, layers=4, pp=2, microbatches=4, ddp=DDP),

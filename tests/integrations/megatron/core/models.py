@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.integrations.megatron.core import transformer_engine
+
 HIDDEN, VOCABULARY, SEQUENCE, BATCH = 32, 48, 12, 2
 
 
@@ -76,8 +78,14 @@ def config_of(
     return TransformerConfig(**(given | fields))
 
 
-def build(config: Any, *, tied: bool = False) -> list[nn.Module]:
-    """Return the chunks of this rank. A weight depends on its place in the whole model, and not on the ranks."""
+def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.Module]:
+    """Return the chunks of this rank. A weight depends on its place in the whole model, and not on the ranks.
+
+    Args:
+        config: Of the model.
+        tied: Whether the embedding and the output layer share a weight.
+        linears: See :class:`~tests.integrations.megatron.core.cases.Case`.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -93,6 +101,8 @@ def build(config: Any, *, tied: bool = False) -> list[nn.Module]:
         last = rank == pp - 1 and number == (count or 1) - 1
         stage = None if count is None else number
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+        if linears != "own":
+            spec = transformer_engine.put_into(spec, grouped=linears == "te grouped")
         mtp = None
         if config.mtp_num_layers and last:
             mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)

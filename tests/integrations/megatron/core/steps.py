@@ -30,18 +30,18 @@ def serial_step(case: Case) -> list[Step]:
     """Train for some steps by Megatron-Core's own function for this case."""
     from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
 
-    return _train(case, own_func())
+    return _train(case, own_func(), delayed=False)
 
 
 def our_step(case: Case, overlap: Overlap) -> list[Step]:
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
     schedule = COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
     function = get_forward_backward_func(schedule=schedule, overlap=overlap, timeout=30)
-    return _train(case, function)
+    return _train(case, function, delayed=case.linears != "own")
 
 
-def _train(case: Case, function: Callable[..., Any]) -> list[Step]:
-    chunks = _prepared(case)
+def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[Step]:
+    chunks = _prepared(case, delayed=delayed)
     found = []
     for step in range(STEPS):
         for chunk in chunks:
@@ -73,7 +73,7 @@ def _train(case: Case, function: Callable[..., Any]) -> list[Step]:
     return found
 
 
-def _prepared(case: Case) -> list[Any]:
+def _prepared(case: Case, *, delayed: bool) -> list[Any]:
     """Return the case's chunks, with the config's functions as Megatron-LM's training loop sets them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -84,9 +84,12 @@ def _prepared(case: Case) -> list[Any]:
         layers=case.layers, pp=case.pp, ep=case.ep, tp=case.tp, etp=case.etp, vp=case.vp,
         calculate_per_token_loss=case.by_tokens, gradient_accumulation_fusion=case.fused, **case.fields,
     )  # fmt: skip
-    chunks: list[Any] = models.build(config, tied=case.tied)
+    config.delay_wgrad_compute = delayed  # its constructor allows this with bf16 alone
+    chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears)
     if case.ddp is not None:
-        options = DistributedDataParallelConfig(use_distributed_optimizer=False, **case.ddp)
+        options = DistributedDataParallelConfig(
+            use_distributed_optimizer=False, delay_wgrad_compute=delayed, **case.ddp
+        )
         chunks = [
             DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)

@@ -1,0 +1,97 @@
+"""Layers of TransformerEngine that compute their weight gradients in ``backward_dw``, by ``delay_wgrad_compute``.
+
+The backward of such a layer puts its operands into ``wgrad_store``. Each call of ``backward_dw`` takes the oldest ones
+out, computes the gradients and calls the hooks of Megatron-Core's data-parallel wrapper. Here the operands wait in the
+queue of a weight node instead, and are in the store only while this node calls ``backward_dw``: so several microbatches
+may be open, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.integrations.megatron.config import attribute_of
+
+MARK = "skip_backward_post_hook"
+"""Attribute of the parameters whose gradients ``backward_dw`` computes."""
+
+
+def delayed_of(model: nn.Module) -> list[Any]:
+    """Return the layers that compute weight gradients in their ``backward_dw``.
+
+    Raises:
+        ValueError: A layer's gradients could get lost or be added in another order.
+    """
+    layers = []
+    for name, layer in model.named_modules():
+        store = getattr(layer, "wgrad_store", None)
+        if store is None or not store.delay_wgrad_compute():
+            continue
+        where = f"delay_wgrad_compute in {name} ({type(layer).__name__})"
+        if not any(hasattr(parameter, MARK) for parameter in layer.parameters(recurse=False)):
+            raise ValueError(f"{where}, which marks no parameter by {MARK}; allowed: a TransformerEngine that does")
+        if layer.use_bias and layer.return_bias:  # autograd adds its gradient, and hooks wait for backward_dw
+            raise ValueError(f"{where}, which returns its bias; allowed: no such bias (add_bias_linear=False)")
+        if _delayed(layer):
+            layers.append(layer)
+    wrapper = attribute_of(model, "ddp_config")
+    if layers and wrapper is not None and not getattr(wrapper, "delay_wgrad_compute", False):
+        raise ValueError("delay_wgrad_compute=False in ddp_config, and True in the model's layers; allowed: the same")
+    return layers
+
+
+@contextmanager
+def delaying(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[None]:
+    """Let layers call ``backward_dw`` when the queue in force of a stage is computed, inside the context."""
+    for layer in layers:
+        layer.wgrad_store.put = _queueing(layer, stage)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.wgrad_store.put
+
+
+def _queueing(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., None]:
+    store, parameters = layer.wgrad_store.put, _delayed(layer)
+
+    def put(operands: Any, function: Any) -> None:
+        stage().queue.put(parameters[0], lambda: add(operands, function))
+
+    @torch.no_grad()
+    def add(operands: Any, function: Any) -> None:
+        store(operands, function)
+        before = [_set_aside(parameter) for parameter in parameters]
+        layer.backward_dw()
+        for parameter, grad in zip(parameters, before, strict=True):
+            if _is_added(parameter):
+                parameter.grad = None
+            elif grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+    return put
+
+
+def _set_aside(parameter: nn.Parameter) -> Tensor | None:
+    """Take away the gradient of earlier microbatches, which ``backward_dw`` would replace.
+
+    A parameter whose gradient goes to ``main_grad`` gets zeros, which nobody reads: hooks wait for a gradient, and the
+    one that the backward has left may be gone with another microbatch.
+    """
+    before = parameter.grad
+    parameter.grad = parameter.new_zeros(()).expand_as(parameter) if _is_added(parameter) else None
+    return before
+
+
+def _is_added(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "grad_added_to_main_grad", False)
+
+
+def _delayed(layer: Any) -> list[nn.Parameter]:
+    return [p for p in layer.parameters(recurse=False) if p.requires_grad and getattr(p, MARK, False)]
