@@ -122,7 +122,7 @@ def beside(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             environment = {**os.environ, "PYTHONPATH": folder}
             ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
             found[name].append(json.loads(ran.stdout))
-            print(f"{name:6} {line(found[name][-1])}", flush=True)
+            print(f"{name:6} {line(found[name][-1])}", file=sys.stderr, flush=True)
     return {name: {key: median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()}
 
 
@@ -135,6 +135,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="turns of each checkout")
     parser.add_argument("--json", help="file for the results; - for the standard output, and nothing else there")
     options = parser.parse_args()
+    if min(options.microbatches, options.rounds, options.turns) < 1:
+        parser.error("--microbatches, --rounds and --turns; allowed: 1 or more")
+    if options.against and not os.path.isdir(os.path.join(options.against, "overlap1f1b")):
+        parser.error(f"--against {options.against}; allowed: a folder with the package overlap1f1b")
     result = beside(options) if options.against else measured(options)
     if options.json == "-":
         print(json.dumps(result))

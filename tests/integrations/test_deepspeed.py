@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine
-from overlap1f1b.plan import NodeCosts, Op
-from overlap1f1b.schedule import build_schedule
-from tests import models
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None or find_spec("transformers") is None, reason="deepspeed is not installed"
 )
-HIDDEN, MICROBATCHES, LAYERS, TOKENS = 16, 4, 2, 9
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, aggregate=0.2, dense=1, reduce=2)
+LAYERS = 2
 
 
 class Block(nn.Module):
@@ -43,7 +39,6 @@ def _build(mesh: DeviceMesh) -> nn.Sequential:
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(3)
     config = MixtralConfig(
         hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=LAYERS, num_local_experts=8,
         num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=32,
@@ -58,10 +53,6 @@ def _build(mesh: DeviceMesh) -> nn.Sequential:
     return nn.Sequential(*map(Block, layers), nn.Linear(HIDDEN, HIDDEN))
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def _compare(rank: int, size: int) -> list[str]:
     import deepspeed
 
@@ -69,25 +60,8 @@ def _compare(rank: int, size: int) -> list[str]:
     backend.build_shm_op = lambda: None  # it would compile an operator of its own
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    data = torch.randn(2, MICROBATCHES, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    plain, problems = _build(mesh), []
-    for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
-        (_loss(plain(x), y) / (MICROBATCHES * size)).backward()
-    for overlap in ("pairs", 3):
-        model = _build(mesh)
-        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES, extra_warmup=1)
-        engine = Engine(
-            model, program, mesh=mesh, loss_fn=_loss, overlap=overlap, costs=COSTS, reduce=False, timeout=30
-        )
-        for step in range(3):
-            model.zero_grad()
-            engine.step(data[0], target=data[1])
-            found = models.equal(models.gradients(model), models.gradients(plain))
-            problems += [f"{overlap}, step {step}: {name}" for name in found]
-        exchanged = [node for node in engine.plan.ranks[0] if node.op in (Op.DISPATCH, Op.COMBINE)]
-        if len(exchanged) != 2 * 2 * LAYERS * MICROBATCHES:
-            problems.append(f"{overlap}: {len(exchanged)} exchanges in the plan")
-    return problems
+    build, exchanges = partial(_build, mesh), 2 * 2 * LAYERS * MICROBATCHES
+    return [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
 
 
 def test_auto_ep(ranks2: Ranks) -> None:

@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine
-from overlap1f1b.plan import NodeCosts, Op
-from overlap1f1b.schedule import build_schedule
-from tests import models
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None or find_spec("spmd_types") is None, reason="torchtitan is not installed"
 )
-HIDDEN, EXPERTS, TOP_K, MICROBATCHES, LAYERS = 16, 8, 2, 4, 2
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+EXPERTS, TOP_K, LAYERS = 8, 2, 2
 
 
 class Block(nn.Module):
@@ -47,10 +43,6 @@ class Block(nn.Module):
         return x + self.dispatcher.combine(torch.cat(made), metadata, h) + self.shared(h)
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def _compare(rank: int, size: int) -> list[str]:
     from torchtitan.distributed.utils import set_spmd_backend
 
@@ -58,28 +50,10 @@ def _compare(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
     def build() -> nn.Sequential:
-        torch.manual_seed(3)
         return nn.Sequential(*[Block(mesh) for _ in range(LAYERS)], nn.Linear(HIDDEN, HIDDEN))
 
-    data = torch.randn(2, MICROBATCHES * 9, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    plain, problems = build(), []
-    for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
-        (loss_fn(plain(x), y) / (MICROBATCHES * size)).backward()
-    for overlap in ("pairs", 3):
-        model = build()
-        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES, extra_warmup=1)
-        engine = Engine(
-            model, program, mesh=mesh, loss_fn=loss_fn, overlap=overlap, costs=COSTS, reduce=False, timeout=30
-        )
-        for step in range(3):
-            model.zero_grad()
-            engine.step(data[0], target=data[1])
-            found = models.equal(models.gradients(model), models.gradients(plain))
-            problems += [f"{overlap}, step {step}: {name}" for name in found]
-        exchanged = [node for node in engine.plan.ranks[0] if node.op in (Op.DISPATCH, Op.COMBINE)]
-        if len(exchanged) != 2 * 2 * LAYERS * MICROBATCHES:
-            problems.append(f"{overlap}: {len(exchanged)} exchanges are hidden")
-    return problems
+    exchanges = 2 * 2 * LAYERS * MICROBATCHES
+    return [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
 
 
 def test_two_ranks(ranks2: Ranks) -> None:

@@ -185,11 +185,20 @@ def _add_to_main(
     parameter: nn.Parameter, main: Tensor, grad: Tensor, rows: Tensor, counts: Sequence[int], kernels: Kernels
 ) -> Tensor | None:
     kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
+    return added_to_main(parameter)
+
+
+def added_to_main(parameter: Any) -> Tensor | None:
+    """Return what stands for a gradient that was added to ``main_grad``; None if no hook waits for one.
+
+    Megatron's hooks wait for a gradient, and ``grad_added_to_main_grad`` tells them not to add it: its values are never
+    read, unless ``zero_out_wgrad`` says that they are added.
+    """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
-    # Megatron's hooks wait for a gradient, and this tells them not to add it: its values are never read.
     parameter.grad_added_to_main_grad = True
-    return torch.empty_like(parameter)
+    made = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return made(parameter)
 
 
 def accumulate(gradients: Gradients) -> None:

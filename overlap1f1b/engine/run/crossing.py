@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import is_
@@ -26,11 +26,11 @@ from overlap1f1b.engine.run.foreign import (
     group_named,
     watched,
 )
-from overlap1f1b.engine.run.segment import Enter
+from overlap1f1b.engine.run.graph import LAST, apply_function
 from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_OWN = (Enter, SplitLinear, SplitGroupedMM)
+_OWN = (SplitLinear, SplitGroupedMM)
 _NO_CONTEXT = nullcontext()
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
@@ -121,14 +121,14 @@ def running_mode() -> CrossingMode | None:
     return None
 
 
-def called_outside(mode: CrossingMode, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a call gives with the mode off, if no other mode lies above it: it has nothing to replace there."""
+def applied_outside(mode: CrossingMode, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply a Function with the mode off, if no other mode lies above it: it has nothing to replace in a Function."""
     depth = torch._C._len_torch_function_stack()
     if torch._C._get_function_stack_at(depth - 1) is not mode:
-        return call(*args, **kwargs)
+        return apply_function(function, *args, **kwargs)
     torch._C._pop_torch_function_stack()
     try:
-        return call(*args, **kwargs)
+        return apply_function(function, *args, **kwargs)
     finally:
         if running_mode() is not mode:  # a forward that was suspended inside has it back already
             torch._C._push_on_torch_function_stack(mode)
@@ -161,18 +161,14 @@ def functions_cross() -> Iterator[None]:
     functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
     on the stack, and do not bear a switch.
     """
-    function: Any = torch.autograd.function._SingleLevelFunction
-    if "apply" in function.__dict__:  # another stage of this rank has changed it
+    if "apply" in LAST.__dict__:  # another stage of this rank has changed it
         yield
         return
 
-    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return super(function, cls).apply(*args, **kwargs)
-
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = None if cls is Enter else running_mode()
+        mode = running_mode()
         if mode is None or not torch.is_grad_enabled():
-            return call(cls, *args, **kwargs)
+            return apply_function(cls, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             if cls is SplitLinear or cls is SplitGroupedMM:  # it queues the gradient of its weight
                 mode.run.used_apart(*args[1])
@@ -186,23 +182,23 @@ def functions_cross() -> Iterator[None]:
             if brought is not None:
                 return brought if known.output is None else args[known.output].copy_(brought)
         if run.watching is None or cls in _OWN:
-            return called_outside(mode, call, cls, *args, **kwargs)
+            return applied_outside(mode, cls, *args, **kwargs)
         before, calls = run.watching, list[Watched]()
         run.watching = calls
         try:
-            result = call(cls, *args, **kwargs)
+            result = apply_function(cls, *args, **kwargs)
         finally:
             run.watching = before
         run.called(cls, args, calls, result)
         return result
 
     operations = functional_operations()
-    function.apply = classmethod(uncompiled(apply))
+    LAST.apply = classmethod(uncompiled(apply))
     for namespace, operation in operations:
         namespace.all_to_all_single = Asking.of(operation)
     try:
         yield
     finally:
-        del function.apply
+        del LAST.apply
         for namespace, operation in operations:
             namespace.all_to_all_single = operation

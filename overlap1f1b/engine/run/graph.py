@@ -1,4 +1,4 @@
-"""Autograd graphs: their nodes, and a backward without checks in Python.
+"""Autograd graphs: their nodes, and calls of autograd without its checks in Python.
 
 This file calls private functions of torch: the public ones check in Python what its C++ checks again, for tens of
 microseconds a call.
@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward")  # noqa: B009  # mypy does not know it
+_graph: Any = torch.autograd.graph
+LAST: Any = torch.autograd.function._SingleLevelFunction
+"""Class whose ``apply`` is the last one in Python."""
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
     """Run one backward as ``torch.autograd.backward(roots, grads)`` does."""
-    _run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _graph._engine_run_backward(
+        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)`` outside transforms of ``torch.func``, of which the engine's own calls know."""
-    plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(*args)
+def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Return ``function.apply(*args, **kwargs)``; no transform of ``torch.func`` must be active."""
+    plain: Any = super(LAST, function)
+    return plain.apply(*args, **kwargs)
 
 
 def graph_nodes(outputs: Iterable[Tensor]) -> list[Any]:

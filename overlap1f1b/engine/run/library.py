@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from overlap1f1b.engine.run.segment import Entry
+from overlap1f1b.engine.run.entry import Entry
+from overlap1f1b.engine.run.graph import backward
 from overlap1f1b.transport.calls import LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.streams import SideStream
@@ -65,7 +66,7 @@ class LibraryExchange:
         found: list[Tensor] = []
 
         def run(*sent: Tensor) -> None:
-            torch.autograd.backward(edges, list(sent))
+            backward(edges, sent)
             found.extend(entry.dense() for entry in entries)
 
         mark = self.stream.run(run, *grads)

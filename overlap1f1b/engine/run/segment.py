@@ -9,71 +9,19 @@ weights), and parameters that are used in other places, too. An :class:`Entry` c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.run.autograd import Root, WeightQueue
-from overlap1f1b.engine.run.graph import apply_function, backward
+from overlap1f1b.engine.run.entry import Entry
+from overlap1f1b.engine.run.graph import backward
+from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
-from overlap1f1b.transport.exchange import Transfer
-
-
-class Entry:
-    """A place where a tensor enters a segment: it catches the gradient, and holds neither values nor graph.
-
-    Args:
-        tensor: The tensor, of which shape, dtype and device are kept.
-
-    Attributes:
-        grad: Gradient of the tensor; None before a backward has reached it.
-    """
-
-    __slots__ = ("device", "dtype", "grad", "shape")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.grad: Tensor | None = None
-
-    def dense(self) -> Tensor:
-        """Return the gradient, or zeros if none has come."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self.grad is None else self.grad
-
-    def enter(self, tensor: Tensor, anchor: Tensor) -> Tensor:
-        """Return the tensor without its history; it requires a gradient, which this entry will catch.
-
-        Args:
-            tensor: The tensor.
-            anchor: Any leaf that requires a gradient; it gets none.
-        """
-        if torch._C._are_functorch_transforms_active():  # what enters is no argument of one
-            with temporarily_clear_interpreter_stack():
-                return self.enter(tensor, anchor)
-        with torch.enable_grad():
-            entered: Tensor = apply_function(Enter, anchor, (tensor,), self)
-            return entered
-
-
-class Enter(torch.autograd.Function):
-    """The tensor as it is, in a graph of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], entry: Entry) -> Tensor:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        return tensor[0].detach()  # no view: it may be changed in place, and shares its version with the tensor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        entry, (grad,) = ctx.entry, grads
-        if grad is not None:
-            entry.grad = grad if entry.grad is None else entry.grad + grad
-        return None, None, None
 
 
 def next_sequence_number() -> int:
@@ -166,15 +114,6 @@ class Crossing(NamedTuple):
         return cls(get_gradient_edge(tensor), get_gradient_edge(entered), entry), entered
 
 
-class Library(Protocol):
-    """An exchange by a library, see :class:`~overlap1f1b.engine.run.library.LibraryExchange`."""
-
-    differs: list[bool]
-
-    def forward(self, tensors: Sequence[Tensor]) -> Transfer[Any]: ...
-    def backward(self, grads: Sequence[Tensor]) -> Transfer[Any]: ...
-
-
 class Segment:
     """One segment of a block's forward for one microbatch.
 
@@ -228,7 +167,7 @@ class Segment:
         self.sent: list[Root | None] = []
         self.differs: list[bool] = []
         self.layout = Layout(())
-        self.library: Library | None = None
+        self.library: LibraryExchange | None = None
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
         self.versions: dict[int, tuple[Tensor, int]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.autograd import SplitLinear
+from overlap1f1b.engine.run.autograd import SplitLinear, added_to_main
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.transport.suspend import uncompiled
 
@@ -74,10 +74,6 @@ def _adding(weight: Any) -> Callable[[Tensor, Tensor], Tensor | None]:
         kernels = kernels.fused_weight_gradient_mlp_cuda
         kernel = kernels.wgrad_gemm_accum_fp32 if main.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
         kernel(rows, grad, main)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        # Hooks wait for a gradient, and this tells them not to add it.
-        weight.grad_added_to_main_grad = True
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+        return added_to_main(weight)
 
     return add

@@ -91,7 +91,7 @@ class LateNoise(nn.Module):
         return y + torch.rand_like(y) if self.on else y
 
 
-@pytest.mark.parametrize("overlap", ["pairs", 3])
+@pytest.mark.parametrize("overlap", [2, 3])
 def test_a_block_that_begins_to_draw_has_its_streams_from_the_next_step_on(overlap: int) -> None:
     def third_step(overlap: int | str) -> tuple[float, list[Tensor]]:
         torch.manual_seed(0)

@@ -18,20 +18,19 @@ from tests.integrations.megatron.core.cases import CASES
 from tests.ranks import run
 
 
-def _places(rank: int, size: int) -> tuple[int, int, int, int]:
-    """Return how many gradients were computed inside a backward, apart, waited at once in a layer, and in a store."""
+def _places(rank: int, size: int) -> tuple[int, int, int]:
+    """Return how many gradients were computed inside a backward, how many apart, and how many waited in a store."""
     shim.apply()
     from tests.integrations.megatron.core.steps import our_step
 
     stores: dict[transformer_engine.Store, int] = {}
-    inside, apart, most, left = 0, 0, 0, 0
+    inside, apart, left = 0, 0, 0
     backward, pop = transformer_engine.Products.backward, transformer_engine.Store.pop
 
     def counted_backward(ctx: Any, *grads: Any) -> Any:
-        nonlocal most, left
+        nonlocal left
         store = ctx.layer.wgrad_store
         stores[store] = stores.get(store, 0) + 1
-        most = max(most, stores[store])
         returned = backward(ctx, *grads)
         left = max(left, store.context.qsize())
         return returned
@@ -50,15 +49,14 @@ def _places(rank: int, size: int) -> tuple[int, int, int, int]:
         our_step(case, 3)
     assert not any(stores.values())
     assert not any("put" in store.__dict__ for store in stores)
-    return inside, apart, most, left
+    return inside, apart, left
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_delayed_gradients_are_computed_by_weight_nodes() -> None:
-    for inside, apart, most, left in run(_places, 2, timeout=60):
+    for inside, apart, left in run(_places, 2, timeout=60):
         assert not inside
         assert apart > 0
-        assert most > 1  # several microbatches wait
         assert not left  # in the plan's queues, not in the store
 
 
