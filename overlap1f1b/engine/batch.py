@@ -12,7 +12,7 @@ from overlap1f1b.engine.play.player import MicrobatchKey
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Placement, Program
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 Part = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
 Batch = Part | Sequence[Part]
@@ -119,7 +119,7 @@ class Loss(NamedTuple):
     """
 
     function: LossFunction | None
-    count_tokens: Callable[..., int] | None
+    count_tokens: Callable[..., int | Tensor] | None
     scale: float
 
 
@@ -186,15 +186,15 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
         return dict.fromkeys(range(count), 1.0 / (count * mesh.size("dp") * mesh.size("ep")))
     pipes = [pipe for pipe, stage in placement.places(mesh.rank("pp")) if stage == placement.stages - 1]
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
-    tokens = {index: int(loss.count_tokens(*target_of(index))) for index in here}
-
-    def total_of(_: Dimension, every: list[int]) -> int:
-        return sum(every)
-
-    total = mesh.combined(sum(tokens.values()), total_of)
+    counted = [loss.count_tokens(*target_of(index)) for index in here]
+    # Tensors are read together: each read may wait for a device.
+    unread = [count.reshape(()) for count in counted if isinstance(count, Tensor)]
+    read = iter(torch.stack(unread).tolist() if unread else ())
+    tokens = [int(next(read) if isinstance(count, Tensor) else count) for count in counted]
+    (total,) = mesh.sums(sum(tokens))
     if total <= 0:
-        raise ValueError(f"count_tokens gives {total} for the whole batch; allowed: 1 or more")
-    return {index: number / total for index, number in tokens.items()}
+        raise ValueError(f"count_tokens gives {total:g} for the whole batch; allowed: 1 or more")
+    return {index: number / total for index, number in zip(here, tokens, strict=True)}
 
 
 _GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_scale", "keep_outputs"))

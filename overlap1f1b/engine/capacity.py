@@ -78,7 +78,10 @@ class Capacity:
 
     def lost_rows(self) -> str | None:
         """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
-        return self.mesh.combined(self._lost_here(), lambda _, every: next(filter(None, every), None))
+        mine = self._lost_here()
+        if not self.mesh.sums(mine is not None)[0]:
+            return None
+        return self.mesh.combined(mine, lambda _, every: next(filter(None, every), None))
 
     def _lost_here(self) -> str | None:
         """Return the text of this rank; waits for the device once."""

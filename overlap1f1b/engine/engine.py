@@ -72,8 +72,9 @@ class Engine:
         plan: A compiled plan to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them.
-        count_tokens: ``(*targets) → int``, tokens that a microbatch's target counts for. The loss of the step is then
-            the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if there are none.
+        count_tokens: ``(*targets) → int`` or a scalar tensor, tokens that a microbatch's target counts for. The loss of
+            the step is then the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if
+            there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
@@ -105,7 +106,7 @@ class Engine:
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
         reduce: bool = True,
-        count_tokens: Callable[..., int] | None = None,
+        count_tokens: Callable[..., int | Tensor] | None = None,
         dynamic_shapes: bool = False,
         timeout: float = DEFAULT_LIMIT_S,
         check_parameters: bool = True,

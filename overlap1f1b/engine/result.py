@@ -79,6 +79,7 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
     """Return the loss of a step over all ranks. All of them must call this."""
-    mine = (sum(float(x) * w for x, w in zip(result.losses, result.weights, strict=True)), sum(result.weights))
-    total, weight = mesh.combined(mine, lambda _, every: (sum(t for t, _ in every), sum(w for _, w in every)))
+    losses = torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
+    mine = sum(loss * weight for loss, weight in zip(losses, result.weights, strict=True))
+    total, weight = mesh.sums(mine, sum(result.weights))
     return total / weight

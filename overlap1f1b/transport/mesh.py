@@ -287,6 +287,19 @@ class Mesh:
         with _naming(dimension):
             self._control[dimension].barrier().wait()
 
+    def sums(self, *values: float) -> list[float]:
+        """Return the sum of each value over all ranks, in float64, the same on all ranks; all of them must call this.
+
+        Raises:
+            LostRankError: A rank failed, or did not answer within the limit.
+        """
+        total = torch.tensor(values, dtype=torch.float64)
+        for dimension, group in self._control.items():
+            with _naming(dimension):
+                group.allreduce([total]).wait()
+        found: list[float] = total.tolist()
+        return found
+
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
         """Combine the values of all ranks along "ep", then "dp", then "pp"; the result is the same on all ranks."""
         for dimension in reversed(DIMENSIONS):

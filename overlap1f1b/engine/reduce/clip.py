@@ -15,7 +15,7 @@ from overlap1f1b.engine.run.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 
 def clip(
@@ -52,15 +52,10 @@ def clip(
             counted |= dict.fromkeys(p for p in mine if p in experts or (mesh.rank("ep") == 0 and p not in repeated))
     grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
     shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
-
-    def total(dimension: Dimension, squares: list[tuple[float, float, bool]]) -> tuple[float, float, bool]:
-        once = squares[:1] if dimension == "dp" else squares
-        whole, sharded = sum(own for own, _, _ in once), sum(shared for _, shared, _ in squares)
-        return whole, sharded, any(double for _, _, double in squares)
-
+    whole = _square(grads) if mesh.rank("dp") == 0 else 0.0  # the same on all ranks along "dp"
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
-    whole, sharded, double = mesh.combined((_square(grads), _square_of_shards(shards), has_double), total)
-    norm = torch.tensor(math.sqrt(whole + sharded), dtype=torch.float64 if double else torch.float32)
+    square, double = mesh.sums(whole + _square_of_shards(shards), has_double)
+    norm = torch.tensor(math.sqrt(square), dtype=torch.float64 if double else torch.float32)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
         over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None

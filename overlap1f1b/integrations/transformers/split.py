@@ -57,9 +57,9 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         return loss
 
     @staticmethod
-    def count_tokens(labels: Tensor, *_: Tensor) -> int:
+    def count_tokens(labels: Tensor, *_: Tensor) -> Tensor:
         """Return the number of tokens that count in a microbatch's loss; for :class:`Engine`'s ``count_tokens``."""
-        return int((labels[..., 1:] != IGNORED).sum())
+        return (labels[..., 1:] != IGNORED).sum()
 
     @property
     def routers(self) -> list[nn.Module]:
