@@ -104,11 +104,12 @@ def apply() -> None:
     if not random.HAVE_TE:
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    # 6. Literal devices: schedules.py:596, 983, 2138; moe_utils.py:998; transformer/utils.py:35, 40.
+    # 6. Literal devices: schedules.py:596, 983, 2138; moe_utils.py:998; transformer/utils.py:35, 40; later releases
+    # also in token_dispatcher.py.
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import utils
 
-    for module in (schedules, moe_utils, utils):
+    for module in (schedules, moe_utils, utils, token_dispatcher):
         module.torch = _Torch("torch")
     # 7. Rows of experts that are shared along "tp": mappings.py:150 and 193 have lists of different sizes.
     from megatron.core.tensor_parallel import mappings
