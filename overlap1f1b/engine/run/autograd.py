@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import backward
+from overlap1f1b.engine.run.graph import backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -35,7 +35,7 @@ class Root(NamedTuple):
         """Return the root of a tensor; None if it requires no gradient."""
         if not tensor.requires_grad:
             return None
-        return cls(get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device)
+        return cls(edge_of(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def checked(self, grad: Tensor, name: str) -> Tensor:
         """Return the gradient on the tensor's device and in its dtype; a scalar is broadcast.

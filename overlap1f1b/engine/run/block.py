@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
@@ -27,7 +27,7 @@ from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumu
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
-from overlap1f1b.engine.run.graph import nodes_behind
+from overlap1f1b.engine.run.graph import edge_of, nodes_behind
 from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
@@ -185,7 +185,7 @@ class BlockRun:
             check_back(call.splits, earlier.splits, where)
         following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
         if following is not None and following.back_of == number:
-            return call._replace(answer=Layout(following.rows).like)
+            return call._replace(answer=Layout.of(following.rows).like)
         return call
 
     def _sent(self, segment: Segment, call: ExchangeCall) -> Any:
@@ -194,7 +194,7 @@ class BlockRun:
         self._changed |= dict.fromkeys(segment.leave(), segment.start)
         segment.layout = Layout.of(tensors)
         segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
-        segment.sent = [Root.of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
+        segment.sent = [edge_of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
         self._check_graph(segment, segment.sent)
         if isinstance(call.splits, LibrarySplits):
             segment.library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
@@ -203,7 +203,7 @@ class BlockRun:
         # The model may change its own tensor while it is still being sent.
         return rows.clone() if self.foreign and len(tensors) == 1 else rows
 
-    def _check_graph(self, segment: Segment, roots: list[Root | None]) -> None:
+    def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
 
         Raises:
@@ -212,7 +212,7 @@ class BlockRun:
         number, first = len(self.segments) - 1, self.segments[0].start
         if not number or self.stage.uses.learned(self.block):
             return
-        for node in nodes_behind(root.edge.node for root in roots if root is not None):
+        for node in nodes_behind(edge.node for edge in edges if edge is not None):
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
@@ -256,7 +256,7 @@ class BlockRun:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
         self.segments[-1].leave()
-        self._check_graph(self.segments[-1], self.outs)
+        self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
@@ -503,10 +503,10 @@ class BlockRun:
 
     def _take(self, received: Any) -> None:
         segment = self.segments[-1]
-        roots, segment.sent = segment.sent, []
-        for root, grad in zip(roots, segment.brought(received), strict=True):
-            if root is not None:
-                segment.add_root(root.edge, grad)
+        edges, segment.sent = segment.sent, []
+        for edge, grad in zip(edges, segment.brought(received), strict=True):
+            if edge is not None:
+                segment.add_root(edge, grad)
 
     def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:
         """Give the gradient of a tensor to the use before, or to the segment that has made it."""
@@ -543,7 +543,7 @@ class BlockRun:
             for parameter in list(sums):
                 at_home = stage.tied.get(parameter, self.block) == self.block
                 if at_home and stage.uses.first[self.block].get(parameter, 0) == number:
-                    segment.add_root(get_gradient_edge(parameter), sums.pop(parameter))
+                    segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:
         passed = tuple([None if entry is None else entry.dense() for entry in first.received])

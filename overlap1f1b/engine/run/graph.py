@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _graph: Any = torch.autograd.graph
 LAST: Any = torch.autograd.function._SingleLevelFunction
@@ -23,6 +23,22 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     _graph._engine_run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Return ``get_gradient_edge(tensor)`` of a tensor that requires a gradient."""
+    node = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    if not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
+    # A Python object does not keep the node of a Function alive; another node does.
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

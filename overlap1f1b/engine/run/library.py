@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from overlap1f1b.engine.run.entry import Entry
-from overlap1f1b.engine.run.graph import backward
+from overlap1f1b.engine.run.graph import backward, edge_of
 from overlap1f1b.transport.calls import LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.streams import SideStream
@@ -47,9 +47,7 @@ class LibraryExchange:
                 pairs = zip(sent, self._entries, strict=True)
                 returned = self.function(*[entry.enter(tensor, self.anchor) for tensor, entry in pairs])
             self.differs = [isinstance(result, Tensor) and result.requires_grad for result in returned]
-            self._results = [
-                get_gradient_edge(result) for result, differs in zip(returned, self.differs, strict=True) if differs
-            ]
+            self._results = [edge_of(result) for result, differs in zip(returned, self.differs, strict=True) if differs]
             results.extend(
                 result.detach() if differs else result for result, differs in zip(returned, self.differs, strict=True)
             )

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.engine.run.autograd import Root
 from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.graph import edge_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.segment import Segment
@@ -186,9 +186,8 @@ class RecomputedRun(BlockRun):
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):
-            segment.sent = [
-                Root.of(part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor)))
-            ]
+            made = part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor))
+            segment.sent = [edge_of(made) if made.requires_grad else None]
 
     def recompute_attention(self) -> None:
         """Compute everything outside the experts again, from the block's input."""
@@ -238,4 +237,4 @@ class RecomputedRun(BlockRun):
             return brought
         assert old.call is not None
         count = sum(old.call.splits.sizes(back=old.call.back)[1])
-        return [like.new_zeros(()).expand(count, *like.shape[1:]) for like in old.layout.rows]
+        return [kind.zeros(1).expand(count, *kind.shape) for kind in old.layout.rows]

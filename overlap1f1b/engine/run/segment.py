@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from overlap1f1b.engine.run.autograd import Root, WeightQueue
+from overlap1f1b.engine.run.autograd import WeightQueue
 from overlap1f1b.engine.run.entry import Entry
-from overlap1f1b.engine.run.graph import backward
+from overlap1f1b.engine.run.graph import backward, edge_of
 from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
@@ -37,34 +37,46 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
+class RowKind(NamedTuple):
+    """Shape of one row of a tensor, its dtype and device."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Size of a row."""
+        return self.dtype.itemsize * self.shape.numel()
+
+    def zeros(self, count: int) -> Tensor:
+        """Return rows of zeros ``[count, …]``."""
+        return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
+
+
 class Layout(NamedTuple):
-    """Shapes of a row of each tensor of one exchange; several tensors travel as one, a row's bytes side by side.
+    """The rows of each tensor of one exchange; several tensors travel as one, a row's bytes side by side."""
 
-    Args:
-        rows: Of each tensor ``[0, …]``.
-    """
-
-    rows: tuple[Tensor, ...]
+    rows: tuple[RowKind, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of some tensors."""
-        return cls(tuple([tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors]))
+        return cls(tuple([RowKind(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors]))
 
     @property
     def like(self) -> Tensor:
         """Packed rows ``[0, …]``."""
-        return self.pack(self.rows)
+        return self.pack([kind.zeros(0) for kind in self.rows])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors as one; of bytes ``[R, W]`` if there are several."""
         if len(tensors) == 1:
             return tensors[0].to(self.rows[0].dtype)
         count, parts = len(tensors[0]), []
-        for like, tensor in zip(self.rows, tensors, strict=True):
-            size = _bytes(like)
-            packed = tensor.new_zeros(count, _padded(size), dtype=torch.uint8)
-            packed[:, :size] = _as_bytes(tensor.to(like.dtype), size)
+        for kind, tensor in zip(self.rows, tensors, strict=True):
+            packed = tensor.new_zeros(count, _padded(kind.bytes), dtype=torch.uint8)
+            packed[:, : kind.bytes] = _as_bytes(tensor.to(kind.dtype), kind.bytes)
             parts.append(packed)
         return torch.cat(parts, 1)
 
@@ -72,15 +84,11 @@ class Layout(NamedTuple):
         """Return the tensors of packed rows."""
         if len(self.rows) == 1:
             return [rows]
-        widths = [_padded(_bytes(like)) for like in self.rows]
+        widths = [_padded(kind.bytes) for kind in self.rows]
         return [
-            part[:, : _bytes(like)].contiguous().view(like.dtype).view(len(rows), *like.shape[1:])
-            for like, part in zip(self.rows, rows.split(widths, 1), strict=True)
+            part[:, : kind.bytes].contiguous().view(kind.dtype).view(len(rows), *kind.shape)
+            for kind, part in zip(self.rows, rows.split(widths, 1), strict=True)
         ]
-
-
-def _bytes(like: Tensor) -> int:
-    return like.element_size() * like.shape[1:].numel()
 
 
 def _as_bytes(tensor: Tensor, size: int) -> Tensor:
@@ -111,7 +119,7 @@ class Crossing(NamedTuple):
         """Return the crossing of a tensor, and what enters."""
         entry = Entry(tensor)
         entered = entry.enter(tensor, anchor)
-        return cls(get_gradient_edge(tensor), get_gradient_edge(entered), entry), entered
+        return cls(edge_of(tensor), edge_of(entered), entry), entered
 
 
 class Segment:
@@ -164,7 +172,7 @@ class Segment:
         self.roots: list[GradientEdge] = []
         self.grads: list[Tensor] = []
         self.call: ExchangeCall | None = None
-        self.sent: list[Root | None] = []
+        self.sent: list[GradientEdge | None] = []
         self.differs: list[bool] = []
         self.layout = Layout(())
         self.library: LibraryExchange | None = None
@@ -209,8 +217,8 @@ class Segment:
         count = sum(self.call.splits.sizes(back=self.call.back)[1])
         return self.layout.pack(
             [
-                like.new_zeros(count, *like.shape[1:]) if entry is None else entry.dense()
-                for like, entry in zip(self.layout.rows, entries, strict=True)
+                kind.zeros(count) if entry is None else entry.dense()
+                for kind, entry in zip(self.layout.rows, entries, strict=True)
             ]
         )
 
