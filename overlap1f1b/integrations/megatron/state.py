@@ -61,6 +61,7 @@ KEPT: dict[str, dict[str, str]] = {
         "dispatched_routing_map": "routing of the received tokens",
         "hidden_shape_before_permute": "number of received tokens",
         "reversed_mapping_for_combine": "order of the rows",
+        "pad_offsets": "padding of each expert's rows, which the combine removes, after 0.16",
     },
     "_HybridEPManager": {
         "routing_map": "experts of each token",
@@ -85,6 +86,9 @@ KEPT: dict[str, dict[str, str]] = {
     "TransformerLayer": {
         "input_layernorm_checkpoint": "with recompute of norms: frees its output behind the attention",
         "pre_mlp_norm_checkpoint": "with recompute of norms: frees its output behind the combine",
+        "_input_layernorm_checkpoint_active": "whether the attention's norm is recomputed, after 0.16",
+        "attn_norm_manager": "offloads the input of the attention's norm behind the attention, after 0.16",
+        "mlp_norm_manager": "offloads the input of the experts' norm behind the combine, after 0.16",
     },
     "GroupedMLP": {
         "activation_checkpoint": "with recompute of moe_act: held for its memory only, it is read before the combine",

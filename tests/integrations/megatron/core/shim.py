@@ -116,6 +116,10 @@ def apply() -> None:
 
     mappings.torch = _Torch("torch")
     mappings.torch.distributed = _Distributed("torch.distributed")
+    # 8. Later releases ask for classes of layers for inference that only TransformerEngine defines.
+    from megatron.core.transformer import multi_token_prediction
+
+    multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
 
 
 def fuse_weight_gradients() -> None:

@@ -52,10 +52,12 @@ STAYING = {
     "RouterReplay.replay_backward_list": "a queue, in the order of microbatches",
     "TopKRouter.ga_steps": "counts of all microbatches",
     "TopKRouter.global_tokens_per_expert": "counts of all microbatches",
+    "megatron.core.transformer.moe.moe_logging._MOE_METRICS_TRACKER": "logged losses of all microbatches, after 0.16",
     "megatron.core.transformer.moe.fused_a2a._buffer": "of the library, one for all microbatches",
     "megatron.core.transformer.moe.fused_a2a._hybrid_ep_buffer": "of the library, one for all microbatches",
     "megatron.core.transformer.moe.token_dispatcher.gather_from_sequence_parallel_region": "this test",
     "megatron.core.transformer.moe.token_dispatcher.reduce_scatter_to_sequence_parallel_region": "this test",
+    "megatron.core.tensor_parallel.random._share_storage_ext": "an extension, compiled once, after 0.16",
     "megatron.core.tensor_parallel.layers.__warningregistry__": "warnings that were shown",
     "megatron.core.tensor_parallel.mappings.__warningregistry__": "warnings that were shown",
 }
