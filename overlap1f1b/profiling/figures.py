@@ -162,6 +162,8 @@ class RankFigures:
         idle: Time without compute, by reason.
         open_actions: Largest number of actions under way at once; 0 without ranges.
         queued: Time in which launched exchanges waited on the device behind compute.
+        starved: Time in which a device computed nothing, since the host had not launched the next kernel; beside an
+            exchange, too.
     """
 
     recording: Recording
@@ -174,6 +176,7 @@ class RankFigures:
     idle: Mapping[str, int]
     open_actions: int
     queued: int
+    starved: int = 0
 
     @property
     def rank(self) -> int:
@@ -210,7 +213,16 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
         idle=idle,
         open_actions=max((step.open_actions for step in lanes), default=0),
         queued=sum(_queued(step) for step in lanes),
+        starved=sum(_starved(step) for step in lanes),
     )
+
+
+def _starved(lanes: Lanes) -> int:
+    compute = lanes.step.compute
+    if not lanes.recording.device or not len(compute):
+        return 0
+    idle = difference(np.array([lanes.window], np.int64), lanes.compute)
+    return length(idle) - length(_blocked(idle, compute.start, compute.launched))
 
 
 def _queued(lanes: Lanes) -> int:

@@ -285,7 +285,7 @@ def mutated(plan: Plan, rng: random.Random) -> Plan:
 
 
 def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> tuple[float, float]:
-    """What launches of 100 µs cost a device, exchange as long as compute: to plans that do not know them, and that do."""
+    """What launches of 100 µs cost a device at exchange = compute: plans that do not know them, and plans that do."""
 
     def costs(launch: float) -> NodeCosts:
         times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
