@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.play.device import Carveout, Watch
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -95,6 +96,29 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     assert set(spans) == {node for node in overlapped.plan.nodes if node.resource is Resource.COMPUTE}
     seen = {span.node: span for span in overlapped.player.measured()()}
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
+
+
+def test_launches_are_measured_without_waits_for_counts() -> None:
+    """Counts take 50 ms; on a CPU no launch is measured."""
+    streams = (ThreadStream("out"), ThreadStream("back"), ThreadStream("control", delay=lambda: 0.05))
+    overlapped = engine(2, LoopbackExchange(CPU, streams=streams), 2, costs=COSTS)
+    data = models.batch(2)
+    overlapped.step(data[0], target=data[1])
+    assert overlapped.player.launches == ()
+    player = overlapped.player
+    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    for lane in player.lanes.values():
+        lane.stamp = player._watch.stamp
+    begun = time.perf_counter()
+    overlapped.step(data[0], target=data[1])
+    launches = player.launches
+    assert [span.node for span in launches] == list(overlapped.plan.nodes)
+    assert all(begun <= span.start <= span.end <= time.perf_counter() for span in launches)
+    rows = [span.end - span.start for span in launches if span.node.op is Op.DISPATCH and span.node.kind is Kind.F]
+    assert len(rows) == 2
+    assert min(rows) < 0.04
+    waited = [b.start - a.end for a, b in pairwise(launches)]
+    assert max(waited) > 0.02  # this is the wait
 
 
 @contextmanager
