@@ -41,7 +41,7 @@ class Sums:
 
     @property
     def starved(self) -> int:
-        """Time in which devices computed nothing, since their hosts had not launched the next kernel."""
+        """Time in which devices had nothing to compute but what their hosts were still launching."""
         return sum(rank.starved for rank in self.ranks)
 
     @property
@@ -92,8 +92,8 @@ def verdict(sums: Sums) -> str:
     if starved < WORTH:
         return _of_exchange(sums)
     return (
-        f"{_of_exchange(sums)} The host bounds the step: for {starved:.0%} of it the device computed nothing, because "
-        "the next kernel had not been launched."
+        f"{_of_exchange(sums)} The host bounds the step: for {starved:.0%} of it the device had nothing to compute but "
+        "what the host was still launching."
     )
 
 

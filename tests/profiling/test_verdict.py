@@ -101,7 +101,7 @@ def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, 
         ("experts.f[0] m0", COMPUTE, 61, 100, launched),
     )
     sums = Sums([figures_of(written(tmp_path, step(*nodes)))])
-    said = "The host bounds the step: for 50% of it the device computed nothing, because the next kernel had not been"
+    said = "The host bounds the step: for 50% of it the device had nothing to compute but what the host was"
     assert (said in verdict(sums)) == bound
     assert verdict(sums).startswith("No: 0% of the exchange was hidden; exposed exchange is 50% of a step")
     assert sums.starved == (50 if bound else 2)
