@@ -37,6 +37,8 @@ from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh
 
 DEFAULT_OVERLAP = 3
+WARM_STEPS = 3
+"""Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
 
 
@@ -49,7 +51,8 @@ class Engine:
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
-    The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
+    The first two steps, on a GPU four, run serially and measure every node; then the plan is compiled, the same on all
+    ranks.
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
@@ -122,7 +125,7 @@ class Engine:
         self.failures = self.mesh.failures
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
         self._steps = 0
-        self._warm = self._failed = self._closed = False
+        self._failed = self._closed = False
         self._check_parameters = check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
@@ -181,7 +184,7 @@ class Engine:
             background = self._shared_links = self.mesh.on_gloo  # gloo uses one network interface for all groups
             device = next(iter(self.stages.values())).device
             watch = watch_of(device)
-            stamp = None if watch is None else watch.stamp
+            stamp, self._queued = None if watch is None else watch.stamp, watch is not None
             self._communicators.use(device, stamp)
             self.boundary = Boundary(
                 self.mesh,
@@ -377,13 +380,14 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first:
                 self.mesh.agree(calls(self.stages))
-            # 4. The second step's times are the costs of the plan to come, or those of the first step that is cut.
+            # 4. The times of the second step, on a device of a later one, are the costs of the plan to come.
             if looks:
                 self._adopt_exchanges()
-            if measuring and self._warm:
+            if measuring and self._steps >= (WARM_STEPS if self._queued else 1):
                 nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
-                self.costs = measured_costs(nodes, spans, self.mesh, shared_links=self._shared_links)
-            self._warm = True
+                self.costs = measured_costs(
+                    nodes, spans, self.mesh, shared_links=self._shared_links, launches=self.player.launches
+                )
             self._steps += 1
         return played
 
@@ -455,6 +459,7 @@ class Engine:
     def _meet(self) -> None:
         for reduction in self.reductions:
             reduction.settle()
+        self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
         self.mesh.meet("ep")
 
     def mean_loss(self, result: StepResult) -> float:

@@ -2,7 +2,7 @@
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
-from overlap1f1b.plan.clock import Span, play_ranks
+from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
@@ -56,6 +56,7 @@ __all__ = [
     "parse_overlap",
     "parse_range",
     "parse_recompute",
+    "play_clocks",
     "play_ranks",
     "weight_node",
     "with_rendezvous",

@@ -38,14 +38,16 @@ class Span(NamedTuple):
 class Clock:
     """Plays the nodes of a rank in issue order.
 
-    The issuing thread computes. It launches an exchange or a send without waiting for it, and waits where a compute
-    node needs a result. A resource runs its nodes in the order of their launch. A dispatch needs counts: the resource
-    waits for them, or, with ``counts_block``, the issuing thread. If a transfer between stages and an exchange share
-    links, each gets half of the rate while both run; this delays later nodes only.
+    There are two clocks. The host launches one node after another in issue order; each takes its launch cost. A
+    resource runs its nodes in the order of their launch: a node starts when it is launched and its inputs are there,
+    an exchange or a send also not before the compute that was launched ahead of it has ended. Without launch costs the
+    host is always ahead; a CPU's thread, which computes by itself, is played in this way. A dispatch needs counts: the
+    resource waits for them, or, with ``counts_block``, the host, which launches nothing meanwhile. If a transfer
+    between stages and an exchange share links, each gets half of the rate while both run; this delays later nodes only.
 
     Args:
         costs: Cost of each node.
-        counts_block: Whether the issuing thread waits for counts.
+        counts_block: Whether the host waits for counts.
         placement: Rank of each stage.
         arrivals: Arrival times of transfers between stages, by the chain that receives them; shared by the ranks.
     """
@@ -59,9 +61,13 @@ class Clock:
         arrivals: dict[Key, float] | None = None,
     ) -> None:
         self.costs, self.counts_block, self.placement = costs, counts_block, placement
+        self.launch = costs.launch
         self.arrivals = {} if arrivals is None else arrivals
         self.now = 0.0
-        """Time at which the issuing thread takes its next node."""
+        """Earliest start of the next node: the compute so far has ended, and the host has come to it."""
+        self.computed = self.host = 0.0  # ends of the compute and of the launches so far
+        self.launches: list[Span] = []
+        """Times in which the host launches nodes, if that costs time."""
         self.free: dict[Resource, list[float]] = {
             Resource.EXCHANGE: [],
             Resource.CONTROL: [],
@@ -100,25 +106,34 @@ class Clock:
     def play(self, node: Node, needed: float | None = None) -> Span:
         """Issue a node and return its span; ``needed`` is the result of :meth:`needed`, if it is known."""
         op, kind, microbatch, _, _, stage, pipe = node
+        if self.counts_block or self.launch:
+            self._launch(node)
         if op is _RECEIVE:
             self.awaited.add((pipe, stage, microbatch, kind))
             return Span(node, self.now, self.now)
         start = self.start(node) if needed is None else max(self.now, needed)
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
-            end = self.now = start + self._cost(node)[0]
+            end = self.now = self.computed = start + self._cost(node)[0]
             if kind is _I:
                 self.inputs[op, *node[2:]] = end
         elif lane is _PEER:
             start, end = self._send(node, start)
             return Span(node, start, end)
         else:
-            if self.counts_block and op is Op.DISPATCH and kind is _F:
-                self.now = start
             start, end = self._travel(node, start, self.free[lane])
         if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
+
+    def _launch(self, node: Node) -> None:
+        """Let the host launch a node; a dispatch may have to wait for its counts before."""
+        if self.counts_block and node.op is Op.DISPATCH and node.kind is _F:
+            self.host = max(self.host, self.needed(node))
+        if self.launch:
+            begun, self.host = self.host, self.host + self.launch.get(node[:2], 0.0)
+            self.launches.append(Span(node, begun, self.host))
+        self.now = max(self.now, self.host)
 
     def _send(self, node: Node, launched: float) -> tuple[float, float]:
         """Return start and end of a transfer to the rank of the next or previous stage."""
@@ -167,7 +182,16 @@ class Clock:
 def play_ranks(
     ranks: Sequence[Sequence[Node]], placement: Placement, costs: NodeCosts, *, counts_block: bool = False
 ) -> list[list[Span]]:
-    """Return the spans of every rank. A rank waits at a compute node whose input has not been sent.
+    """Return the spans of every rank on its resources, as :func:`play_clocks`."""
+    return [spans for spans, _ in play_clocks(ranks, placement, costs, counts_block=counts_block)]
+
+
+def play_clocks(
+    ranks: Sequence[Sequence[Node]], placement: Placement, costs: NodeCosts, *, counts_block: bool = False
+) -> list[tuple[list[Span], list[Span]]]:
+    """Return of every rank the spans on its resources, and the spans in which its host launches the same nodes.
+
+    A rank waits at a compute node whose input has not been sent. Without launch costs there are no spans of the host.
 
     Raises:
         ValueError: Ranks wait for each other; the message names the first node that waits.
@@ -195,4 +219,4 @@ def play_ranks(
                 f"rank {rank}, position {len(done)}: {nodes[len(done)]} waits forever for a message of another rank; "
                 "allowed: no ranks that wait for each other"
             )
-    return spans
+    return [(done, clock.launches) for done, clock in zip(spans, clocks, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 
 from overlap1f1b.plan.chains import Chains, Shapes
@@ -23,13 +24,17 @@ PATIENCES = (0.0, 0.2, 0.4, 0.6)
 DEFERRED = (1, 2)
 """Tried values of ``Policy.deferred``: microbatches beyond the live ones that wait for weight gradients alone."""
 
+RETRIED = 6
+"""One of so many policies, the best, is tried once more for a host whose launches cost time."""
+
 
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
     """Return the plan of a program: the order of every node on every rank.
 
     For a number k, the compiler builds the fixed orders and an order for every number of open actions up to k, plays
     each with the costs, and keeps the fastest: list scheduling is greedy, and a smaller k is sometimes better. Each
-    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each.
+    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
+    waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -43,7 +48,7 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         shape: Blocks of every stage, or a sequence with the blocks of each stage.
         costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k.
-        counts_block: Whether the issuing thread waits for counts itself, as on CUDA.
+        counts_block: Whether the host waits for counts, as on CUDA.
 
     Raises:
         ValueError: The program breaks a rule, the overlap is unknown, the shapes are of another number of stages, a
@@ -55,31 +60,44 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     program.check()
     chains = Chains(program.placement, shape)
     best, predicted, ranks = "", float("inf"), []
-    for order, candidate in _candidates(program, chains, costs, overlap, counts_block):
+    ends: list[tuple[float, Policy]] = []
+
+    def play(order: str, policy: Policy | None, candidate: list[list[Node]]) -> None:
+        nonlocal best, predicted, ranks
         nodes = [with_reductions(rank, chains) for rank in candidate]
         spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
         end = max((span.end for rank in spans for span in rank), default=0.0)
+        if policy is not None:
+            ends.append((end, policy))
         if end < predicted:
             best, predicted, ranks = order, end, nodes
+
+    for tried in _candidates(program, chains, costs, overlap, counts_block):
+        play(*tried)
+    if counts_block and costs.launch:
+        for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
+            play(f"k={policy.open_actions}", policy, schedule_ranks(program, chains, costs, policy))
     assert best, "a checked program has an order that ends"
     return Plan(program, overlap, best, chains.shapes, _receiving_in_order(ranks, chains), predicted)
 
 
 def _candidates(
     program: Program, chains: Chains, costs: NodeCosts, overlap: Overlap, counts_block: bool
-) -> Iterator[tuple[str, list[list[Node]]]]:
+) -> Iterator[tuple[str, Policy | None, list[list[Node]]]]:
+    """Yield orders for a host that is always ahead, each with its name and policy."""
     ranks = range(len(program.ranks))
     if overlap != "pairs":
-        yield "serial", [list(serial(program.actions(rank), chains)) for rank in ranks]
+        yield "serial", None, [list(serial(program.actions(rank), chains)) for rank in ranks]
     if overlap != "serial":
-        yield "pairs", [list(pairs(program.ranks[rank], chains)) for rank in ranks]
+        yield "pairs", None, [list(pairs(program.ranks[rank], chains)) for rank in ranks]
     if isinstance(overlap, int):
+        free = replace(costs, launch={})
         nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
         tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
         most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more actions cannot be open
         for k, (deferred, patience) in product(range(1, most + 1), tries):
             policy = Policy(k, counts_block, deferred, patience)
-            yield f"k={k}", schedule_ranks(program, chains, costs, policy)
+            yield f"k={k}", policy, schedule_ranks(program, chains, free, policy)
 
 
 def _receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:

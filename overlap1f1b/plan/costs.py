@@ -38,6 +38,8 @@ class NodeCosts:
             and seam 0.
         shared_links: Whether transfers between stages use the links of the exchanges, as with one network interface:
             then each gets half of a link while the other runs.
+        launch: Time that the host needs to launch a (sub-op, kind), for a device on which a thread only queues work; a
+            missing one costs nothing. On a CPU the thread computes by itself, and there are none.
 
     Raises:
         ValueError: A key is malformed, a cost is negative or infinite, or exchanges have different numbers of links.
@@ -46,6 +48,7 @@ class NodeCosts:
     by_op: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
     by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
     shared_links: bool = False
+    launch: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         links: set[int] = set()
@@ -56,6 +59,10 @@ class NodeCosts:
             for part in cost if isinstance(cost, tuple) else (cost,):
                 if not 0 <= part < float("inf"):
                     raise ValueError(f"cost of {op}.{kind} is {part}; allowed: a finite number ≥ 0")
+        for place, time in self.launch.items():
+            op, kind = _checked(place, 2)
+            if not 0 <= time < float("inf"):
+                raise ValueError(f"launch cost of {op}.{kind} is {time}; allowed: a finite number ≥ 0")
         if len(links) > 1 or links == {0}:
             raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
@@ -84,10 +91,11 @@ class NodeCosts:
         reduce: float = 0.0,
         send: float = 0.0,
         shared_links: bool = False,
+        launch: float = 0.0,
     ) -> NodeCosts:
         """Return equal costs for every block; input and weight gradients each cost as much as the forward.
 
-        Recomputation costs as much as the forward, too.
+        Recomputation costs as much as the forward, too. Every node costs the host ``launch``.
         """
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
@@ -96,7 +104,8 @@ class NodeCosts:
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(RECOMPUTE_OF[op], Kind.I): float(cost) for op, cost in weighted.items()}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
-        return cls(table, shared_links=shared_links)
+        launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
+        return cls(table, shared_links=shared_links, launch=launches)
 
 
 def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:

@@ -34,7 +34,7 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
     Args:
         plan: A checked plan.
         costs: Costs of the nodes.
-        counts_block: Whether the issuing thread waits for counts.
+        counts_block: Whether the host waits for counts.
     """
     if len(plan.ranks) == 1:
         return plan

@@ -26,7 +26,7 @@ class Policy(NamedTuple):
 
     Args:
         open_actions: k, the number of consecutive actions that are open at once.
-        counts_block: Whether the issuing thread must wait for counts itself before it launches a dispatch.
+        counts_block: Whether the host must wait for counts before it launches a dispatch.
         deferred: Number of microbatches, beyond the program's live activations, that may wait for weight gradients
             alone. Unused if the program places weight gradients itself, since its activations then include them.
         patience: Least length of a wait in which a weight gradient is issued, as a fraction of the gradient's time. In
@@ -71,8 +71,8 @@ class ListScheduler:
 
     - Among the next nodes of the open actions, it issues the node that can start first; on a tie, the node of the older
       action.
-    - A launch follows its producer at once. If the issuing thread must wait for counts, a dispatch follows when they
-      have arrived, or when there is nothing else to do.
+    - A launch follows its producer at once. If the host must wait for counts, a dispatch follows when they have
+      arrived and the device has enough work queued for the wait, or when there is nothing else to do.
     - Weight gradients are issued in waits of the compute resource, when a forward needs their room, and where the
       program places them. At most ``peak`` microbatches are between forward and backward, and at most
       ``policy.deferred`` more wait for weight gradients.
@@ -171,9 +171,23 @@ class ListScheduler:
     def _launch(self) -> None:
         for entry in self.open[:]:
             while not entry.ended and RESOURCE_OF[entry.next.op] is not _COMPUTE:
-                if self._awaits_counts(entry.next) and self.clock.needed(entry.next) > self.clock.now:
+                if self._awaits_counts(entry.next) and not self._may_wait(entry.next):
                     break
                 self._advance(entry)
+
+    def _may_wait(self, dispatch: Node) -> bool:
+        """Return whether the host may wait for the counts of a dispatch now.
+
+        They have come by the time that the device has computed what is queued, and with launch costs earlier: the
+        device has work until the dispatch and the compute behind it are launched. Otherwise the dispatch comes behind
+        another node of compute, unless the exchange is idle and would lose more than the compute gains.
+        """
+        clock, needed = self.clock, self.clock.needed(dispatch)
+        launch = clock.launch.get((dispatch.op, dispatch.kind), 0.0)
+        if needed > clock.now or not launch:
+            return needed <= clock.now
+        idle = max(clock.free[Resource.EXCHANGE], default=0.0) <= clock.now
+        return idle or max(needed, clock.host) + 2 * launch <= clock.computed
 
     def _awaits_counts(self, node: Node) -> bool:
         return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is _F

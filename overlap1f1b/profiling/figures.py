@@ -162,6 +162,8 @@ class RankFigures:
         idle: Time without compute, by reason.
         open_actions: Largest number of actions under way at once; 0 without ranges.
         queued: Time in which launched exchanges waited on the device behind compute.
+        starved: Time in which a device had nothing to compute but what the host was still launching, with and without
+            an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
     """
 
     recording: Recording
@@ -174,6 +176,7 @@ class RankFigures:
     idle: Mapping[str, int]
     open_actions: int
     queued: int
+    starved: int = 0
 
     @property
     def rank(self) -> int:
@@ -210,7 +213,21 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
         idle=idle,
         open_actions=max((step.open_actions for step in lanes), default=0),
         queued=sum(_queued(step) for step in lanes),
+        starved=sum(_starved(step) for step in lanes),
     )
+
+
+def _starved(lanes: Lanes) -> int:
+    compute, issued = lanes.step.compute, lanes.step.issued
+    if not lanes.recording.device or not len(compute):
+        return 0
+    idle = difference(np.array([lanes.window], np.int64), lanes.compute)
+    starved = length(idle) - length(_blocked(idle, compute.start, compute.launched))
+    if lanes.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
+        until = dict(zip(issued.what.tolist(), issued.end.tolist(), strict=True))
+        for what, start, end in zip(compute.what.tolist(), compute.start.tolist(), compute.end.tolist(), strict=True):
+            starved += max(0, min(end, until.get(what, start)) - start)
+    return starved
 
 
 def _queued(lanes: Lanes) -> int:

@@ -16,7 +16,7 @@ from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, What
 from overlap1f1b.profiling.stream import MOST_NAME
 from overlap1f1b.schedule.values import quoted, shortened
 
-_KINDS = {"node": 0, "flight": 1, "wait": 2}
+_KINDS = {"node": 0, "flight": 1, "wait": 2, "device": 3}
 _SECOND = 1e9
 _LONGEST = 1e9  # seconds that fit into whole nanoseconds
 
@@ -29,6 +29,7 @@ class RecordedSteps:
         self._spans = _Columns()
         self._steps: list[StepRecord] = []
         self._wrong: Exception | None = None
+        self._device = False  # whether nodes have times by a device's clock
 
     def take(self, element: Any) -> None:
         """Take a span ``[kind, node, start, end]``, times in seconds from the start of its step."""
@@ -45,6 +46,7 @@ class RecordedSteps:
             try:
                 begin = self._steps[-1].end if self._steps else 0
                 self._steps.append(_step(others, self._spans, begin, self._names.what))
+                self._device |= _KINDS["device"] in self._spans.kind
             except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
                 self._wrong = error
         self._spans = _Columns()
@@ -74,7 +76,8 @@ class RecordedSteps:
         if not self._steps:
             raise ValueError(f"{path} has no steps; allowed: a record of one or more")
         world = prod(size for _, size in mesh.values())
-        return Recording(path, rank, mesh, world, tuple(self._names.what), tuple(self._steps), "records")
+        names, steps = tuple(self._names.what), tuple(self._steps)
+        return Recording(path, rank, mesh, world, names, steps, "records", device=self._device)
 
 
 class _Columns:
@@ -118,9 +121,23 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
     kind = np.array(spans.kind, np.int8)
     every = Spans.of(np.array(spans.what, np.int64), start, end)
     every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
-    issued, flights, waits = (every[kind == number] for number in _KINDS.values())
+    issued, flights, waits, device = (every[kind == number] for number in _KINDS.values())
     computes = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in names]
     compute = issued[np.array(computes, bool)[issued.what]]
-    last = max((int(spans.end.max()) for spans in (issued, flights, waits) if len(spans)), default=begin)
+    last = max((int(spans.end.max()) for spans in (issued, flights, waits, device) if len(spans)), default=begin)
+    if len(device):
+        device = _launched(device, issued)
+        compute, travelled = (device[np.array(computes, bool)[device.what] == does] for does in (True, False))
+        flights = travelled + flights[~np.isin(flights.what, travelled.what)]
+        flights = flights[np.argsort(flights.start, kind="stable")]
     until = max(begin + round(seconds * _SECOND), last)
     return StepRecord(int(number), begin, until, issued, compute, flights, waits)
+
+
+def _launched(device: Spans, issued: Spans) -> Spans:
+    """Return the spans of a device, launched when the host began to issue their nodes."""
+    begins = dict(zip(issued.what.tolist(), issued.start.tolist(), strict=True))
+    launched = [
+        begins.get(what, start) for what, start in zip(device.what.tolist(), device.start.tolist(), strict=True)
+    ]
+    return Spans(device.what, device.start, device.end, np.array(launched, np.int64))

@@ -40,6 +40,11 @@ class Sums:
         return sum(rank.queued for rank in self.ranks)
 
     @property
+    def starved(self) -> int:
+        """Time in which devices had nothing to compute but what their hosts were still launching."""
+        return sum(rank.starved for rank in self.ranks)
+
+    @property
     def overlap(self) -> OverlapFigures:
         """The exchange of all ranks."""
         return _sum(rank.overlap for rank in self.ranks)
@@ -79,7 +84,20 @@ def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
 
 
 def verdict(sums: Sums) -> str:
-    """Return one sentence: whether the exchange is hidden, and if not, where it is exposed."""
+    """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
+
+    A second sentence follows if the host bounds the steps.
+    """
+    starved = sums.part(sums.starved)
+    if starved < WORTH:
+        return _of_exchange(sums)
+    return (
+        f"{_of_exchange(sums)} The host bounds the step: for {starved:.0%} of it the device had nothing to compute but "
+        "what the host was still launching."
+    )
+
+
+def _of_exchange(sums: Sums) -> str:
     overlap = sums.overlap
     if not overlap.exchange:
         return "Nothing was exchanged in these steps, so there was nothing to hide."
@@ -118,7 +136,7 @@ def advice(sums: Sums) -> list[str]:
             "dualpipev, zb_v); overlap1f1b plan --search compares them"
         )
         tips.append((bubble, text))
-    if (late := sums.part(idle["host_late"])) >= WORTH:
+    if (late := sums.part(max(idle["host_late"], sums.starved))) >= WORTH:
         text = (
             f"the host issues late for {late:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
             "GPU no calls that synchronise in the model's forward"

@@ -83,18 +83,24 @@ def stacked(spans: Iterable[T]) -> list[list[T]]:
     return rows
 
 
-def draw(spans: Sequence[Span], width: int) -> str:
-    """Return a line for each resource, and further lines if its spans overlap; unused resources are left out."""
-    end = max((span.end for span in spans), default=0.0)
+def draw(spans: Sequence[Span], width: int, host: Sequence[Span] = ()) -> str:
+    """Return a line for each resource, and further lines if its spans overlap; unused resources are left out.
+
+    The launches of ``host`` have a line above.
+    """
+    end = max((span.end for span in (*spans, *host)), default=0.0)
     scale = width / end if end else 0.0
     several = staged(spans)
     lines = []
-    for lane in (Resource.COMPUTE, Resource.EXCHANGE, Resource.CONTROL, Resource.PEER):
-        rows = stacked(span for span in spans if span.node.resource is lane and span.end > span.start)
+    lanes: dict[str, list[Span]] = {"host": list(host)}
+    for resource in (Resource.COMPUTE, Resource.EXCHANGE, Resource.CONTROL, Resource.PEER):
+        lanes[resource.value] = [span for span in spans if span.node.resource is resource]
+    for lane, of_lane in lanes.items():
+        rows = stacked(span for span in of_lane if span.end > span.start)
         for number, row in enumerate(rows or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else rows):
             line = [" "] * (width + 1)
             for span in row:
                 first, last = round(span.start * scale), round(span.end * scale)
                 line[first:last] = text_of(span.node, staged=several)[: last - first].ljust(last - first, "-")
-            lines.append(f"{'' if number else lane.value:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
+            lines.append(f"{'' if number else lane:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
     return "\n".join(lines)

@@ -179,7 +179,7 @@ class NodeModel:
     """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
-        costs: Costs of the nodes.
+        costs: Costs of the nodes. With launch costs the host waits for counts, as on CUDA with exact sizes.
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
@@ -197,7 +197,8 @@ class NodeModel:
             ValueError: The layers cannot be divided evenly over the chunks.
         """
         overlap = self.default if overlap is None else overlap
-        return simulate(program, self.costs, overlap=overlap, layers=self._layers_of_a_stage(program))
+        layers, waits = self._layers_of_a_stage(program), bool(self.costs.launch)
+        return simulate(program, self.costs, overlap=overlap, layers=layers, counts_block=waits)
 
     def known_peak(self, program: Program) -> float:
         """Return 0: a plan may keep fewer activations alive than its program declares."""

@@ -47,12 +47,19 @@ def simulate(
     >>> simulate(program, NodeCosts.uniform(attention=3, experts=4, dispatch=2), overlap=3).makespan
     1018.0
 
+    With launch costs there are two clocks: the host launches one node after another, and a device plays them.
+
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2, launch=2)
+    >>> step = simulate(build_schedule("combined_1f1b", microbatches=2), costs, overlap=2, counts_block=True)
+    >>> step.makespan, step.late(0), step.ranks[0].host[0].end
+    (61.0, 15.0, 2.0)
+
     Args:
         what: The program or plan to play; a program is checked first.
         costs: Costs of actions, or of nodes.
         overlap: For a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
         layers: For a program with costs of nodes: blocks of a stage, each with experts; by default 1.
-        counts_block: With costs of nodes: whether the thread that issues a plan waits for counts itself.
+        counts_block: With costs of nodes: whether the host waits for counts, as on CUDA with exact sizes.
 
     Raises:
         ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument

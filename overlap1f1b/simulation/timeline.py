@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_ranks
+from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_clocks
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
@@ -64,9 +64,12 @@ class Timeline:
     >>> timeline = Timeline((Span(experts, 0.0, 3.0), Span(combine, 2.0, 4.0)))
     >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
     (4.0, 1.0, 0.5)
+
+    ``host`` has the times in which the host launches the nodes, if launches cost time.
     """
 
     spans: tuple[Span, ...]
+    host: tuple[Span, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -93,6 +96,17 @@ class Timeline:
         """Share of the step's exchange time with compute beside it; 1 without an exchange."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
+    @property
+    def late(self) -> float:
+        """Time without compute in which the host has not launched the next compute node."""
+        launched = {span.node: span.end for span in self.host}
+        computed = sorted((s.start, s.end, launched.get(s.node, 0.0)) for s in self.spans if _computes(s))
+        late = before = 0.0
+        for start, end, ready in computed:
+            late += max(0.0, min(start, ready) - before)
+            before = max(before, end)
+        return late
+
     def draw(self, width: int = 100) -> str:
         """Draw the resources as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
 
@@ -103,16 +117,16 @@ class Timeline:
 
         A attention, N counts, D dispatch, E experts, C combine, G aggregate, M a block without experts, R reduce, S
         send; ``w`` marks a weight gradient. If there are several stages, the stage comes first, as in ``3E2``. Counts
-        and sends, on the resources ``control`` and ``peer``, have lines if they take time.
+        and sends, on the resources ``control`` and ``peer``, and launches of the host have lines if they take time.
 
         Raises:
             ValueError: The width is not a whole number from 1.
         """
         check_size("width", width)
-        return draw(self.spans, width)
+        return draw(self.spans, width, self.host)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
-        """Write a trace for Perfetto or chrome://tracing: a track for each resource.
+        """Write a trace for Perfetto or chrome://tracing: a track for each resource, and for the host's launches.
 
         Args:
             path: The JSON file.
@@ -122,8 +136,9 @@ class Timeline:
         write_trace(self.events(rank), path, unit_us=unit_us)
 
     def events(self, rank: int) -> list[Event]:
-        """Return the spans as events of a trace."""
-        return [Event(f"rank {rank}", s.node.resource.value, str(s.node), s.start, s.end) for s in self.spans]
+        """Return the spans, the host's first, as events of a trace."""
+        tracks = [("host", span) for span in self.host] + [(span.node.resource.value, span) for span in self.spans]
+        return [Event(f"rank {rank}", track, str(s.node), s.start, s.end) for track, s in tracks]
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,10 @@ class PlanTimeline:
         """Return the time in which an exchange of a rank is in flight and the rank computes nothing."""
         return self.ranks[rank].exposed
 
+    def late(self, rank: int) -> float:
+        """Return the time in which a rank computes nothing and its host has not launched the next compute node."""
+        return self.ranks[rank].late
+
     @property
     def hidden_fraction(self) -> float:
         """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
@@ -192,5 +211,9 @@ class PlanTimeline:
 
 def play_nodes(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> PlanTimeline:
     """Return the timelines of a plan's nodes: compute, exchange, counts and transfers run side by side."""
-    spans = play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
-    return PlanTimeline(plan, tuple(Timeline(tuple(rank)) for rank in spans))
+    played = play_clocks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
+    return PlanTimeline(plan, tuple(Timeline(tuple(spans), tuple(host)) for spans, host in played))
+
+
+def _computes(span: Span) -> bool:
+    return span.node.resource is Resource.COMPUTE

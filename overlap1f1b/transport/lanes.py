@@ -55,13 +55,14 @@ class Flight(Generic[T]):
         lane: Lane on which it travels.
         departed: Time at which the transfer started, or the one ahead of it ended; seconds of ``time.perf_counter``.
         landed: Time at which the last row arrived; seconds of ``time.perf_counter``.
+        read: Time at which the thread knew the counts that it carried; seconds of ``time.perf_counter``.
         begun: Start by the device's clock, on a device that the thread does not wait for.
         ended: End by the device's clock, on such a device.
     """
 
     def __init__(self, node: Node, lane: Lane) -> None:
         self.node, self.lane = node, lane
-        self.departed = self.landed = 0.0
+        self.departed = self.landed = self.read = 0.0
         self.begun: Any = None
         self.ended: Any = None
         self._transfer: Transfer[T] | None = None

@@ -485,6 +485,10 @@ class Cuda:
     def synchronize(device: Any = None) -> None:
         here().write("sync")
 
+    @staticmethod
+    def sleep(cycles: int) -> None:
+        here().write("kernel", here().current.place, "sleep", [])
+
 
 def _noting_nodes(issue: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any, node: Any, *others: Any) -> None:
@@ -538,6 +542,7 @@ def installed() -> Iterator[None]:
             (torch.cuda, "current_stream", Cuda.current_stream),
             (torch.cuda, "stream", Cuda.stream),
             (torch.cuda, "synchronize", Cuda.synchronize),
+            (torch.cuda, "_sleep", Cuda.sleep),
             (streams, "is_queued", lambda device: hasattr(_HERE, "rank")),
             (streams, "in_host_memory", lambda like: host_memory(here(), like)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),

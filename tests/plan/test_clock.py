@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, compile, play_ranks
+from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, compile, play_clocks, play_ranks
 from overlap1f1b.plan.clock import Clock
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, Placement, build_schedule, forward_only, sequential
+from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
@@ -112,6 +114,43 @@ def test_only_a_forward_dispatch_blocks() -> None:
         (11, 17),
         (10, 13),
     ]
+
+
+def clocks(texts: str, costs: NodeCosts) -> list[tuple[float, float, float]]:
+    """End of the launch, start and end of each node, if the host waits for counts."""
+    ((played, host),) = play_clocks([[node(text) for text in texts.split(", ")]], SINGLE, costs, counts_block=True)
+    assert [span.node for span in played] == [span.node for span in host]
+    return [(launch.end, span.start, span.end) for launch, span in zip(host, played, strict=True)]
+
+
+LAUNCHES = replace(COSTS, launch={(op, kind): 1.0 for op in Op for kind in Kind})
+
+
+def test_the_host_launches_ahead_of_the_device() -> None:
+    assert clocks("attention.f 0, attention.f 1, combine.b 2, attention.f 3", LAUNCHES) == [
+        (1, 1, 4),
+        (2, 4, 7),
+        (3, 7, 13),  # an exchange starts behind the compute that was launched ahead of it
+        (4, 7, 10),
+    ]
+
+
+def test_a_device_waits_for_a_host_that_is_late() -> None:
+    costs = NodeCosts({(Op.ATTENTION, Kind.F): 2.0}, launch={(Op.ATTENTION, Kind.F): 5.0})
+    assert clocks("attention.f 0, attention.f 1, experts.f 1", costs) == [(5, 5, 7), (10, 10, 12), (10, 12, 12)]
+
+
+def test_a_host_that_waits_for_counts_launches_nothing() -> None:
+    alone = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1"
+    # The counts come at 6 and the dispatch is launched by 7, the next node by 8: the device had nothing from 4 on.
+    assert clocks(alone, LAUNCHES) == [(1, 1, 4), (2, 4, 6), (7, 7, 12), (8, 8, 11)]
+    behind = "attention.f 0, counts.f 0, attention.f 1, attention.f 2, dispatch.f 0, attention.f 3"
+    assert clocks(behind, LAUNCHES)[-2:] == [(7, 10, 15), (8, 10, 13)]  # the host waits while the device computes
+
+
+def test_without_launch_costs_the_host_has_no_spans() -> None:
+    nodes = [node("attention.f 0"), node("counts.f 0"), node("dispatch.f 0")]
+    assert play_clocks([nodes], SINGLE, COSTS, counts_block=True)[0][1] == []
 
 
 def test_a_backward_begins_after_its_forward() -> None:

@@ -10,9 +10,22 @@ from unittest.mock import patch
 
 import pytest
 
-from overlap1f1b.plan import Chains, Node, NodeCosts, Op, Overlap, Plan, check, compile, play_ranks
+from overlap1f1b.plan import (
+    Chains,
+    Node,
+    NodeCosts,
+    Op,
+    Overlap,
+    Plan,
+    check,
+    check_rendezvous,
+    compile,
+    play_ranks,
+    with_rendezvous,
+)
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule
+from overlap1f1b.simulation import simulate
 from tests.counting import work
 from tests.plan.cases import DENSE, MOE
 from tests.plan.rules import broken_rules, finishes
@@ -269,3 +282,40 @@ def mutated(plan: Plan, rng: random.Random) -> Plan:
             other = min(len(nodes) - 1, index + 1)
             nodes[index], nodes[other] = nodes[other], nodes[index]
     return replace(plan, ranks=tuple(map(tuple, ranks)))
+
+
+def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> tuple[float, float]:
+    """What launches of 100 µs cost a device at exchange = compute: plans that do not know them, and plans that do."""
+
+    def costs(launch: float) -> NodeCosts:
+        times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
+        return NodeCosts.uniform(launch=launch, **times)
+
+    program = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches)
+    plans = [compile(program, (MOE,) * layers, costs(launch), k, counts_block=True) for launch in (0.0, 0.1)]
+    met = [with_rendezvous(p, costs(launch), counts_block=True) for p, launch in zip(plans, (0.0, 0.1), strict=True)]
+    for plan in met:
+        check(plan)
+        check_rendezvous(plan)
+    ends = [simulate(plan, costs(0.1), counts_block=True).makespan for plan in met]
+    free = simulate(met[0], costs(0.0), counts_block=True).makespan
+    return ends[0] / free - 1, ends[1] / free - 1
+
+
+@pytest.mark.parametrize("counts", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("ranks", "layers", "microbatches", "k"),
+    [(1, 2, 8, 3), (1, 4, 8, 2), (1, 4, 8, 3), (1, 4, 8, 4), (1, 8, 8, 3), (2, 4, 8, 3), (4, 4, 8, 3)],
+)
+def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
+    unaware, aware = losses(ranks, layers, microbatches, k, counts)
+    assert 0 <= aware <= 0.01
+    assert aware <= unaware + 0.001
+    if (ranks, k, counts) == (1, 3, 0.0):
+        assert unaware > 0.02  # the host waits for counts with nothing queued
+
+
+def test_launch_costs_do_not_matter_to_a_host_that_waits_for_no_counts() -> None:
+    program = build_schedule("combined_1f1b", microbatches=6)
+    free, slow = (costs_at(1.0), replace(costs_at(1.0), launch={(op, kind): 0.1 for op in Op for kind in Kind}))
+    assert compile(program, (MOE,) * 2, free, 3).fingerprint == compile(program, (MOE,) * 2, slow, 3).fingerprint

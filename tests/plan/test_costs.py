@@ -65,3 +65,14 @@ def test_exchanges_use_the_same_links() -> None:
         NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): (1.0, 2.0), (Op.COMBINE, Kind.F, 0, 0, 0): (1.0, 2.0, 3.0)})
     with pytest.raises(ValueError, match=r"costs over \[0\] links"):
         NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): ()})
+
+
+def test_launch_costs() -> None:
+    assert NodeCosts.uniform(attention=1, experts=1, dispatch=1).launch == {}
+    launch = NodeCosts.uniform(attention=1, experts=1, dispatch=1, launch=0.5).launch
+    assert {launch[op, kind] for op in Op for kind in Kind} == {0.5}
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"launch cost of dispatch\.F is .*; allowed: a finite number ≥ 0"):
+            NodeCosts(launch={(Op.DISPATCH, Kind.F): wrong})
+    with pytest.raises(ValueError, match="allowed: a key"):
+        NodeCosts(launch={Op.DISPATCH: 1.0})  # type: ignore[dict-item]

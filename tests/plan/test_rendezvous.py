@@ -18,7 +18,7 @@ from overlap1f1b.plan import (
     play_ranks,
     with_rendezvous,
 )
-from overlap1f1b.schedule import SCHEDULES, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Kind, build_schedule
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 SHAPE = (BlockShape(seams=1, reduced=True), BlockShape(seams=0, reduced=True))
@@ -47,6 +47,20 @@ def test_every_schedule_meets(name: str, ranks: int, costs: NodeCosts) -> None:
         ends = {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
         spans = play_ranks(plan.ranks, plan.program.placement, costs)
         assert ends == {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_meets_with_launch_costs(name: str, ranks: int) -> None:
+    if ranks == 1 and name == "dualpipe":
+        pytest.skip("it needs an even number of ranks")
+    costs = replace(COSTS, launch={(op, kind): 0.3 for op in Op for kind in Kind})
+    program = build_schedule(name, ranks=ranks, microbatches=2 * ranks + 4)
+    plan = compile(program, SHAPE, costs, 3, counts_block=True)
+    check(plan)
+    met = with_rendezvous(plan, costs, counts_block=True)
+    check(met)
+    check_rendezvous(met)
 
 
 def test_a_receive_stands_where_its_message_is_sent() -> None:

@@ -184,6 +184,22 @@ def test_a_blocking_dispatch_is_launched_when_its_counts_have_come() -> None:
     assert at_once[:3] == ["attention.f[0] m0", "counts.f[0] m0", "dispatch.f[0] m0"]
 
 
+def launched(order: list[Node], dispatch: str) -> str:
+    """The last compute node ahead of a dispatch."""
+    at = next(place for place, node in enumerate(order) if str(node) == dispatch)
+    return next(str(node) for node in reversed(order[:at]) if node.resource is Resource.COMPUTE)
+
+
+def test_the_host_waits_for_counts_behind_another_node_if_the_exchange_is_busy() -> None:
+    free = NodeCosts.uniform(attention=2, experts=2, dispatch=3)
+    slow = NodeCosts.uniform(attention=2, experts=2, dispatch=3, launch=0.1)
+    program, policy = combined_1f1b(3, extra_warmup=2), Policy(3, counts_block=True)
+    for m, behind in (("m0", "m0"), ("m1", "m2")):  # nothing travels ahead of the first dispatch
+        dispatch = f"dispatch.f[0] {m}"
+        assert launched(list(scheduled(program, policy, free, layers=1)), dispatch) == f"attention.f[0] {m}"
+        assert launched(list(scheduled(program, policy, slow, layers=1)), dispatch) == f"attention.f[0] {behind}"
+
+
 def test_the_thread_waits_for_counts_before_it_waits_for_anything_later() -> None:
     costs = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
     nodes = scheduled(sequential(1), Policy(1, counts_block=True), costs, layers=1)

@@ -10,6 +10,7 @@ import pytest
 
 from overlap1f1b.plan import Overlap
 from overlap1f1b.profiling import figures_of, read, read_file
+from overlap1f1b.profiling.verdict import Sums, verdict
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import write_record
 
@@ -127,3 +128,23 @@ def test_waits_cut_nothing_that_was_measured_without_them(tmp_path: Path) -> Non
     figures = figures_of(recording)
     assert figures.idle == {"exposed_exchange": 0, "pipeline_bubble": 2 * 10**9, "host_late": 10**9}
     assert figures.overlap.hidden_fraction == 1
+
+
+@pytest.mark.parametrize(("late", "starved"), [(0.0, 0.0), (1.0, 1.5)])
+def test_a_record_of_a_device_has_both_clocks(tmp_path: Path, late: float, starved: float) -> None:
+    """The host launches the experts in time, or while the device has come to them."""
+    spans = [
+        ("node", "attention.f[0] m0", 0.0, 0.25),
+        ("node", "dispatch.f[0] m0", 0.25, 0.5),
+        ("flight", "dispatch.f[0] m0", 0.25, 0.5),
+        ("node", "experts.f[0] m0", 0.5 + late, 1.5 + late),
+        ("device", "attention.f[0] m0", 0.25, 1.0),
+        ("device", "dispatch.f[0] m0", 1.0, 1.5),
+        ("device", "experts.f[0] m0", 1.5, 3.0),
+    ]
+    (recording,) = read_file(write_record(tmp_path / "rank0.json", [spans], seconds=3.0))
+    assert recording.device
+    figures = figures_of(recording)
+    assert (figures.compute, figures.overlap.exchange, figures.overlap.exposed) == (225 * 10**7, 5 * 10**8, 5 * 10**8)
+    assert figures.starved == starved * 10**9
+    assert ("The host bounds the step" in verdict(Sums([figures]))) == (figures.starved > 0)

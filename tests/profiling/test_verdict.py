@@ -91,3 +91,18 @@ def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
     nodes = (*SERIAL, ("receive.b[0] m0", PEER, 100, 400, 5), ("attention.b[0] m0", COMPUTE, 400, 440, 6))
     tips = advice(Sums([figures_of(written(tmp_path, step(*nodes)))]))
     assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
+
+
+@pytest.mark.parametrize(("launched", "bound"), [(60, True), (12, False)])
+def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, launched: int, bound: bool) -> None:
+    nodes = (
+        ("attention.f[0] m0", COMPUTE, 0, 10, 0),
+        ("dispatch.f[0] m0", EXCHANGE, 10, 60, 1),
+        ("experts.f[0] m0", COMPUTE, 61, 100, launched),
+    )
+    sums = Sums([figures_of(written(tmp_path, step(*nodes)))])
+    said = "The host bounds the step: for 50% of it the device had nothing to compute but what the host was"
+    assert (said in verdict(sums)) == bound
+    assert verdict(sums).startswith("No: 0% of the exchange was hidden; exposed exchange is 50% of a step")
+    assert sums.starved == (50 if bound else 2)
+    assert any("the host issues late for 50%" in tip for tip in advice(sums)) == bound

@@ -151,6 +151,32 @@ def test_blocking_counts_are_simulated_where_asked_for() -> None:
     assert simulate(plan, costs).makespan < simulate(plan, costs, counts_block=True).makespan
 
 
+def test_both_clocks(tmp_path: Path) -> None:
+    costs = NodeCosts.uniform(attention=4, experts=4, dispatch=4, launch=2)
+    program = build_schedule("sequential", microbatches=1, forward_only=True)
+    step = simulate(program, costs, overlap="serial", counts_block=True)
+    # The host launches attention until 2 and counts until 4, waits for these until 6, and has nothing to wait for then.
+    assert [(span.start, span.end) for span in step.ranks[0].host] == [
+        (0, 2),
+        (2, 4),
+        (6, 8),
+        (8, 10),
+        (10, 12),
+        (12, 14),
+    ]
+    assert [(str(span.node), span.start) for span in step.ranks[0].spans][-2:] == [
+        ("combine.f[0] m0", 16),
+        ("aggregate.f[0] m0", 20),
+    ]
+    assert step.late(0) == 2 + 4  # until the first launch, and from 6 on until experts are launched
+    assert step.draw(width=20).splitlines()[0] == "host     A0N0  D0E0C0G0"
+    step.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["cat"] == "host" for event in events) == 6
+    free = simulate(step.plan, NodeCosts.uniform(attention=4, experts=4, dispatch=4), counts_block=True)
+    assert (free.ranks[0].host, free.late(0)) == ((), 0)
+
+
 def test_a_drawing_shows_every_lane_to_scale() -> None:
     nodes = tuple(forward_chain(Action(Kind.F, 0, 0), (BlockShape(1),)))
     costs = NodeCosts.uniform(attention=4, experts=4, dispatch=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from overlap1f1b.plan import Resource
+from overlap1f1b.plan import Resource, Span
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
 from overlap1f1b.simulation.drawing import stacked, staged
@@ -20,7 +20,11 @@ _NAMES = {
     Resource.CONTROL: "counts",
     Resource.PEER: "peers",
 }
-_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
+_STYLES: dict[Resource | None, str] = {
+    Resource.EXCHANGE: "exchange",
+    Resource.CONTROL: "exchange",
+    Resource.PEER: "peer",
+}
 _ALWAYS = (Resource.COMPUTE, Resource.EXCHANGE)  # have a track even if it is empty
 
 
@@ -82,8 +86,10 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
     tracks = []
     spans = timeline.ranks[rank].spans
     several = staged(spans)
-    for resource, name in _NAMES.items():
-        stack = stacked(span for span in spans if span.node.resource is resource and span.end > span.start)
+    lanes: dict[Resource | None, tuple[str, Iterable[Span]]] = {None: ("host", timeline.ranks[rank].host)}
+    lanes |= {lane: (name, [span for span in spans if span.node.resource is lane]) for lane, name in _NAMES.items()}
+    for resource, (name, of_lane) in lanes.items():
+        stack = stacked(span for span in of_lane if span.end > span.start)
         for row in stack or [[]] * (resource in _ALWAYS):
             cells = [
                 Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(resource, s.node.kind.value))

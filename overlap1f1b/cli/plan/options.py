@@ -50,6 +50,10 @@ class SubOpCosts:
     """Exchange of results back, each way; 0 if all experts are on one rank."""
     counts: Annotated[float | None, by_default("FLOAT", 0)] = None
     """Exchange of the numbers of tokens; 0 if its time does not matter."""
+    launch: Annotated[float | None, by_default("FLOAT", 0)] = None
+    """Time of the host to launch a sub-op on a device, in the unit of the other costs: 0.1 if these are milliseconds
+    and a launch takes 100 µs. If it is above 0, the host also waits for the numbers of tokens before it launches a
+    dispatch, as on a GPU, and is drawn, too."""
     overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
 
@@ -87,6 +91,8 @@ class PlanOptions:
       overlap1f1b plan --compare 1f1b combined_1f1b:chunks=2 dualpipe --pair 0.8
 
       overlap1f1b plan --layers 4 --attention 3 --experts 4 --dispatch 5 --overlap pairs --svg plan.svg
+
+      overlap1f1b plan --layers 4 --ranks 1 --attention 1 --experts 1.3 --dispatch 1.7 --launch 0.1
 
       overlap1f1b plan --search --ranks 8 --microbatches 32 --memory 8
 
@@ -140,7 +146,7 @@ def check_plan(options: PlanOptions) -> None:
             raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
     _check_sizes(options)
     if options.sub_op_costs.layers is None:
-        names = ("attention", "experts", "dispatch", "combine", "counts", "overlap")
+        names = ("attention", "experts", "dispatch", "combine", "counts", "launch", "overlap")
         _refuse(options.sub_op_costs, names, needed="with --layers")
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
@@ -173,7 +179,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts")
+MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts", "launch")
 """Costs that may be 0, if the part does not exist; all others must be more than 0."""
 
 

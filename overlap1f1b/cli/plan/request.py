@@ -73,6 +73,7 @@ def _node_model(options: PlanOptions) -> NodeModel:
         combine=given.combine,
         counts=given.counts or 0.0,
         send=options.send or 0.0,
+        launch=given.launch or 0.0,
     )
     if given.overlap is None:
         return NodeModel(costs, given.layers, overlaps=OVERLAPS)

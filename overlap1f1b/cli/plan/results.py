@@ -82,6 +82,8 @@ def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
     further: dict[str, float] = {}
     if isinstance(timeline, PlanTimeline):
         further["exposed"] = timeline.exposed(rank)
+        if timeline.ranks[rank].host:
+            further["host_late"] = timeline.late(rank)
     elif (timeline.costs.activation, timeline.costs.held) != (1, 1):
         further["peak_memory"] = timeline.peak_memory(rank)
     return {
@@ -105,6 +107,7 @@ _PER_RANK = {
     "peak_memory": "peak memory",
     "pairs": "pairs",
     "exposed": "exposed",
+    "host_late": "host late",
 }
 
 _PER_SCHEDULE = {

@@ -91,6 +91,7 @@ def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
         "by_sub_op": {name: _overlap(part, steps) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, steps) for name, part in of.by_phase.items()},
         "idle_ms": {name: time / steps / 1e6 for name, time in of.idle.items()},
+        "starved_ms": of.starved / steps / 1e6,
     }
 
 

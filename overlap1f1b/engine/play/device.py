@@ -11,6 +11,9 @@ from overlap1f1b.plan import Node, Span
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.lanes import Flight
 
+HOLD_CYCLES = 4_000_000
+"""Cycles for which a measured node finds the device asleep: 2 to 3 ms, more than the host needs to launch it."""
+
 
 class Watch(NamedTuple):
     """The clock of a device on which the thread only queues work.
@@ -19,11 +22,14 @@ class Watch(NamedTuple):
         stamp: Record a mark behind the work that has been queued so far.
         between: Return the seconds from one mark to another; the device has passed both.
         settle: Wait until the device has passed all marks.
+        hold: Let the device do nothing for a while, so that the thread gets ahead of it. Else the time of a node on an
+            idle device would be that of its launch.
     """
 
     stamp: Callable[[], Any]
     between: Callable[[Any, Any], float]
     settle: Callable[[], object]
+    hold: Callable[[], object] = lambda: None
 
 
 def cuda_watch(device: torch.device) -> Watch:
@@ -34,7 +40,12 @@ def cuda_watch(device: torch.device) -> Watch:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, lambda: torch.cuda.synchronize(device))
+    return Watch(
+        stamp,
+        lambda a, b: a.elapsed_time(b) / 1e3,
+        lambda: torch.cuda.synchronize(device),
+        lambda: torch.cuda._sleep(HOLD_CYCLES),
+    )
 
 
 def watch_of(device: torch.device) -> Watch | None:
@@ -48,6 +59,8 @@ class StepTimes:
     def __init__(self, watch: Watch) -> None:
         self.watch, self.origin = watch, watch.stamp()
         self._computed: list[tuple[Node, Any, Any]] = []
+        self.launches: list[Span] = []
+        """Times in which the thread launched each node, without waits for counts; seconds of ``perf_counter``."""
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from statistics import fmean
+from statistics import median
 
 from torch import Tensor
 
@@ -43,12 +43,17 @@ class BackToBack:
         return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
 
 
-def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool) -> NodeCosts:
-    """Return costs in seconds, the same on all ranks: of each node the mean over microbatches.
+def measured_costs(
+    nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool, launches: Iterable[Span] = ()
+) -> NodeCosts:
+    """Return costs in seconds, the same on all ranks: of each node the median over microbatches.
+
+    A single compilation or allocation does not count in a median.
 
     A compute node costs the time of the slowest rank. An exchange has one cost for each rank that shares the experts,
     the time until that rank had received all its rows: links carry different numbers of rows. A transfer between stages
-    costs the time from its announcement to its arrival.
+    costs the time from its announcement to its arrival. A launch costs the median over blocks, too, on the slowest
+    rank; ``launches`` has the times in which the thread launched nodes on a device.
     """
     took = {span.node: span.end - span.start for span in spans}
     by_key: dict[CostKey, list[float]] = {}
@@ -58,10 +63,19 @@ def measured_costs(nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, 
             by_key.setdefault(cost_key(sender), []).append(took[node])
         elif node.op is not Op.SEND:
             by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
-    mine: _Links = {key: (fmean(times),) for key, times in by_key.items()}
+    mine: _Links = {key: (median(times),) for key, times in by_key.items()}
+    by_op: dict[tuple[Op, Kind], list[float]] = {}
+    for span in launches:
+        by_op.setdefault(span.node[:2], []).append(span.end - span.start)
+    # A launch belongs to no block; a tag keeps it apart from the time on the device.
+    mine |= {(*place, *_LAUNCH): (median(times),) for place, times in by_op.items()}
     merged = mesh.combined(mine, _slowest)
+    launch = {key[:2]: max(merged.pop(key)) for key in list(merged) if key[2:] == _LAUNCH}
     by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
-    return NodeCosts(by_node=by_node, shared_links=shared_links)
+    return NodeCosts(by_node=by_node, shared_links=shared_links, launch=launch)
+
+
+_LAUNCH = (-1, -1, -1)
 
 
 def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:

@@ -15,7 +15,7 @@ class Plans:
         program: Schedule of a step.
         shapes: Shapes of all stages.
         overlap: Of the compiled plans.
-        counts_block: Whether the issuing thread waits for counts.
+        counts_block: Whether the host waits for counts.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         mesh: Ranks that must have the same plan.
         costs: Of the nodes; None until they are measured.

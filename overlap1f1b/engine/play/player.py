@@ -174,6 +174,7 @@ class Player:
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         resource = node.resource
+        begun = time.perf_counter()
         if resource is Resource.COMPUTE:
             self._compute(node, microbatches[node.stage, node.microbatch])
         elif node.op is Op.REDUCE:
@@ -182,7 +183,9 @@ class Player:
         elif resource is Resource.PEER:
             self._pass(node, microbatches[node.stage, node.microbatch])
         else:
-            self._launch(node, microbatches[node.stage, node.microbatch])
+            begun = self._launch(node, microbatches[node.stage, node.microbatch])
+        if self._times is not None:
+            self._times.launches.append(Span(node, begun, time.perf_counter()))
 
     def _pass(self, node: Node, microbatch: Microbatch) -> None:
         """Send to a neighbouring stage, or take the flight of its send."""
@@ -197,15 +200,17 @@ class Player:
         self._sends.append(send)
         self.flights.append(send)
 
-    def _launch(self, node: Node, microbatch: Microbatch) -> None:
-        """Launch an exchange between the ranks that share the experts."""
+    def _launch(self, node: Node, microbatch: Microbatch) -> float:
+        """Launch an exchange between the ranks that share the experts; return when the thread had nothing to await."""
         if self.before_launch is not None:
             self.before_launch()
+        begun, counts = time.perf_counter(), microbatch.flights.get(node.kind)
         flight = self.lanes[run.lane_of(node, microbatch)].launch(node, run.post(node, microbatch))
         microbatch.flights[node.kind] = flight
         if node.op is not Op.COUNTS:
             self._carveout.launched()
         self.flights.append(flight)
+        return begun if counts is None else max(begun, counts.read)
 
     def _compute(self, node: Node, microbatch: Microbatch) -> None:
         # 1. Count microbatches that hold activations.
@@ -226,6 +231,8 @@ class Player:
             received = microbatch.await_input(node.kind)
         # 3. Compute.
         start, times = time.perf_counter(), self._times
+        if times is not None and self.before_launch is not None:
+            times.watch.hold()
         begun = None if times is None else times.watch.stamp()
         if self._around is None:
             run.compute(node, microbatch, received)
@@ -248,6 +255,14 @@ class Player:
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""
         return None if self._times is None else self._times.first_pending()
+
+    @property
+    def launches(self) -> Sequence[Span]:
+        """Times in which the thread launched the nodes of the last :meth:`play` on a device, without waits for counts.
+
+        Seconds of ``time.perf_counter``. Empty on a CPU, where the thread computes.
+        """
+        return () if self._times is None else self._times.launches
 
     def measured(self) -> Callable[[], tuple[Span, ...]]:
         """Return a function that gives the spans of the last :meth:`play`, in seconds from its start.

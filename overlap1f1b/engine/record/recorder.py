@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from overlap1f1b.engine.play.player import Around, Issue
 from overlap1f1b.engine.record.ranges import RangeWriter
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
-from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange
+from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
 from overlap1f1b.transport.lanes import Flight, Lane
@@ -37,12 +37,17 @@ class RecordedSpan(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """A step; ``begun`` is a time of ``time.perf_counter``."""
+    """A step; ``begun`` is a time of ``time.perf_counter``.
+
+    ``device`` returns spans by the clock of a device, in seconds from ``played``, when the host began to play nodes.
+    """
 
     number: int
     begun: float
     seconds: float
     spans: tuple[RecordedSpan, ...]
+    played: float = 0.0
+    device: Callable[[], tuple[Span, ...]] | None = None
 
 
 class Recorder:
@@ -111,7 +116,9 @@ class Recorder:
             self._open.clear()
         self.next += 1
         spans = sorted([*self._spans, *self._flights()], key=lambda span: (span.start, span.end))
-        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans)))
+        player = self.engine.player
+        device = player.measured() if player.launches else None
+        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), player.begun, device))
 
     def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
         """Return the function that plays each of these nodes in place of ``issue``, with its ranges."""
@@ -162,15 +169,19 @@ class Recorder:
     # ------------------------------------------------------------------------------------- results
 
     def save(self, path: str | Path) -> None:
-        """Write the steps as JSON: times in seconds from the start of each step."""
+        """Write the steps as JSON; waits for a device.
+
+        ``steps`` has for each step its number ``step``, its length ``seconds``, and ``spans``: arrays of kind, node,
+        start and end, in seconds from the start of the step. Kinds are ``node`` (the host computes or launches it),
+        ``flight`` and ``wait``, and on a GPU ``device``: the node's time by the device's clock, which begins when the
+        host begins to play nodes, since no work of an earlier step is left then.
+        """
         steps = [
             {
                 "step": step.number,
                 "seconds": step.seconds,
                 "spans": [
-                    [span.range.kind, str(span.range.node), span.start - step.begun, span.end - step.begun]
-                    for span in step.spans
-                    if isinstance(span.range, NodeRange)
+                    [kind, str(node), start - step.begun, end - step.begun] for kind, node, start, end in _rows(step)
                 ],
             }
             for step in self.steps
@@ -209,6 +220,14 @@ def lanes_of(engine: Engine) -> list[Lane]:
     """Return all lanes of an engine."""
     reduced = [r.lane for r in engine.reductions if isinstance(r, Reducer | ShardedReducer)]
     return [*engine.player.lanes.values(), *engine.boundary.lanes, *reduced]
+
+
+def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
+    for span in step.spans:
+        if isinstance(span.range, NodeRange):
+            yield span.range.kind, span.range.node, span.start, span.end
+    for node, start, end in () if step.device is None else step.device():
+        yield "device", node, step.played + start, step.played + end
 
 
 _EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))

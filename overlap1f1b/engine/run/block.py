@@ -11,6 +11,7 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -403,6 +404,7 @@ class BlockRun:
         def start() -> Transfer[Tensor]:
             if counts is not None:
                 splits.arrive(counts.wait(), counts.lane.timeout)
+                counts.read = time.perf_counter()
             expected = microbatch.expected.pop(kind, None)
             if op is Op.COUNTS:
                 assert splits.counts is not None

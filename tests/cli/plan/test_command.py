@@ -446,3 +446,19 @@ def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
     assert result.status == 2
     assert result.err.startswith(f"overlap1f1b: error: --{option} /dev/full: No space left on device; allowed: a file ")
     assert result.err.count("\n") == 1
+
+
+def test_launch_costs_show_the_host(capsys: Capture, tmp_path: Path) -> None:
+    given = ("--layers", 2, "--ranks", 1, "--microbatches", 4, "--attention", 1, "--experts", 1.3, "--dispatch", 1.7)
+    free, slow = content(capsys, *given), content(capsys, *given, "--launch", 0.5)
+    assert "host_late" not in free["per_rank"][0]
+    assert slow["per_rank"][0]["host_late"] > 0
+    assert slow["makespan"] > free["makespan"]
+    assert content(capsys, *given, "--launch", 0) == free
+    trace = tmp_path / "trace.json"
+    drawn = plan(capsys, *given, "--launch", 0.5, "--width", 120, "--trace", trace).out
+    assert "rank 0 host " in drawn
+    assert "host late" in drawn
+    assert any(event.get("cat") == "host" for event in json.loads(trace.read_text())["traceEvents"])
+    assert "--launch 0.1 alone; allowed: with --layers" in refused(capsys, "--launch", 0.1)
+    assert "--launch -1; allowed: a finite number ≥ 0" in refused(capsys, *given, "--launch", -1)

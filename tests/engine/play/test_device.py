@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ import torch
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.play.device import Carveout, Watch
-from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.engine.record.recorder import Recorder
+from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -97,6 +101,29 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 
 
+def test_launches_are_measured_without_waits_for_counts() -> None:
+    """Counts take 50 ms; on a CPU no launch is measured."""
+    streams = (ThreadStream("out"), ThreadStream("back"), ThreadStream("control", delay=lambda: 0.05))
+    overlapped = engine(2, LoopbackExchange(CPU, streams=streams), 2, costs=COSTS)
+    data = models.batch(2)
+    overlapped.step(data[0], target=data[1])
+    assert overlapped.player.launches == ()
+    player = overlapped.player
+    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    for lane in player.lanes.values():
+        lane.stamp = player._watch.stamp
+    begun = time.perf_counter()
+    overlapped.step(data[0], target=data[1])
+    launches = player.launches
+    assert [span.node for span in launches] == list(overlapped.plan.nodes)
+    assert all(begun <= span.start <= span.end <= time.perf_counter() for span in launches)
+    rows = [span.end - span.start for span in launches if span.node.op is Op.DISPATCH and span.node.kind is Kind.F]
+    assert len(rows) == 2
+    assert min(rows) < 0.04
+    waited = [b.start - a.end for a, b in pairwise(launches)]
+    assert max(waited) > 0.02  # this is the wait
+
+
 @contextmanager
 def _slowly(node: Node) -> Iterator[None]:
     yield
@@ -155,3 +182,30 @@ def test_a_step_takes_the_multiprocessors_back() -> None:
     assert told[1::2] == [None] * (len(told) // 2)
     assert told
     assert torch._C._get_sm_carveout_experimental() is None
+
+
+def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
+    overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
+    player, data = overlapped.player, models.batch(2)
+    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    for lane in player.lanes.values():
+        lane.stamp = player._watch.stamp
+    with Recorder(overlapped, Silent()) as recorder:
+        for _ in range(2):
+            result = overlapped.step(data[0], target=data[1])
+    recorder.save(tmp_path / "rank0.json")
+    *_, step = json.loads((tmp_path / "rank0.json").read_text())["steps"]
+    by_device = {text: (start, end) for kind, text, start, end in step["spans"] if kind == "device"}
+    assert set(by_device) == {str(span.node) for span in result.overlap.spans}
+    for kind, text, start, end in step["spans"]:
+        if kind == "node" and text in by_device and parse_node(text).resource is Resource.COMPUTE:  # type: ignore[union-attr]
+            assert start - 0.01 <= by_device[text][0] <= by_device[text][1] <= end + 0.01
+
+
+class Silent:
+    """A writer of ranges that writes nothing."""
+
+    def push(self, name: str) -> None: ...
+    def pop(self) -> None: ...
+    def start(self, name: str) -> None: ...
+    def end(self, handle: None) -> None: ...

@@ -21,7 +21,23 @@ def test_a_transfer_takes_what_its_receiver_saw(kind: Kind, sender: int, receive
     assert costs.shared_links
 
 
-def test_a_node_takes_the_mean_over_microbatches() -> None:
+def test_one_compilation_is_no_cost() -> None:
+    nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in range(5)]
+    spans = [Span(node, 10 * m, 10 * m + (9 if m == 0 else 2)) for m, node in enumerate(nodes)]
+    assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[0]) == 2.0
+
+
+def test_a_launch_takes_the_median_over_microbatches_and_blocks() -> None:
+    nodes = [Node(Op.EXPERTS, Kind.F, m, block=block) for m in range(2) for block in range(3)]
+    nodes.append(Node(Op.COUNTS, Kind.F, 0, block=0))
+    launches = [Span(node, 10.0, 10.0 + took) for node, took in zip(nodes, (9, 1, 2, 3, 8, 1, 0.5), strict=True)]
+    costs = measured_costs(nodes, (), Mesh(None), shared_links=False, launches=launches)
+    assert costs.launch == {(Op.EXPERTS, Kind.F): 2.5, (Op.COUNTS, Kind.F): 0.5}
+    assert all(len(key) == 5 and key[2] >= 0 for key in costs.by_node)
+    assert measured_costs(nodes, (), Mesh(None), shared_links=False).launch == {}
+
+
+def test_a_node_takes_the_median_over_microbatches() -> None:
     nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in range(3)]
     spans = [Span(node, 10 * m, 10 * m + m + 1) for m, node in enumerate(nodes)]
     assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[2]) == 2.0

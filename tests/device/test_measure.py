@@ -1,0 +1,51 @@
+"""Costs that an engine measures on a device."""
+
+from __future__ import annotations
+
+from overlap1f1b.engine.engine import WARM_STEPS
+from overlap1f1b.plan import NodeCosts, Op, check_rendezvous
+from overlap1f1b.schedule import Kind
+from tests.device.standin import World, here
+from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
+from tests.ranks import Ranks
+
+LAYOUT = Layout(2, 2)
+
+
+def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, Kind]], int]:
+    program = program_of("combined_1f1b", LAYOUT.pp)
+    engine, _ = engine_of(program, LAYOUT, costs=None)
+    inputs, target = batch_of(program, LAYOUT, rank)
+    steps = 0
+    while engine.costs is None:
+        begin = len(here().log)
+        engine.step(inputs, target=target)
+        steps += 1
+    held = sum("sleep" in entry.args for entry in here().log[begin:])
+    computed = sum(node.resource == "compute" for node in engine._plans._serial.ranks[engine.rank])  # type: ignore[union-attr]
+    check_rendezvous(engine.plan)
+    engine.step(inputs, target=target)
+    engine.close()
+    launched = {(node.op, node.kind) for nodes in engine.plan.ranks for node in nodes}
+    return steps, engine.costs, engine.plan.fingerprint, launched, held - computed
+
+
+def _problems(rank: int, size: int) -> list[str]:
+    world = World(LAYOUT.size)
+    found = world.run(_measured)
+    problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=7)]
+    steps, costs, fingerprint, launched, _ = found[0]
+    if steps != WARM_STEPS + 1:
+        problems.append(f"measured in step {steps}")
+    if set(costs.launch) != launched or not all(time > 0 for time in costs.launch.values()):
+        problems.append(f"launches of {sorted(set(costs.launch) ^ launched)}")
+    for number, other in enumerate(found):
+        if (other[0], other[1], other[2]) != (steps, costs, fingerprint):
+            problems.append(f"rank {number} has other costs")
+        if other[4]:
+            problems.append(f"rank {number} held the device {other[4]} times more often than it computed")
+    return problems
+
+
+def test_every_rank_has_the_same_launch_costs_and_nothing_hangs(alone: Ranks) -> None:
+    assert alone.run(_problems) == [[]]
