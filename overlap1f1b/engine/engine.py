@@ -81,6 +81,8 @@ class Engine:
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
         ctas: Thread blocks that all transfers of the engine may occupy together on a GPU, see :class:`Budget`.
+        carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
+            flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
 
     All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
@@ -112,6 +114,7 @@ class Engine:
         check_parameters: bool = True,
         exchange: Exchange | None = None,
         ctas: int = 2 * DEFAULT_CTAS,
+        carveout: bool = False,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
@@ -148,6 +151,7 @@ class Engine:
                     check_parameters=check_parameters,
                     exchange=None if exchange is None else type(exchange).__name__,
                     ctas=ctas,
+                    carveout=carveout,
                 )
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients.
@@ -221,6 +225,7 @@ class Engine:
                 reductions=self.reductions,
                 watch=watch,
                 fills=not program.splits(rank),
+                carveout=carveout,
             )
             self._counts_block = not self.exchange.background and capacity is None
             self._plans = self._new_plans(costs)
