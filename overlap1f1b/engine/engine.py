@@ -27,6 +27,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of
+from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
@@ -49,7 +50,8 @@ class Engine:
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
-    The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks.
+    The first two steps run serially and measure every node; then the plan is compiled, the same on all ranks. In the
+    first, whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
@@ -365,7 +367,12 @@ class Engine:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring, first = self.plan, self._plans.measuring, not self._steps
         self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
-        with self.guarded(lambda: self._at(plan)), self.player.observed_step():
+        blocks = (block for stage in self.stages.values() for block in stage.blocks)
+        with (
+            self.guarded(lambda: self._at(plan)),
+            self.player.observed_step(),
+            choosing(blocks) if first else contextlib.nullcontext(),
+        ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
             self._plans.agree(plan)
