@@ -35,11 +35,12 @@ from tests.ranks import Ranks
 
 
 def _step(rank: int, size: int) -> None:
-    """Two stages, two ranks that share experts: rows, counts, stages and reductions."""
+    """Two stages, two ranks that share experts: rows, counts, stages and reductions; then an optimizer's step."""
     layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
     engine, _ = engine_of(program, layout)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)
+    torch.optim.SGD(set(engine.parameters()), lr=0.1, foreach=False).step()
 
 
 def _step_in_room(rank: int, size: int) -> None:
