@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -34,8 +35,10 @@ class Kernels:
     in the module of the same name in ``kernels/triton``. An op whose name ends in ``_`` adds to its first argument.
 
     A choice lasts as long as the object, so an engine's results do not change during training. Shapes are in one class
-    if their first sizes have the same number of bits and their other sizes are equal; so row counts that vary from
-    batch to batch cause only a few measurements. Ranks may choose differently: an op exchanges nothing, positions of
+    if all sizes but the first are equal, whatever the number of rows is. A new class is timed, and its kernel compiled,
+    only while the object is :attr:`open`: an :class:`~overlap1f1b.engine.Engine` closes it at the end of its first
+    step, whose times are no costs, so that no later step compiles or waits; what is new then runs by the twin. Ranks
+    may choose differently: an op exchanges nothing, positions of
     rows are integers and equal for both choices, and sums differ only by rounding. Two models are bit-equal if they
     share one object, or have the same ``choice`` other than ``"auto"``.
 
@@ -47,6 +50,7 @@ class Kernels:
 
     Attributes:
         chosen: Choices of ``"auto"``, by op and class of shapes.
+        open: Whether ``"auto"`` times what is new.
 
     Raises:
         ValueError: The choice is unknown, or is ``"triton"`` without the package; when an op runs, ``"triton"`` on a
@@ -59,7 +63,7 @@ class Kernels:
         self._has_triton = find_spec("triton") is not None
         if choice == "triton" and not self._has_triton:
             raise ValueError("kernels='triton' without the package triton; allowed: 'auto', 'torch'")
-        self.choice = choice
+        self.choice, self.open = choice, True
         self.chosen: dict[tuple[object, ...], Literal["triton", "torch"]] = {}
 
     def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -80,7 +84,7 @@ class Kernels:
     def _measured(self, op: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
         key = (op.__name__, tensors[0].device.index, *map(_described, args))
         if key not in self.chosen:
-            if not all(t.numel() for t in tensors):
+            if not self.open or not all(t.numel() for t in tensors):
                 return False
             if torch.cuda.is_current_stream_capturing():
                 return True  # a capture cannot be timed, and the twins may look at values
@@ -98,6 +102,20 @@ def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):
             module.__dict__["kernels"] = shared
+
+
+@contextmanager
+def choosing(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the kernels of these models choose in the body, and never after it."""
+    found = [getattr(module, "kernels", None) for model in models for module in model.modules()]
+    held = [kernels for kernels in found if isinstance(kernels, Kernels)]
+    for kernels in held:
+        kernels.open = True
+    try:
+        yield
+    finally:
+        for kernels in held:
+            kernels.open = False
 
 
 def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -125,11 +143,12 @@ def _tensors(arg: Any) -> tuple[Tensor, ...]:
 
 
 def _described(arg: Any) -> object:
-    """Return an argument's part of the class of shapes: dtype and sizes, the first size by its number of bits."""
+    """Return an argument's part of the class of shapes: dtype and sizes, without numbers that may follow from rows."""
     if isinstance(arg, Tensor):
-        rows, *rest = arg.shape
-        return arg.dtype, rows.bit_length(), *rest
-    return tuple(map(_described, arg)) if isinstance(arg, tuple) else arg
+        return arg.dtype, *arg.shape[1:]
+    if isinstance(arg, tuple):
+        return tuple(map(_described, arg))
+    return None if type(arg) is int else arg
 
 
 def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", "torch"]:

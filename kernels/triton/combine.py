@@ -34,7 +34,7 @@ def spread_grad(
     return grad_rows, grad_weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _sum(
     rows,
     inverse,
@@ -65,7 +65,7 @@ def _sum(
     tl.store(out + token[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=here[:, None] & across)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _spread_grad(
     grad,
     rows,

@@ -42,7 +42,7 @@ def _spread_all(
     launch(_spread, grid, tokens, *args, T, H, rows.stride(0), factors.stride(0), **sizes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _spread(
     tokens,
     weights,
@@ -98,7 +98,7 @@ def put_rows(rows: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take(
     rows,
     index,
@@ -120,7 +120,7 @@ def _take(
     tl.store(out + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _put(rows, index, out, count, width: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)

@@ -65,7 +65,7 @@ def route_tokens_backward(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route(
     logits,
     bias,
@@ -138,7 +138,7 @@ def _route(
     tl.store(weights + out, weight * scaling, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_backward(
     grad_weights,
     grad_scores,

@@ -34,7 +34,7 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
     return Slots(order, inverse, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Compute a row of the histogram: how many of a block's slots chose each expert."""
     block = tl.program_id(0)
@@ -45,7 +45,7 @@ def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.conste
     tl.store(before + block.to(tl.int64) * experts + every, count, mask=every < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """Turn the histogram, in place, into the counts before each block; then compute experts' counts and first rows."""
     every = tl.arange(0, WIDE)
@@ -61,7 +61,7 @@ def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: 
     tl.store(starts + every, (tl.cumsum(total, 0) - total).to(tl.int64), mask=every < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _place(indices, before, counts, starts, order, inverse, slots, experts, BLOCK: tl.constexpr):
     """Compute each slot's row: its expert's first row, plus earlier blocks' slots, plus earlier slots of this block."""
     block = tl.program_id(0)
@@ -95,7 +95,7 @@ def pack_places(
     return packed, placed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "capacity"])
 def _pack(order, ends, packed, placed, rows, destinations, capacity, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(order + row, mask=row < rows, other=-1)

@@ -36,7 +36,7 @@ def swiglu_rows_backward(
     return grads, grad_weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _forward(
     gate_up,
     weights,
@@ -65,7 +65,7 @@ def _forward(
     tl.store(out + row[:, None] * size + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _backward(
     grad,
     gate_up,

@@ -27,6 +27,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of
+from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
@@ -52,7 +53,7 @@ class Engine:
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
     The first two steps, on a GPU four, run serially and measure every node; then the plan is compiled, the same on all
-    ranks.
+    ranks. In the first, whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
@@ -84,6 +85,8 @@ class Engine:
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
         ctas: Thread blocks that all transfers of the engine may occupy together on a GPU, see :class:`Budget`.
+        carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
+            flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
 
     All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
@@ -115,6 +118,7 @@ class Engine:
         check_parameters: bool = True,
         exchange: Exchange | None = None,
         ctas: int = 2 * DEFAULT_CTAS,
+        carveout: bool = False,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
@@ -151,6 +155,7 @@ class Engine:
                     check_parameters=check_parameters,
                     exchange=None if exchange is None else type(exchange).__name__,
                     ctas=ctas,
+                    carveout=carveout,
                 )
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients.
@@ -224,6 +229,7 @@ class Engine:
                 reductions=self.reductions,
                 watch=watch,
                 fills=not program.splits(rank),
+                carveout=carveout,
             )
             self._counts_block = not self.exchange.background and capacity is None
             self._plans = self._new_plans(costs)
@@ -363,7 +369,12 @@ class Engine:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring, first = self.plan, self._plans.measuring, not self._steps
         self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
-        with self.guarded(lambda: self._at(plan)), self.player.observed_step():
+        blocks = (block for stage in self.stages.values() for block in stage.blocks)
+        with (
+            self.guarded(lambda: self._at(plan)),
+            self.player.observed_step(),
+            choosing(blocks) if first else contextlib.nullcontext(),
+        ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
             self._plans.agree(plan)

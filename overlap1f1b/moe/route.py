@@ -72,6 +72,7 @@ class Route(Splits):
             packing = pack_slots(indices, experts, ranks, room, kernels)
             self.order, self.inverse, self.counts, self.dropped = packing
             self.send = self.receive = EqualSplits([room] * ranks)
+            self.counts_first = False
         elif not indices.is_cuda and (kernels is None or not kernels.uses_triton(place_slots, indices, experts)):
             self.order, self.counts = sort_slots(indices, experts)
             self.inverse = invert(self.order)

@@ -30,12 +30,15 @@ class Splits:
     Attributes:
         counts: ``[E]`` int64, to be exchanged before the rows, because :attr:`receive` follows from them; None if the
             sizes are known.
+        counts_first: Whether sizes follow from the counts, so that rows wait for them; else the experts alone need
+            them.
         host: Copies of the counts on their way to the host, if the exchange makes them.
     """
 
     def __init__(self, send: Sequence[int], receive: Sequence[int]) -> None:
         self.send, self.receive = list(send), list(receive)
         self.counts: Tensor | None = None
+        self.counts_first = True
         self.host: HostCopy | None = None
 
     def arrive(self, counts: Tensor, timeout: timedelta | None = None) -> None:

@@ -136,8 +136,13 @@ class Exchange(Protocol):
         """
         ...
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, /) -> Transfer[Tensor]:
-        """Launch the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank."""
+    def counts(
+        self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True, /
+    ) -> Transfer[Tensor]:
+        """Launch the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank.
+
+        With ``read`` the host is going to read the counts, so that a device copies them to it at once.
+        """
         ...
 
     def abort(self, *, ending: bool = False) -> None:
@@ -205,7 +210,7 @@ class PeerExchange(Exchange):
         expected = expected or self.expect_rows(source, receive, tag)
         return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, *_: Any) -> Transfer[Tensor]:
         expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
         return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self.control)
 
@@ -296,7 +301,9 @@ class CollectiveExchange(Exchange):
         # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=mark)
 
-    def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
+    def counts(
+        self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True
+    ) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
         result = torch.empty_like(source)
         streams = self._streams_of(source)
@@ -305,7 +312,8 @@ class CollectiveExchange(Exchange):
             return Transfer(result, [_launched(work)], source=source)
         mark = streams[1].run(partial(_all_to_all, self.counts_group, None, False), result, source)
         # The route keeps source and result until it has read the copies.
-        return Transfer(result, source=source, mark=mark, host=HostCopy.on(streams[1], source, result))
+        host = HostCopy.on(streams[1], source, result) if read else None
+        return Transfer(result, source=source, mark=mark, host=host)
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
         if self._streams is None and streams.is_queued(tensor.device):

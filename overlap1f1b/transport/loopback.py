@@ -109,13 +109,14 @@ class LoopbackExchange(Exchange):
         # Source and result outlive the copies: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=_Span(marks[0], marks[-1]))
 
-    def counts(self, counts: Tensor, *_: Any) -> Transfer[Tensor]:
+    def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         source = counts.view(1, -1)
         result = torch.empty_like(source)
         there = HostCopy.on(self.control, source)
         back = self.control.run(partial(_arrive, there.tensors[0].view(-1).view(torch.uint8), slice(None)), result)
         # The route keeps source and result until it has read the copies.
-        return Transfer(result, source=source, mark=back, host=HostCopy.on(self.control, source, result))
+        host = HostCopy.on(self.control, source, result) if read else None
+        return Transfer(result, source=source, mark=back, host=host)
 
     def _leave(self, slot: Tensor, part: slice, source: Tensor) -> None:
         chunk, start = _bytes(source)[part], time.perf_counter()

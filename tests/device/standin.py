@@ -327,6 +327,10 @@ class StandInGroup(dist.ProcessGroup):
         accesses = here().accesses(reads=tensors[0], writes=tensors[0])
         return self._collective(opts, accesses, lambda: self._start_sum(tensors[0]))
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Work | None:
+        accesses = [access for tensor in tensors for access in here().accesses(reads=tensor, writes=tensor)]
+        return self._collective(opts, accesses, lambda: [self._start_sum(tensor) for tensor in tensors])
+
     def all_to_all_single(
         self, output: Tensor, source: Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> _Work | None:
@@ -335,7 +339,7 @@ class StandInGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def _collective(self, opts: Any, accesses: list[Access], start: Callable[[], None]) -> _Work | None:
+    def _collective(self, opts: Any, accesses: list[Access], start: Callable[[], object]) -> _Work | None:
         if opts is not None and not getattr(opts, "asyncOp", True):
             self._launch(here().current, "all", (), self.size(), accesses)
             start()

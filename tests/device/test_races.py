@@ -35,9 +35,18 @@ from tests.ranks import Ranks
 
 
 def _step(rank: int, size: int) -> None:
-    """Two stages, two ranks that share experts: rows, counts, stages and reductions."""
+    """Two stages, two ranks that share experts: rows, counts, stages and reductions; then an optimizer's step."""
     layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
     engine, _ = engine_of(program, layout)
+    inputs, target = batch_of(program, layout, rank)
+    engine.step(inputs, target=target)
+    torch.optim.SGD(set(engine.parameters()), lr=0.1, foreach=False).step()
+
+
+def _step_in_room(rank: int, size: int) -> None:
+    """Two ranks that share experts, with a capacity: the experts alone wait for counts."""
+    layout, program = Layout(1, 2), program_of("combined_1f1b", 1, 3)
+    engine, _ = engine_of(program, layout, capacity=2.0)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)
 
@@ -67,6 +76,7 @@ def _loopback_step(rank: int, size: int) -> None:
 
 WORLDS: dict[str, tuple[Callable[[int, int], None], int]] = {
     "stages and experts": (_step, 4),
+    "capacity": (_step_in_room, 2),
     "tied": (_tied_step, 2),
     "loopback": (_loopback_step, 1),
 }
@@ -135,6 +145,15 @@ class _Unwaited:
         return False
 
 
+def _unwaited_counts(counts: Callable[..., Transfer[Any]]) -> Callable[..., Transfer[Any]]:
+    def start(self: CollectiveExchange, *args: Any) -> Transfer[Any]:
+        transfer = counts(self, *args)
+        assert transfer.mark is not None
+        return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
+
+    return start
+
+
 def _unwaited_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     def start(self: Reducer, *args: Any) -> Any:
         post = all_reduce(self, *args)
@@ -179,6 +198,10 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
         "rows live until they are exchanged": (
             both,
             [(CollectiveExchange, "rows", _without_source(CollectiveExchange.rows))],
+        ),
+        "experts wait for counts under a capacity": (
+            "capacity",
+            [(CollectiveExchange, "counts", _unwaited_counts(CollectiveExchange.counts))],
         ),
         "gradients wait for their sum": (both, [(Reducer, "_all_reduce", _unwaited_sums(Reducer._all_reduce))]),
         "tied gradients wait for their sum": (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.ranks import Ranks
@@ -44,6 +47,39 @@ def test_with_room_for_all_nothing_changes(loopback: bool) -> None:
     wanted_losses, wanted = _step(_engine(None), steps=1)
     assert torch.equal(torch.stack(losses), torch.stack(wanted_losses))
     assert not models.equal(gradients, wanted)
+
+
+class Noting(LocalExchange):
+    """Notes when rows leave and when counts are awaited."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def rows(self, source: torch.Tensor, *_: Any) -> Transfer[torch.Tensor]:
+        self.noted.append("rows leave")
+        return super().rows(source)
+
+    def counts(self, counts: torch.Tensor, *_: Any) -> Transfer[torch.Tensor]:
+        return Awaited(super().counts(counts).result, noted=self.noted)
+
+
+@dataclass(frozen=True)
+class Awaited(Transfer[torch.Tensor]):
+    """Counts that note when something waits for them."""
+
+    noted: list[str] = field(default_factory=list)
+
+    def receive(self, timeout: timedelta | None = None) -> torch.Tensor:
+        self.noted.append("counts are awaited")
+        return super().receive(timeout)
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_rows_leave_before_their_counts_have_come(capacity: float | None) -> None:
+    exchange = Noting()
+    _step(_engine(capacity, exchange=exchange), steps=1)
+    assert exchange.noted[0] == ("counts are awaited" if capacity is None else "rows leave")
+    assert 4 * exchange.noted.count("counts are awaited") == exchange.noted.count("rows leave")
 
 
 def test_an_overflow_raises_and_leaves_gradients_as_they_were() -> None:

@@ -13,7 +13,7 @@ from overlap1f1b.kernels import choice
 from overlap1f1b.kernels.choice import Kernels, run, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
-from overlap1f1b.kernels.slots import place_slots
+from overlap1f1b.kernels.slots import pack_places, place_slots
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from tests.kernels.against import DEVICE
 
@@ -68,15 +68,43 @@ _stand_in.__module__ = "overlap1f1b.kernels.triton.permute"
 def test_auto_times_a_class_of_shapes_once(timed: list[Any]) -> None:
     pytest.importorskip("triton")
     kernels = Kernels()
-    for rows, by_triton in ((40, True), (40, True), (63, True), (200, False), (130, False)):
+    for rows in (40, 40, 63, 200, 1, 4096):
         given = claimed(torch.ones(rows, 3), torch.zeros(rows, dtype=torch.int64))
-        assert kernels.uses_triton(take_rows, *given) == by_triton
-        assert (kernels(take_rows, *given) == "by Triton") == by_triton
-    assert len(timed) == 4  # 32 to 63 rows and 128 to 255, each by both
+        assert kernels.uses_triton(take_rows, *given)
+        assert kernels(take_rows, *given) == "by Triton"
+    assert len(timed) == 2  # by both
+    assert len(kernels.chosen) == 1
+    wide = claimed(torch.ones(200, 4), torch.zeros(200, dtype=torch.int64))
+    assert not kernels.uses_triton(take_rows, *wide)  # another width
     assert len(kernels.chosen) == 2
-    kernels.uses_triton(take_rows, *claimed(torch.ones(40, 4), torch.zeros(40, dtype=torch.int64)))
-    assert len(kernels.chosen) == 3  # another width
+    counts = claimed(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), torch.zeros(4).long())
+    for room in (4, 5, 130):
+        kernels.uses_triton(pack_places, *counts, 2, room)
+    assert len(kernels.chosen) == 3
     assert not Kernels().chosen
+
+
+def test_nothing_is_timed_after_the_first_step_of_an_engine(timed: list[Any]) -> None:
+    pytest.importorskip("triton")
+    given = claimed(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    wide = claimed(torch.ones(4, 5), torch.zeros(4, dtype=torch.int64))
+    inputs, labels = torch.randint(11, (2, 4, 8))
+    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "kernels": "auto"}))
+    kernels: Kernels = model[1].mlp.experts.kernels
+    tried: list[bool] = []
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        tried.append(kernels.uses_triton(take_rows, *(given if len(tried) < 2 else wide)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=2), loss_fn=loss_fn)
+    for _ in range(3):
+        engine.step(inputs, target=labels)
+    assert tried == [True, True, *[False] * 4]  # what is new by then runs by the twin
+    assert len(timed) == 2
+    assert kernels.uses_triton(take_rows, *given)  # a choice stays
+    Engine(model, build_schedule("sequential", microbatches=2), loss_fn=loss_fn).step(inputs, target=labels)
+    assert len(timed) == 4
 
 
 def test_what_is_timed_adds_to_a_copy(timed: list[Any]) -> None:

@@ -88,6 +88,10 @@ class Carveout:
     multiprocessor. If some are taken, they run in two waves, up to twice as long. Kernels that are queued before an
     exchange is launched or after it is awaited use all multiprocessors.
 
+    With several open actions an exchange is nearly always between launch and wait in the host's order, however short
+    the transfer is, so most products give up these multiprocessors. And a library may choose another algorithm for
+    fewer of them, whose sums differ in the last bits. So an Engine has it off unless it is asked for.
+
     Args:
         sms: Number of multiprocessors to leave; 0 does nothing.
         set_carveout: Function that tells torch; by default torch's own, where this version has it.

@@ -58,6 +58,7 @@ class Player:
         reductions: Carry out the ``reduce`` nodes.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
+        carveout: Whether compute leaves multiprocessors to exchanges in flight, see :class:`Carveout`.
 
     Attributes:
         before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
@@ -81,6 +82,7 @@ class Player:
         reductions: Sequence[Reduction] = (),
         watch: Watch | None = None,
         fills: bool = True,
+        carveout: bool = False,
     ) -> None:
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
@@ -105,7 +107,8 @@ class Player:
         self.flights: list[Flight[Any]] = []
         self.begun = 0.0
         self.peak_activations = self.peak_held = 0
-        self._watch, self._carveout, self._fills = watch, Carveout(exchange.sms), fills and watch is None
+        self._watch, self._fills = watch, fills and watch is None
+        self._carveout = Carveout(exchange.sms if carveout else 0)
         self._times: StepTimes | None = None
         self._around: Around | None = None
         self._filler: Filler | None = None

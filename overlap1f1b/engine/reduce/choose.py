@@ -44,6 +44,8 @@ def reductions_of(
     reductions: list[Reduction] = []
     apart: Set[nn.Parameter] = frozenset()
     if sharding.groups:
+        if len(replicas) > 1:  # these play other plans
+            sharding.ahead = None
         ranks, expert_ranks = (mesh.ranks(pp=replicas, over=over) for over in (("dp", "ep"), ("dp",)))
         with sharding.gathered():
             sharded = ShardedReducer(sharding, stages, shards, ranks=ranks, expert_ranks=expert_ranks)

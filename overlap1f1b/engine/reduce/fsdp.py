@@ -14,13 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -36,6 +38,11 @@ from overlap1f1b.transport.lanes import Flight, Lane
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
 
+AHEAD = 2
+"""Gathers ahead of the module that runs."""
+BUFFERS = 2
+"""Inputs of reductions under way: compute waits for the one before the last."""
+
 
 class Sharding:
     """The parameters that FSDP2 holds of one or more models, perhaps none.
@@ -44,7 +51,9 @@ class Sharding:
     >>> with sharding.gathered():
     ...     stage = Stage(model, exchange)  # sees whole parameters, the same objects in every step
 
-    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is.
+    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is. Modules
+    are gathered in one order, each at most :attr:`ahead` before its first forward. All share one communication context,
+    that is FSDP2's streams, and two buffers for reductions, so that compute does not wait for the one before.
 
     Args:
         models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order on all ranks
@@ -55,6 +64,10 @@ class Sharding:
         ValueError: A parameter is a DTensor that FSDP2 does not hold, as under tensor parallelism, or over other ranks;
             FSDP2 was applied to a module around the blocks that is not given; or it was applied with mixed precision,
             and torch is older than 2.13.
+
+    Attributes:
+        ahead: Gathers under way or not copied yet, beside that of the running module; None for all at once. Ranks that
+            gather together must then reach their modules in the same order.
     """
 
     def __init__(self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int]) -> None:
@@ -65,8 +78,13 @@ class Sharding:
         self._uncalled = {id(model) for model in models}
         self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
         self._handles: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
+        self._buffers: int | None = None  # that the user has set
+        self.ahead: int | None = AHEAD
         for root in self._roots:
             _state(root)._lazy_init()
+        # Each root has a context with three streams of high priority; torch has 32, and then gives them out again.
+        share_comm_ctx(self._modules)
         self._check(tops, ranks)
 
     def _check(self, tops: Sequence[nn.Module], ranks: Collection[int]) -> None:
@@ -100,25 +118,55 @@ class Sharding:
             abort(group)
 
     def gather(self) -> None:
-        """Start to gather all parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
-        self._handles = [module.unshard(async_op=True) for module in self._modules]
-        for module in self._modules:
+        """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
+        self._handles = []
+        self._set_buffers(BUFFERS)
+        self._reach(0)
+        for number, module in enumerate(self._modules):
+            for called in _state(module)._modules:
+                self._hooks.append(called.register_forward_pre_hook(partial(self._reach, number), prepend=True))
             # Else the end of a forward would reshard parameters that a suspended forward needs, and the end of a
             # backward would reduce incomplete gradients.
             _state(module)._training_state = TrainingState.PRE_BACKWARD
-        for module, handle in zip(self._modules, self._handles, strict=True):
+        for number, module in enumerate(self._modules):
             if id(module) in self._uncalled:  # the engine calls its blocks alone
-                handle.wait()
+                self._reach(number)
+                self._handles[number].wait()
+
+    def _reach(self, number: int, *_: Any) -> None:
+        """Start the gathers up to a module's and those ahead of it; as the module's hook, before FSDP2's own."""
+        last = len(self._modules) if self.ahead is None else number + 1 + self.ahead
+        for module in self._modules[len(self._handles) : last]:
+            self._handles.append(module.unshard(async_op=True))
+
+    def gather_rest(self) -> None:
+        """Start all gathers that no forward has asked for, before something else uses their groups."""
+        self._reach(len(self._modules))
 
     def wait(self) -> None:
         """Wait until all parameters are gathered."""
-        for handle in self._handles:
-            handle.wait()
+        for number in range(len(self._modules)):
+            self._reach(number)
+            self._handles[number].wait()
+
+    def _set_buffers(self, count: int | None) -> None:
+        """Let FSDP2 keep at least ``count`` inputs of reductions, or as many as before; torch 2.11 keeps one."""
+        for module in self._modules[:1]:
+            context = _state(module)._comm_ctx
+            before = getattr(context, "reduce_scatter_max_input_buffers", None)
+            if before is None or any(type(g._reduce_scatter_comm) is not DefaultReduceScatter for g in self.groups):
+                return  # buffers of symmetric memory, or of the user's own, are not to be multiplied
+            if count is not None:
+                self._buffers, count = before, max(before, count)
+            context.reduce_scatter_max_input_buffers = count or self._buffers or before
 
     def release(self) -> None:
         """Free the gathered parameters and give the modules back to FSDP2."""
         self.wait()  # FSDP2 would take an unfinished gathering for the next one
-        self._handles = []
+        for hook in self._hooks:
+            hook.remove()
+        self._handles, self._hooks = [], []
+        self._set_buffers(None)
         for module in self._modules:
             module.reshard()
             _state(module)._training_state = TrainingState.IDLE
@@ -289,6 +337,7 @@ class ShardedReducer:
     def launch(self, node: Node) -> list[Flight[None]]:
         """Start the reductions that this block completes, and reductions that waited for their turn behind them."""
         self._ready.add((node.stage, node.block))
+        self.sharding.gather_rest()
         launched = []
         while self._order and self._order[-1][1] <= self._ready:
             launched.append(self._start(node, self._order.pop()[0]))

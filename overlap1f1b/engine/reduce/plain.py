@@ -16,11 +16,15 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane, Post
 from overlap1f1b.transport.streams import CudaStream
 
+LARGE_BYTES = 1 << 20
+"""On gloo a sum of its own costs a gradient of this size less than the copies of a common one."""
+
 
 class Reducer:
     """One all-reduce a block, launched when the block's last contribution is in, so that the rest of the step hides it.
 
-    Gradients of earlier steps are not reduced again: they are set aside meanwhile.
+    Gradients are summed where they are, without a copy. Those of earlier steps are not reduced again: they are set
+    aside meanwhile.
 
     Args:
         stages: Stages of this rank, by number.
@@ -41,7 +45,7 @@ class Reducer:
     ) -> None:
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
         self._aside = GradientsAside()
-        self._flights: list[tuple[list[nn.Parameter], Flight[Tensor]]] = []
+        self._flights: list[Flight[list[Tensor]]] = []
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._stream: CudaStream | None = None
@@ -67,7 +71,7 @@ class Reducer:
         both = ((held.own_parameters(block), self.dense), (held.expert_parameters_of(block), self.experts))
         return [([p for p in part if p not in self.apart], group) for part, group in both if group is not None]
 
-    def launch(self, node: Node) -> list[Flight[Tensor]]:
+    def launch(self, node: Node) -> list[Flight[list[Tensor]]]:
         """Start the reduction of a block, and of blocks that waited for their turn behind it."""
         self._ready[node.stage, node.block] = node
         launched = []
@@ -77,44 +81,39 @@ class Reducer:
                 launched += self._reduce(self._ready[stage, block], parameters, group)
         return launched
 
-    def _reduce(self, node: Node, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[Flight[Tensor]]:
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    def _reduce(
+        self, node: Node, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+    ) -> list[Flight[list[Tensor]]]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            if parameter.grad is None:  # no token of this rank reached it; another rank's may have
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        launched = []
-        for bucket in by_dtype.values():
-            flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-            flight = self.lane.launch(node, self._all_reduce(flat, group))
-            self._flights.append((bucket, flight))
-            launched.append(flight)
+            by_dtype.setdefault(parameter.dtype, []).append(_own_gradient(parameter))
+        launched = [self.lane.launch(node, self._all_reduce(grads, group)) for grads in by_dtype.values()]
+        self._flights += launched
         return launched
 
-    def _all_reduce(self, flat: Tensor, group: dist.ProcessGroup) -> Post[Tensor]:
-        def start() -> Transfer[Tensor]:
-            if not streams.is_queued(flat.device):
-                return Transfer(flat, [group.allreduce([flat])])
+    def _all_reduce(self, grads: list[Tensor], group: dist.ProcessGroup) -> Post[list[Tensor]]:
+        device = grads[0].device
+
+        def start() -> Transfer[list[Tensor]]:
+            if not streams.is_queued(device):
+                return Transfer(grads, _started(grads, group))
             if self._stream is None:
-                self._stream = CudaStream(flat.device, priority=0)
-            # flat outlives the job by construction: the flight holds it until finish() waits.
-            return Transfer(flat, mark=self._stream.run(lambda rows: _sum(group, rows), flat))
+                self._stream = CudaStream(device, priority=0)
+            # Gradients outlive the job by construction: the flight holds them until finish() waits.
+            return Transfer(grads, mark=self._stream.run(lambda *held: _sum(held, group), *grads))
 
         return start
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
-        for _, flight in self._flights:
+        for flight in self._flights:
             flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Wait for all reductions, and add the gradients of earlier steps."""
         assert not self._order, f"no reduction of {self._order} in the plan"
-        for parameters, flight in self._flights:
-            parts = flight.wait().split([parameter.numel() for parameter in parameters])
-            for parameter, reduced in zip(parameters, parts, strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(reduced.view_as(parameter))
+        for flight in self._flights:
+            flight.wait()
         self.restore()
 
     def restore(self) -> None:
@@ -123,5 +122,32 @@ class Reducer:
         self._flights = []
 
 
-def _sum(group: dist.ProcessGroup, flat: Tensor) -> None:
-    dist.all_reduce(flat, group=group)
+def _own_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's ``.grad``, dense and in memory of its own, so that it can be summed in place."""
+    grad = parameter.grad
+    if grad is None:  # no token of this rank reached it; another rank's may have
+        grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif not grad.is_contiguous() or _shared(grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    parameter.grad = grad
+    return grad
+
+
+def _shared(grad: Tensor) -> bool:
+    """Return whether another tensor has the same memory: autograd takes a view of a gradient that others still need."""
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2  # the tensor's, and this call's
+
+
+def _started(grads: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start the sum on gloo: large gradients in place, small ones together, which gloo copies meanwhile."""
+    large = [grad for grad in grads if grad.nbytes >= LARGE_BYTES]
+    small = [grad for grad in grads if grad.nbytes < LARGE_BYTES]
+    works = [group.allreduce([grad]) for grad in large]
+    return [*works, group.allreduce_coalesced(small, dist.AllreduceCoalescedOptions())] if small else works
+
+
+def _sum(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum in place on the current stream, all in one call."""
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = False
+    group.allreduce_coalesced(list(grads), options)

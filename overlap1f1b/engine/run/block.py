@@ -38,7 +38,7 @@ from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for
 from overlap1f1b.transport.exchange import Expected, Transfer
-from overlap1f1b.transport.lanes import Post
+from overlap1f1b.transport.lanes import Flight, Post
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Announcement = tuple[Kind, Callable[[], Expected | None]]
@@ -76,6 +76,7 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.rows: Any = None
         """Rows ``[R, …]`` for the exchange that is next; for one by a library the tensors."""
+        self._counts: tuple[Splits, Flight[Tensor]] | None = None  # on their way to the experts, beside the rows
         self._state = stage.state_of(block)
         self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
@@ -88,6 +89,9 @@ class BlockRun:
         if received is None:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
+            if self._counts is not None:
+                (splits, flight), self._counts = self._counts, None
+                splits.arrive(flight.wait(), flight.lane.timeout)
             reached = self._resume(self.segments[-1].brought(received), self.microbatch.random)
         if isinstance(reached, ExchangeCall):
             self._reach(reached)
@@ -398,6 +402,8 @@ class BlockRun:
         if node.microbatch != microbatch.index or node.stage != self.stage.number:  # tags outlive a step's plan
             node = node._replace(microbatch=microbatch.index, stage=self.stage.number)
         counts = microbatch.flights.pop(kind) if call.counted and op is Op.DISPATCH and kind is Kind.F else None
+        if counts is not None and not splits.counts_first:
+            self._counts, counts = (splits, counts), None
         announce = self._announcement(node, segment) if exchange.background else None
         rows, self.rows = self.rows, self.rows if op is Op.COUNTS else None
 
@@ -408,7 +414,7 @@ class BlockRun:
             expected = microbatch.expected.pop(kind, None)
             if op is Op.COUNTS:
                 assert splits.counts is not None
-                sizes = exchange.counts(splits.counts, node.tag, expected)
+                sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
                 splits.host = sizes.host
                 return sizes
             assert rows is not None

@@ -170,17 +170,18 @@ def test_compute_leaves_multiprocessors_to_exchanges_in_flight() -> None:
     assert len(told) == 4
 
 
-def test_a_step_takes_the_multiprocessors_back() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     told: list[int | None] = []
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS)
-    overlapped.player._carveout = Carveout(exchange.sms, told.append)
+    overlapped = engine(4, exchange, 3, costs=COSTS, **({"carveout": True} if asked else {}))
     data = models.batch(4)
     overlapped.step(data[0], target=data[1])
+    assert bool(told) == asked
     assert told[::2] == [12] * (len(told) // 2)
     assert told[1::2] == [None] * (len(told) // 2)
-    assert told
     assert torch._C._get_sm_carveout_experimental() is None
 
 

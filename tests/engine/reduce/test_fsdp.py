@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from overlap1f1b.engine import Engine
+from overlap1f1b.engine.reduce.fsdp import AHEAD
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, compile
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.exchange import build_exchange
@@ -256,6 +257,68 @@ def _failing(rank: int, size: int) -> list[str]:
 
 def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
     assert ranks2.run(_failing) == [[], []]
+
+
+def _throttled(rank: int, size: int) -> list[str]:
+    """Gathers under way, buffers of reductions, and streams: one set for all blocks."""
+    mesh, data, problems = meshed(size, size), models.batch(3, seed=rank), []
+    expected = own_loop(wrapped("blocks", mesh, layers=4), data, 3, size)
+    model = wrapped("blocks", mesh, layers=4)
+    buffers: set[int] = set()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        buffers.update(group.comm_ctx.reduce_scatter_max_input_buffers for group in groups)
+        return models.loss_fn(output, target)
+
+    engine = engine_over(model, programs(3)[0], mesh, loss_fn=loss_fn)
+    groups = engine.sharding.groups
+    most = 0
+
+    def counting(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal most
+            result = gather(*args, **options)
+            most = max(most, sum(group._all_gather_result is not None for group in groups))
+            return result
+
+        return counted
+
+    for group in groups:
+        group.unshard = counting(group.unshard)
+    engine.step(data[0], target=data[1])
+    assert len(groups) > 8
+    if most > 1 + AHEAD:
+        problems.append(f"{most} gathers under way")
+    if len({id(group.comm_ctx) for group in groups}) != 1:
+        problems.append("several communication contexts")
+    if buffers != {2} or groups[0].comm_ctx.reduce_scatter_max_input_buffers != 1:
+        problems.append(f"{buffers} buffers in a step, {groups[0].comm_ctx.reduce_scatter_max_input_buffers} after it")
+    return problems + models.equal(gradients(model), expected)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="one buffer before torch 2.13")
+def test_gathers_are_throttled_and_streams_shared(ranks2: Ranks) -> None:
+    assert ranks2.run(_throttled) == [[], []]
+
+
+def _one_fails_early(rank: int, size: int) -> None:
+    """One rank fails in its first block: the other has more gathers under way, which must not hold it up."""
+    mesh, data = meshed(size, size), models.batch(3, seed=rank)
+    model = wrapped("blocks", mesh, layers=4)
+    engine = engine_over(model, programs(3)[0], mesh, timeout=100)
+
+    def fails(*_: Any) -> None:
+        if rank == 1:
+            raise ArithmeticError("the first block")
+
+    model[0].register_forward_hook(fails)
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        engine.step(data[0], target=data[1])
+    assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+
+
+def test_a_rank_that_fails_early_holds_nobody_up(ranks2: Ranks) -> None:
+    ranks2.run(_one_fails_early, timeout=50)
 
 
 def _late(rank: int, size: int) -> float:

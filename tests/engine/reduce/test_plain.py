@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from overlap1f1b.engine import Stage
 from overlap1f1b.engine.reduce.plain import Reducer
@@ -51,3 +54,64 @@ def _sums(rank: int, size: int) -> list[str]:
 
 def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(ranks2: Ranks) -> None:
     assert ranks2.run(_sums) == [[], []]
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = any(spec.alias_info is not None for spec in func._schema.returns)
+        self.bytes += sum(t.nbytes for t in tree_iter(result) if isinstance(t, Tensor) and not views)
+        return result
+
+
+def _reduced_in_place(rank: int, size: int) -> list[str]:
+    """Large gradients and small ones, of two dtypes: no copy is made, and the sums are there."""
+    stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_own=True)
+    lane = Lane("reduce", timedelta(seconds=20), Failures(), background=True)
+    reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
+    blocks = [Node(Op.REDUCE, Kind.W, 0, block) for block in (2, 1, 0)]
+    reducer.begin(blocks)
+    parameters = [p for block in range(3) for p in stage.own_parameters(block)]
+    for p in parameters:
+        p.grad = torch.arange(p.numel(), dtype=p.dtype).view_as(p) * (rank + 1)
+    places = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+    with Made() as made:
+        for node in blocks:
+            reducer.launch(node)
+        reducer.finish()
+    problems = [] if made.bytes == 0 else [f"{made.bytes} bytes of copies"]
+    factor = size * (size + 1) // 2
+    for p, place in zip(parameters, places, strict=True):
+        assert p.grad is not None
+        if p.grad.data_ptr() != place:
+            problems.append(f"{tuple(p.shape)}: not in place")
+        if not torch.equal(p.grad, torch.arange(p.numel(), dtype=p.dtype).view_as(p) * factor):
+            problems.append(f"{tuple(p.shape)}: wrong sum")
+    return problems
+
+
+def test_gradients_are_summed_where_they_are(ranks2: Ranks) -> None:
+    assert ranks2.run(_reduced_in_place) == [[], []]
+
+
+def _others_memory(rank: int, size: int) -> list[float]:
+    """Gradients in memory that something else still needs, and with gaps between their elements."""
+    stage = Stage([nn.Linear(4, 4)], reduce_own=True)
+    lane = Lane("reduce", timedelta(seconds=20), Failures(), background=True)
+    reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
+    node = Node(Op.REDUCE, Kind.W, 0, 0)
+    reducer.begin([node])
+    weight, bias = stage.own_parameters(0)
+    passed_on = torch.ones(1, 4)  # as autograd passes on the gradient of a sum whose other part is a view
+    weight.grad, bias.grad = torch.ones(4, 8)[:, ::2], passed_on.view(4)
+    reducer.launch(node)
+    reducer.finish()
+    return [*passed_on[0].tolist(), float(weight.grad.sum()), float(bias.grad.sum())]
+
+
+def test_memory_that_others_need_is_left_alone(ranks2: Ranks) -> None:
+    assert ranks2.run(_others_memory) == [[1, 1, 1, 1, 32, 8]] * 2

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from overlap1f1b.kernels.routing import Rule
 from overlap1f1b.kernels.triton import combine, grouped_mm, permute, routing, slots, swiglu
@@ -62,14 +63,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
         signature, constants, attributes = {}, {}, {}
         for number, (parameter, value) in enumerate(zip(self.params, [*args, *given.values()], strict=True)):
             name = parameter.name
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+            if parameter.is_constexpr or one:
                 signature[name], constants[name] = "constexpr", given.get(name, value)
                 continue
             if isinstance(value, torch.Tensor):
                 signature[name] = "*" + NAMES[value.dtype]
             else:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, torch.Tensor) or value % 16 == 0:
+            if isinstance(value, torch.Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
                 attributes[(number,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, attributes)
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -118,6 +120,51 @@ def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any
     narrow = re.findall(r"\b(?:ld|st)\.global\S*\.b(?:16|32|64)\s", re.sub(r"\S*\.v4\.b32\s", "", ptx))
     assert len(narrow) <= 4 * K
     assert not re.search(r"\b(atom|red)\.", ptx)  # sums are in one order
+
+
+def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Every launcher, for a number of rows, with pointers of any alignment left out."""
+    rule, flat = Rule(2, normalize=True), whole(2 * rows)
+    tokens, sent, weights = half(rows, 40), half(2 * rows, 40), half(rows, 2)
+    ends = torch.zeros(4, dtype=torch.int32)
+    return [
+        (permute.take_rows, (tokens, whole(rows))),
+        (permute.put_rows, (tokens, whole(rows))),
+        (permute.spread_rows, (tokens, flat, flat, 2)),
+        (permute.spread_rows, (tokens, flat, flat, 2, True)),
+        (permute.spread_weighted, (tokens, weights, flat, flat)),
+        (combine.sum_rows, (sent, flat, 2, weights)),
+        (combine.spread_grad, (tokens, sent, flat, flat, weights)),
+        (swiglu.swiglu_rows, (half(rows, 80), half(rows), ends[-1:])),
+        (swiglu.swiglu_rows_backward, (half(rows, 40), half(rows, 80), half(rows), ends[-1:])),
+        (slots.place_slots, (whole(rows, 2), 4)),
+        (slots.pack_places, (flat, flat, whole(4), 2, rows + 3)),
+        (routing.route_tokens, (torch.empty(rows, 4), torch.empty(4), rule)),
+        (routing.route_tokens_backward, (torch.empty(rows, 2), None, torch.empty(rows, 4), whole(rows, 2), rule)),
+        (grouped_mm.add_weight_grad_, (torch.empty(4, 40, 40), sent, sent, ends)),
+    ]
+
+
+def test_no_number_of_rows_makes_a_kernel_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own key of what it has compiled: 1 and multiples of 16 have others where numbers are specialised."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    keys: list[str] = []
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        _, specialization, options = binder(*args, **given)
+        keys.append(f"{self.__name__} {specialization} {options}")
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    found = {}
+    for rows in (1, 16, 37, 48):
+        keys.clear()
+        for function, args in calls(rows):
+            function(*args)
+        found[rows] = list(keys)
+    assert len(found[1]) >= 15
+    for rows, seen in found.items():
+        assert [(a, b) for a, b in zip(found[37], seen, strict=True) if a != b] == [], rows
 
 
 @pytest.mark.slow

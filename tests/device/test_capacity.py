@@ -1,0 +1,63 @@
+"""With a capacity the host waits for nothing inside a step, and copies nothing that it does not read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from overlap1f1b.plan import Op
+from overlap1f1b.transport.streams import HostCopy
+from tests import models
+from tests.device.standin import World, here
+from tests.device.steps import Layout, batch_of, engine_of, gradients_of, program_of, stuck
+from tests.ranks import Ranks
+
+MICROBATCHES = 5
+
+
+def _step(rank: int, size: int, capacity: float | None) -> tuple[int, int, Any]:
+    """Where the step begins in what the rank has written down, its dispatches, and its gradients."""
+    layout, program = Layout(1, size), program_of("combined_1f1b", 1, MICROBATCHES)
+    engine, model = engine_of(program, layout, capacity=capacity)
+    inputs, target = batch_of(program, layout, rank)
+    begin = len(here().log)
+    engine.step(inputs, target=target)
+    dispatches = sum(node.op is Op.DISPATCH and str(node.kind) == "F" for node in engine.plan.ranks[0])
+    return begin, dispatches, gradients_of(engine, model)
+
+
+def _waits(rank: int, size: int, capacity: float | None) -> Any:
+    """Of every rank: dispatches, waits between the first and the last node, copies to the host; and what is wrong."""
+    world, copies, original = World(2), Counter[int](), HostCopy.on
+
+    def counted(cls: type[HostCopy], *args: Any) -> HostCopy:
+        copies[here().number] += 1
+        return original(*args)
+
+    with patch.object(HostCopy, "on", classmethod(counted)):
+        found = world.run(_step, capacity)
+    logs = [log[begin:] for log, (begin, *_) in zip(world.logs, found, strict=True)]
+    rows = []
+    for number, (log, (_, dispatches, _)) in enumerate(zip(logs, found, strict=True)):
+        nodes = [at for at, entry in enumerate(log) if entry.kind == "node"]
+        waits = sum(entry.kind in ("block", "sync") for entry in log[: nodes[-1]])
+        rows.append((dispatches, waits, copies[number]))
+    return rows, stuck(logs, seed=1), [gradients for *_, gradients in found]
+
+
+@pytest.mark.parametrize("capacity", [None, 2.0])
+def test_the_host_waits_for_counts_only_without_a_capacity(alone: Ranks, capacity: float | None) -> None:
+    ((rows, hangs, _),) = alone.run(_waits, capacity)
+    assert not hangs
+    for dispatches, waits, copies in rows:
+        assert dispatches > 0
+        assert waits == copies == (dispatches if capacity is None else 0)
+
+
+def test_gradients_are_those_of_exact_sizes(alone: Ranks) -> None:
+    ((_, _, exact),), ((_, _, padded),) = alone.run(_waits, None), alone.run(_waits, 2.0)
+    for one, other in zip(exact, padded, strict=True):
+        assert not models.equal(one, other)
