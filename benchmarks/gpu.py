@@ -5,8 +5,9 @@
     python benchmarks/gpu.py --quick                      # fewer rounds
     python benchmarks/gpu.py --device cpu --tiny          # that it runs at all: its figures mean nothing
 
-Needs torch, triton, einops and greenlet, and no installation: it runs from the checkout. Checks come first; a section
-that fails is noted with its error, and the others still run. docs/results.md says how everything is measured.
+Needs torch, triton, einops and greenlet, and no installation: it runs from the checkout. Ceilings come first, then all
+compilers, counted apart, then checks. A section that fails is noted with its error, and the others still run; what did
+not fit the time is said. With two or more GPUs NCCL is measured, too. docs/results.md says how.
 """
 
 import os

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import Ranks
+
 ROOT = Path(__file__).parents[1]
 # A bare machine has torch, triton, einops and greenlet.
 BARE = """
@@ -47,8 +49,11 @@ def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]
     assert {name: entry["status"] for name, entry in sections.items()} == dict.fromkeys(
-        ("checks", "ceilings", "kernels", "layer", "steps", "overhead", "trace"), "ok"
+        ("ceilings", "compiles", "checks", "kernels", "layer", "steps", "overhead", "trace", "nccl"), "ok"
     ), sections
+    assert len(sections["compiles"]["result"]["rows"]) == 5 * 11  # shapes, kernels
+    assert not sections["compiles"]["result"]["skipped"]
+    assert sections["nccl"]["result"]["skipped"] == ["NCCL, which a single GPU cannot show: it needs two or more"]
     assert status == 0
     assert set(sections["checks"]["result"]["outcomes"].values()) == {"ok"}
     rows = sections["kernels"]["result"]["rows"]
@@ -62,6 +67,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert table["bound_ms"] == max(table["compute_only_ms"], table["exchange_only_ms"])
     names = [sections["trace"]["result"][name] for name in ("timeline", "trace")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+    assert "Did not fit" not in text
     for title in ("## kernels", "| tiny |", "**2 layers, real routing", "| plain |"):
         assert title in text
 
@@ -74,6 +80,46 @@ def test_what_there_is_no_time_to_compile_is_said(monkeypatch: pytest.MonkeyPatc
     assert not found["problems"]
     assert {row["not_compiled"] for row in found["rows"]} == {"no time left"}
     assert "torch.compile of permute at tiny (no time left)" in found["skipped"]
+
+
+@pytest.mark.slow
+def test_a_slow_compiler_leaves_the_ceilings(tmp_path: Path) -> None:
+    """They come first; what a compiler's time leaves no room for is named, and the rest is measured."""
+    slow = f"""
+sys.path.insert(0, {str(ROOT)!r})
+import time, gpu_bench.compiles as compiles
+cases = compiles.cases
+def slowly(context, shape):
+    for case in cases(context, shape):
+        time.sleep(0.5 if context.left > -9 else 0)
+        yield case
+compiles.cases = slowly
+"""
+    status, found, text = run(tmp_path, "--sections", "ceilings,compiles,kernels,nccl", "--budget", "26", before=slow)
+    sections = found["sections"]
+    assert status != 0
+    assert [entry["status"] for entry in sections.values()] == ["ok", "ok", "no time", "ok"]
+    assert sections["ceilings"]["result"]["copy_gb_s"] > 0
+    compiled, left = (sections["compiles"]["result"][name] for name in ("rows", "skipped"))
+    assert compiled
+    assert len(compiled) + len(left) == 5 * 11
+    assert f"Did not fit the 26 s: {len(left)} of compiles; kernels." in text
+    assert "## kernels\n\nNot measured: no time left." in text
+
+
+def _over_gloo(rank: int, size: int) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        nccl = import_module("gpu_bench.nccl")
+        return nccl.measured(torch.device("cpu"), (1 << 16, 1 << 17), 2, product=8)
+
+
+def test_the_section_for_several_gpus_runs_over_gloo(ranks2: Ranks) -> None:
+    for rows in ranks2.run(_over_gloo):
+        assert [(row["bytes"], row["uneven"]) for row in rows] == [
+            (1 << 15, False), (1 << 15, True), (1 << 16, False), (1 << 16, True),
+        ]  # fmt: skip
+        assert all(row["exchange_ms"] > 0 and 0 <= row["hidden"] <= 1 for row in rows)
 
 
 @pytest.mark.slow

@@ -31,11 +31,15 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=
 def run(context: Context) -> dict[str, Any]:
     """The outcome of each check by its name: "ok", or what is wrong."""
     outcomes: dict[str, str] = {}
+    skipped: list[str] = []
     if context.cuda:
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
 
     def check(name: str, function: Callable[[], str | None]) -> None:
+        if context.left <= 0:
+            skipped.append(f"{name}: no time left")
+            return
         try:
             outcomes[name] = function() or "ok"
         except Exception as error:
@@ -54,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
     check("an overflow is played again", lambda: same(context, wanted, overlap=3, capacity=0.5, overflow="rerun"))
     check("an overflow raises", lambda: raises(context))
     problems = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "ok"]
-    return {"outcomes": outcomes, "problems": problems}
+    return {"outcomes": outcomes, "skipped": skipped, "problems": problems}
 
 
 def kernel(context: Context, case: Case) -> str | None:

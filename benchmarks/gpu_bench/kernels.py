@@ -103,7 +103,7 @@ def run(context: Context) -> dict[str, Any]:
     shapes = TINY if context.tiny else SHAPES
     for shape in shapes:
         for case in cases(context, shape):
-            row = measured(context, shape, case, copy)
+            row = measured(context, shape, case, copy) if context.left > 0 else described(shape, case)
             found["rows"].append(row)
             if row.get("problem"):
                 found["problems"].append(f"{case.name} at {shape.name}: {row['problem']}")
@@ -124,7 +124,9 @@ def run(context: Context) -> dict[str, Any]:
         for row in found["rows"]
         if (why := row.get("not_compiled"))
     ]
-    found["skipped"] = [f"torch.compile of {name}" for name in out]
+    late = [row for row in found["rows"] if "eager_ms" not in row and "problem" not in row]
+    found["skipped"] = [f"{row['kernel']} at {row['shape']['name']}: no time left" for row in late]
+    found["skipped"] += [f"torch.compile of {name}" for name in out]
     return found
 
 
@@ -148,9 +150,14 @@ def compiled(context: Context, case: Case) -> dict[str, Any]:
     return {"compiled_ms": milliseconds, "compiled_after_s": after}
 
 
+def described(shape: Shape, case: Case) -> dict[str, Any]:
+    """A row before it is measured."""
+    return {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes}
+
+
 def measured(context: Context, shape: Shape, case: Case, copy: float | None) -> dict[str, Any]:
     """Times in ms, and the share of the time that the copy bandwidth would allow."""
-    row: dict[str, Any] = {"shape": vars(shape), "kernel": case.name, "bytes": case.bytes}
+    row = described(shape, case)
     with torch.no_grad():
         try:
             wanted = [t.clone() for t in case.read(case.op(*case.args))] if case.op is not add_weight_grad_ else None

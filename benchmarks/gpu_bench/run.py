@@ -16,20 +16,25 @@ from typing import Any
 
 import torch
 
-from gpu_bench import ceilings, checks, kernels, layer, overhead, steps, trace
-from gpu_bench.context import Context
+from gpu_bench import ceilings, checks, compiles, kernels, layer, nccl, overhead, steps, trace
+from gpu_bench.context import Context, NoTimeError
 from gpu_bench.tables import markdown
 
 SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
-    "checks": (checks.run, 60),
     "ceilings": (ceilings.run, 20),
-    "kernels": (kernels.run, 160),
-    "layer": (layer.run, 60),
-    "steps": (steps.run, 170),
-    "overhead": (overhead.run, 30),
-    "trace": (trace.run, 20),
+    "compiles": (compiles.run, 70),
+    "checks": (checks.run, 40),
+    "kernels": (kernels.run, 130),
+    "layer": (layer.run, 50),
+    "steps": (steps.run, 150),
+    "overhead": (overhead.run, 25),
+    "trace": (trace.run, 15),
+    "nccl": (nccl.run, 20),
 }
-"""Each with the seconds that it may take of the default budget; what one leaves, the next may use."""
+"""Each with the seconds that it may take of the default budget; what one leaves, the next may use.
+
+Ceilings are first, since the roofline needs them; then all compilers, apart from what is timed.
+"""
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -94,9 +99,13 @@ def attempted(section: Callable[[Context], dict[str, Any]], context: Context) ->
     begun = time.monotonic()
     entry: dict[str, Any] = {"status": "ok"}
     try:
+        if context.left <= 0:
+            raise NoTimeError("no time left")
         entry["result"] = section(context)
         if entry["result"].get("problems"):
             entry["status"] = "problems"
+    except NoTimeError as error:
+        entry |= {"status": "no time", "error": str(error)}
     except Exception as error:
         entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         # No paths of the machine: where in which file, and what.

@@ -13,8 +13,13 @@ def markdown(found: dict[str, Any]) -> str:
     parts = [f"# {environment['device']}, {found['date']}", f"{versions}."]
     if found["options"]["tiny"]:
         parts.append("Tiny sizes, to see that the script runs: the figures mean nothing.")
+    if late := not_fitted(found):
+        parts.append(f"Did not fit the {found['options']['budget_s']:.0f} s: {'; '.join(late)}.")
     for name, entry in found["sections"].items():
         parts.append(f"## {name}")
+        if entry["status"] == "no time":
+            parts.append("Not measured: no time left.")
+            continue
         if entry["status"] == "failed":
             parts.append(f"Failed: `{entry['error']}`")
             continue
@@ -25,6 +30,18 @@ def markdown(found: dict[str, Any]) -> str:
         if result.get("problems"):
             parts.append("Problems: " + "; ".join(result["problems"]) + ".")
     return "\n\n".join(parts) + "\n"
+
+
+def not_fitted(found: dict[str, Any]) -> list[str]:
+    """Whole sections, and how much of others, for which there was no time."""
+    late = []
+    for name, entry in found["sections"].items():
+        parts = sum("no time left" in why for why in (entry.get("result") or {}).get("skipped", ()))
+        if entry["status"] == "no time":
+            late.append(name)
+        elif parts:
+            late.append(f"{parts} of {name}")
+    return late
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,6 +62,25 @@ def _checks(result: dict[str, Any]) -> list[str]:
 
 def _ceilings(result: dict[str, Any]) -> list[str]:
     return [table(["ceiling", "value"], [[name.replace("_", " "), f"{value:.1f}"] for name, value in result.items()])]
+
+
+def _compiles(result: dict[str, Any]) -> list[str]:
+    slowest = sorted(result["rows"], key=lambda row: -row["seconds"])[:5]
+    rows = [["all", f"{result['seconds']:.1f}"], *([row["name"], f"{row['seconds']:.1f}"] for row in slowest)]
+    return [f"First calls of {len(result['rows'])} kernels, the slowest of them:", table(["kernel", "s"], rows)]
+
+
+def _nccl(result: dict[str, Any]) -> list[str]:
+    rows = [
+        [
+            f"{row['bytes'] / 2**20:.1f} MiB, {'uneven' if row['uneven'] else 'equal'}",
+            *(f"{row[name]:.3f}" for name in ("exchange_ms", "products_ms", "both_ms")),
+            f"{row['gb_s']:.1f}",
+            f"{row['hidden']:.0%}",
+        ]
+        for row in result["rows"]
+    ]
+    return [table(["sent by a rank", "alone ms", "products ms", "both ms", "GB/s", "hidden"], rows)] if rows else []
 
 
 def _kernels(result: dict[str, Any]) -> list[str]:
@@ -135,9 +171,11 @@ def _trace(result: dict[str, Any]) -> list[str]:
 SHOWN: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "checks": _checks,
     "ceilings": _ceilings,
+    "compiles": _compiles,
     "kernels": _kernels,
     "layer": _layer,
     "steps": _steps,
     "overhead": _overhead,
     "trace": _trace,
+    "nccl": _nccl,
 }
