@@ -16,9 +16,11 @@ from overlap1f1b.plan.node import (
     Resource,
     StageShape,
     backward_chain,
+    brought_by,
     exchanges_of,
     forward_chain,
     parse_recompute,
+    segments_of,
     weight_node,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
@@ -46,6 +48,7 @@ __all__ = [
     "StageShape",
     "StepRange",
     "backward_chain",
+    "brought_by",
     "check",
     "check_rendezvous",
     "compile",
@@ -58,6 +61,7 @@ __all__ = [
     "parse_recompute",
     "play_clocks",
     "play_ranks",
+    "segments_of",
     "weight_node",
     "with_rendezvous",
 ]

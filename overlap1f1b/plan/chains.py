@@ -118,6 +118,7 @@ def _check_blocks(shapes: Sequence[object]) -> None:
             if not isinstance(block, BlockShape):
                 raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
             check_size(f"stage {stage}: seams", block.seams, 0)
+            check_size(f"stage {stage}: parts", block.parts, 1)
             if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
                 named = ", ".join(block.exchanges)
                 raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import CONTRIBUTING, Node, Op
+from overlap1f1b.plan.node import CONTRIBUTING, Node, Op, without_part
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -92,9 +92,10 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 continue
             for entry in _summing(node, action.kind, chains):
                 if entry not in needs:  # a weight gradient
-                    needs[entry] = [node if action.kind is Kind.B else node._replace(kind=Kind.I)]
-                key = entry[:2] + entry[3:]  # without its microbatch
-                if key in previous:
+                    needs[entry] = [node if action.kind is Kind.B else _input_of(node, chains)]
+                place = without_part(entry, chains.shapes[entry.stage])
+                key = place[:2] + place[3:]  # without its microbatch
+                if key in previous:  # of the part before, or of the last part of the microbatch before
                     needs[entry].append(previous[key])
                 previous[key] = entry
                 if node.op in CONTRIBUTING and chains.shapes[node.stage][node.block].reduced:
@@ -103,6 +104,12 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     for reduction, contributions in reductions.items():
         needs[reduction._replace(microbatch=contributions[-1].microbatch)] = contributions
     return needs
+
+
+def _input_of(weight: Node, chains: Chains) -> Node:
+    """Return the input gradient behind which a weight gradient becomes possible."""
+    parts = chains.shapes[weight.stage][weight.block].parts if weight.op is Op.EXPERTS else 1
+    return weight._replace(kind=Kind.I, seam=weight.seam * parts)
 
 
 def _summing(node: Node, kind: Kind, chains: Chains) -> Iterator[Node]:

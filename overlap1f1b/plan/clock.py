@@ -7,7 +7,7 @@ from operator import add
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, brought_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -17,7 +17,8 @@ Key = tuple[int, int, int, Kind]
 _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
-_SEND, _RECEIVE, _REDUCE = Op.SEND, Op.RECEIVE, Op.REDUCE
+_SEND, _RECEIVE = Op.SEND, Op.RECEIVE
+_COUNTS, _DISPATCH, _EXPERTS, _COMBINE = Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE
 _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
 
 
@@ -77,20 +78,22 @@ class Clock:
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
-        self.inputs: dict[tuple[object, ...], float] = {}  # end of input gradients, by node without its kind
+        self.landed: dict[Key, dict[tuple[Op, int], float]] = {}  # ends of exchanges that no compute has taken yet
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
         """Return the time at which all inputs of a node have arrived; infinite while one has not been sent."""
-        op, kind, microbatch, _, _, stage, pipe = node
-        if op is _REDUCE or op is _RECEIVE or op in RECOMPUTES:  # may start as soon as they are issued
+        op, kind, microbatch, _, seam, stage, pipe = node
+        if kind is _W or op is _RECEIVE or op in RECOMPUTES:  # may start as soon as they are issued
             return 0.0
-        if kind is _W:
-            return self.inputs[op, *node[2:]]
         key = (pipe, stage, microbatch, kind)
         ready = self.ready.get(key)
         if ready is not None:
-            return ready
+            landed = self.landed.get(key)
+            if landed is None or (op is not _EXPERTS and op is not _DISPATCH):
+                return ready
+            needed = _COUNTS if op is _DISPATCH else _DISPATCH if kind is _F else _COMBINE
+            return landed.get((needed, seam), ready)  # of several parts each waits for its own
         if key in self.awaited:
             return self.arrivals.get(key, _FOREVER)
         if kind is _F:  # the first node of a chain needs the chain before it
@@ -105,7 +108,7 @@ class Clock:
 
     def play(self, node: Node, needed: float | None = None) -> Span:
         """Issue a node and return its span; ``needed`` is the result of :meth:`needed`, if it is known."""
-        op, kind, microbatch, _, _, stage, pipe = node
+        op, kind, microbatch, _, seam, stage, pipe = node
         if self.counts_block or self.launch:
             self._launch(node)
         if op is _RECEIVE:
@@ -115,16 +118,26 @@ class Clock:
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
             end = self.now = self.computed = start + self._cost(node)[0]
-            if kind is _I:
-                self.inputs[op, *node[2:]] = end
+            if kind is not _W and op not in RECOMPUTES:
+                self._take(node)
         elif lane is _PEER:
             start, end = self._send(node, start)
             return Span(node, start, end)
         else:
             start, end = self._travel(node, start, self.free[lane])
+            if kind is not _W:
+                self.landed.setdefault((pipe, stage, microbatch, kind), {})[op, seam] = end
         if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
+
+    def _take(self, node: Node) -> None:
+        """Forget the exchanges that a compute node has waited for: of its part, or all."""
+        key = node.pipe, node.stage, node.microbatch, node.kind
+        landed = self.landed.pop(key, None)
+        if landed is not None and (one := brought_by(node.op, node.kind, node.seam)) in landed:
+            del landed[one]
+            self.landed[key] = landed
 
     def _launch(self, node: Node) -> None:
         """Let the host launch a node; a dispatch may have to wait for its counts before."""

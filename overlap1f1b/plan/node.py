@@ -86,7 +86,8 @@ class Node(NamedTuple):
     >>> str(Node(Op.EXPERTS, Kind.W, microbatch=3, block=1))
     'experts.w[1] m3'
 
-    ``block`` counts the stage's blocks, ``seam`` the nodes of the same sub-op inside a block: the calls of experts.
+    ``block`` counts the stage's blocks, ``seam`` the nodes of the same sub-op inside a block: the calls of experts, or
+    the parts of all calls.
     """
 
     op: Op
@@ -129,6 +130,8 @@ class BlockShape(NamedTuple):
         recompute: Activations that its forward drops and its backward computes again.
         exchanges: Exchanges of rows that a block without calls of experts makes by itself, ``DISPATCH`` or ``COMBINE``;
             the sizes of the rows are known when they start.
+        parts: Parts of the tokens of each call of experts, each with exchanges of its own: the exchange of one part
+            travels behind the experts of another.
     """
 
     seams: int
@@ -136,6 +139,7 @@ class BlockShape(NamedTuple):
     reduced: bool = False
     recompute: Recompute = "none"
     exchanges: tuple[Op, ...] = ()
+    parts: int = 1
 
     def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""
@@ -168,48 +172,107 @@ def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
     >>> [f"{op}[{seam}]" for op, seam in exchanges_of(BlockShape(seams=2))]
     ['dispatch[0]', 'combine[0]', 'dispatch[1]', 'combine[1]']
     """
-    if not shape.exchanges:
-        return tuple((op, seam) for seam in range(shape.seams) for op in (Op.DISPATCH, Op.COMBINE))
-    return tuple((op, shape.exchanges[:position].count(op)) for position, op in enumerate(shape.exchanges))
+    if shape.exchanges:
+        return tuple((op, shape.exchanges[:position].count(op)) for position, op in enumerate(shape.exchanges))
+    calls = (parts_of(call, shape) for call in range(shape.seams))
+    return tuple((op, seam) for seams in calls for op in (Op.DISPATCH, Op.COMBINE) for seam in seams)
+
+
+def segments_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
+    """Return a block's segments in forward order, each with its number among those of the same sub-op.
+
+    >>> [f"{op}[{seam}]" for op, seam in segments_of(BlockShape(seams=1, parts=2))]
+    ['attention[0]', 'experts[0]', 'experts[1]', 'aggregate[0]']
+    """
+    segments = [(shape.own, 0)]
+    if shape.exchanges:
+        segments += [(SEGMENT_BEHIND[op], seam) for op, seam in exchanges_of(shape)]
+    for call in range(shape.seams):
+        segments += [*((Op.EXPERTS, seam) for seam in parts_of(call, shape)), (Op.AGGREGATE, call)]
+    return tuple(segments)
+
+
+def parts_of(call: int, shape: BlockShape) -> range:
+    """Return the numbers of the parts of one call of experts among those of all calls."""
+    return range(call * shape.parts, (call + 1) * shape.parts)
+
+
+def brought_by(op: Op, kind: Kind, seam: int) -> tuple[Op, int] | None:
+    """Return the exchange that experts wait for if it is in flight; None for a sub-op that waits for all exchanges.
+
+    >>> brought_by(Op.EXPERTS, Kind.I, 1)
+    (<Op.COMBINE: 'combine'>, 1)
+    """
+    if op is not Op.EXPERTS:
+        return None
+    return (Op.DISPATCH if kind is Kind.F else Op.COMBINE), seam
 
 
 def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """Yield the nodes of a forward; each needs the one before it."""
+    """Yield the nodes of a forward in their order.
+
+    Each needs the one before it, but for the experts of a part, which need the rows of this part alone.
+    """
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index, block in enumerate(shape):
         yield Node(block.own, Kind.F, block=index, **at)
-        for op, seam in exchanges_of(block):
-            if op is Op.DISPATCH and block.seams:
-                yield Node(Op.COUNTS, Kind.F, block=index, seam=seam, **at)
+        for op, seam in exchanges_of(block) if block.exchanges else ():
             yield Node(op, Kind.F, block=index, seam=seam, **at)
             yield Node(SEGMENT_BEHIND[op], Kind.F, block=index, seam=seam, **at)
+        for call in range(block.seams):
+            for op in (Op.COUNTS, Op.DISPATCH):
+                for seam in parts_of(call, block):
+                    yield Node(op, Kind.F, block=index, seam=seam, **at)
+            for seam in parts_of(call, block):
+                for op in (Op.EXPERTS, Op.COMBINE):
+                    yield Node(op, Kind.F, block=index, seam=seam, **at)
+            yield Node(Op.AGGREGATE, Kind.F, block=index, seam=call, **at)
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """Yield the nodes of an input gradient; each needs the one before it.
+    """Yield the nodes of an input gradient in their order, the reverse of the forward's.
 
-    Dropped activations are computed again before their first use. Recomputation needs no exchange. The experts'
-    recomputation runs beside the exchange of their gradient; the rest may run even before the stage's output gradient
-    arrives.
+    Each needs the one before it, but for the experts of a part, which need the gradients of this part alone. Dropped
+    activations are computed again before their first use. Recomputation needs no exchange. The experts' recomputation
+    runs beside the exchange of their gradient; the rest may run even before the stage's output gradient arrives.
     """
     at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index in reversed(range(len(shape))):
         block = shape[index]
         if block.drops(block.own):
             yield Node(RECOMPUTE_OF[block.own], Kind.I, block=index, **at)
-        for op, seam in reversed(exchanges_of(block)):
-            if op is Op.DISPATCH and block.seams and block.drops(Op.EXPERTS):
-                yield Node(Op.RECOMPUTE_EXPERTS, Kind.I, block=index, seam=seam, **at)
+        for op, seam in reversed(exchanges_of(block)) if block.exchanges else ():
             yield Node(SEGMENT_BEHIND[op], Kind.I, block=index, seam=seam, **at)
             yield Node(op, Kind.I, block=index, seam=seam, **at)
+        for call in reversed(range(block.seams)):
+            yield Node(Op.AGGREGATE, Kind.I, block=index, seam=call, **at)
+            for seam in reversed(parts_of(call, block)):
+                yield Node(Op.COMBINE, Kind.I, block=index, seam=seam, **at)
+            for seam in reversed(parts_of(call, block)):
+                if block.drops(Op.EXPERTS):
+                    yield Node(Op.RECOMPUTE_EXPERTS, Kind.I, block=index, seam=seam, **at)
+                yield Node(Op.EXPERTS, Kind.I, block=index, seam=seam, **at)
+                yield Node(Op.DISPATCH, Kind.I, block=index, seam=seam, **at)
         yield Node(block.own, Kind.I, block=index, **at)
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:
-    """Return the weight-gradient node that becomes possible after a node of the backward chain, if any."""
-    if node.kind is Kind.I and node.resource is Resource.COMPUTE and shape[node.block].defers(node.op):
-        return node._replace(kind=Kind.W)
+    """Return the weight-gradient node that becomes possible after a node of the backward chain, if any.
+
+    The parts of a call have one, so that their sum has one order.
+    """
+    block = shape[node.block]
+    if node.kind is Kind.I and node.resource is Resource.COMPUTE and block.defers(node.op):
+        call, part = divmod(node.seam, block.parts) if node.op is Op.EXPERTS else (node.seam, 0)
+        return None if part else node._replace(kind=Kind.W, seam=call)
     return None
+
+
+def without_part(node: Node, shape: StageShape) -> Node:
+    """Return the node with the number of its call: parts of a call add to the same gradients, as one."""
+    if node.op is not Op.EXPERTS or node.kind is Kind.W:
+        return node
+    return node._replace(seam=node.seam // shape[node.block].parts)
 
 
 Recompute = Literal["none", "experts", "attention", "block"]

@@ -76,21 +76,22 @@ def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, ch
         return _with_weights(nodes, action, chains)
 
     parts_f, parts_b = _parts(forward), _parts(backward)
-    if len(parts_f) == len(parts_b) == 3:
-        experts_b = list(weighted(parts_b[1]))
-        yield from weighted(parts_b[0])  # …, aggregate.b, combine.b
-        yield from parts_f[0]  # attention.f, counts, dispatch.f
-        yield from (node for node in experts_b if node.kind is not Kind.W)  # experts.b, dispatch.b
-        yield from (node for node in experts_b if node.kind is Kind.W)
-        yield from parts_f[1]  # experts.f, combine.f
-        yield from weighted(parts_b[2])  # attention.b, attention.w
-        yield from parts_f[2]  # aggregate.f
+    if len(parts_f) == len(parts_b) >= 3:
+        # aggregate.b, combine.b and attention.f, dispatch.f; experts.b, dispatch.b, experts.w and experts.f, combine.f,
+        # for each part; attention.b, attention.w and aggregate.f.
+        for part_b, part_f in zip(parts_b, parts_f, strict=True):
+            nodes = list(weighted(part_b))
+            if any(node.op is Op.DISPATCH for node in nodes):  # its exchange leaves before the weight gradients
+                nodes.sort(key=lambda node: node.kind is Kind.W)
+            yield from nodes
+            yield from part_f
     else:
         yield from weighted(backward)
         yield from forward
 
 
 def _parts(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Split the nodes after each exchange of rows."""
-    cuts = [index + 1 for index, node in enumerate(nodes) if node.op in (Op.DISPATCH, Op.COMBINE)]
+    """Split the nodes after each exchange of rows, or after those of several parts."""
+    rows = [node.op in (Op.DISPATCH, Op.COMBINE) for node in nodes]
+    cuts = [index + 1 for index, (here, next_) in enumerate(zip(rows, [*rows[1:], False], strict=True)) if here > next_]
     return [list(nodes[a:b]) for a, b in pairwise([0, *cuts, len(nodes)])]

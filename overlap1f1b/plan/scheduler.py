@@ -11,14 +11,14 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, without_part
 from overlap1f1b.plan.plan import ends_backward
 from overlap1f1b.schedule import Action, Kind, Program
 
 _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
-_COMPUTE = Resource.COMPUTE
+_COMPUTE, _EXPERTS = Resource.COMPUTE, Op.EXPERTS
 
 
 class Policy(NamedTuple):
@@ -107,6 +107,7 @@ class ListScheduler:
         self.peak_weights = _FOREVER if peak_weights is None else peak_weights
         self.waiting = deque(actions)
         self.splits = any(action.kind is Kind.W for action in self.waiting)
+        self.parts = any(block.parts > 1 for shape in chains.shapes for block in shape)
         self.open: list[_Open] = []
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
         self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, arrivals=arrivals)
@@ -202,7 +203,7 @@ class ListScheduler:
             if (
                 RESOURCE_OF[node.op] is _COMPUTE
                 and (entry.begun or self._may_begin(entry, older_forwards))
-                and (node.kind is _F or self.passed.get(_place(node), 0) == entry.turn)
+                and (node.kind is _F or self.passed.get(self._place(node), 0) == entry.turn)
                 and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
                 and (start := self.clock.start(node)) < earliest
             ):
@@ -221,13 +222,19 @@ class ListScheduler:
         limit = self.peak + (0 if self.splits else self.policy.deferred)
         return len(self.live) + older_forwards < self.peak and len(self.held) + older_forwards < limit
 
+    def _place(self, node: Node) -> tuple[object, ...]:
+        """Return the node without its microbatch and part: microbatches pass a place in one order."""
+        if self.parts:
+            node = without_part(node, self.chains.shapes[node.stage])
+        return node[:2] + node[3:]
+
     def _has_room(self, older_inputs: int) -> bool:
         """Return whether another input gradient may end and leave its weight gradient waiting."""
         return len(self.late) + older_inputs < self.peak_weights
 
     def _in_turn(self, weight: Node) -> bool:
         """Return whether the earlier microbatches have passed this node, so that sums keep their order."""
-        return self.passed.get(_place(weight), 0) == self.weight_turn[_microbatch(weight)]
+        return self.passed.get(self._place(weight), 0) == self.weight_turn[_microbatch(weight)]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
@@ -256,8 +263,9 @@ class ListScheduler:
                     self.held.discard(key)
 
     def _passed(self, node: Node) -> None:
-        place = _place(node)
-        self.passed[place] = self.passed.get(place, 0) + 1
+        if node.op is not _EXPERTS or not node.seam % self.chains.shapes[node.stage][node.block].parts:
+            place = self._place(node)  # parts pass together, with the first as the last
+            self.passed[place] = self.passed.get(place, 0) + 1
         weight = self.chains.weight(node)
         if weight is not None:
             self.weights[weight] = None
@@ -281,7 +289,7 @@ class ListScheduler:
         del self.weights[node]
         self.issued_weights.add(node)
         self._issue(node)
-        place, key = _place(node), _microbatch(node)
+        place, key = self._place(node), _microbatch(node)
         self.passed[place] = self.passed.get(place, 0) + 1
         self.pending[key] -= 1
         if not self.pending[key]:
@@ -314,11 +322,6 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
             turns[action.pipe, action.stage, action.microbatch] = count[action.pipe, action.stage]
             count[action.pipe, action.stage] += 1
     return turns
-
-
-def _place(node: Node) -> tuple[object, ...]:
-    """Return the node without its microbatch."""
-    return node[:2] + node[3:]
 
 
 def _microbatch(what: Action | Node) -> tuple[int, int, int]:
