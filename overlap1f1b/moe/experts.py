@@ -15,9 +15,9 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route, WeightedRoute
-from overlap1f1b.transport.calls import exchange_rows
+from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
-from overlap1f1b.transport.suspend import computed_once, run_part
+from overlap1f1b.transport.suspend import computed_once
 
 WeightsIn = Literal["combine", "activation"]
 """Place where a row's routing weight is applied: the sum of returned rows, or the experts' activation before it."""
@@ -40,11 +40,13 @@ class Experts(nn.Module):
         product: Grouped matrix product for :meth:`compute`; the engine replaces it with its own.
         kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
         capacity: Room for rows in an engine's step, see :class:`~overlap1f1b.moe.route.Route`; None outside.
+        parts: Parts of the tokens of a call, each with exchanges of its own, in an engine's step; 1 outside.
         route_kind: Class of the routes of their rows.
     """
 
     route_kind: type[Route] = Route
     capacity: float | None = None
+    parts: int = 1
 
     experts: int
     local_experts: int
@@ -101,22 +103,28 @@ class Experts(nn.Module):
         return F.pad(result, (0, 0, 0, rest)) if rest else result
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        route, exchange = self.route(indices, self.exchange.ranks, capacity=self.capacity), self.exchange
-        # Nothing here keeps rows alive that an engine has sent: a forward may be suspended for long.
-        received = [
-            exchange_rows(
-                [Gather.apply(tokens, weights, route)],
-                route,
-                exchange,
-                feeds_part=True,
-                answer=self.answer(tokens),
-            )
+        ranks, capacity = self.exchange.ranks, self.capacity
+        routes = [self.route(some, ranks, capacity=capacity) for some in self._parts_of(indices)]
+        given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
+        returned = exchange_parts(
+            [Gather.apply(*part) for part in given],
+            routes,
+            [partial(self._compute_received, route, tokens.dtype) for route in routes],
+            self.exchange,
+            answer=self.answer(tokens),
+        )
+        sums = [
+            self._aggregated(returned, some, route) for some, route in zip(self._parts_of(weights), routes, strict=True)
         ]
-        result = [run_part(partial(self._compute_received, route, tokens.dtype), received.pop())]
-        returned = [exchange_rows(result, route, exchange, back=True)]
+        return sums[0] if self.parts == 1 else torch.cat(sums)
+
+    def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        return (tensor,) if self.parts == 1 else tensor.tensor_split(self.parts)
+
+    def _aggregated(self, returned: list[Tensor], weights: Tensor, route: Route) -> Tensor:
         if route.keeps_returned:
-            return Aggregate.apply(returned.pop(), weights, route, None)
-        return computed_once(lambda known: Aggregate.apply(returned.pop(), weights, route, known))
+            return Aggregate.apply(returned.pop(0), weights, route, None)
+        return computed_once(lambda known: Aggregate.apply(returned.pop(0), weights, route, known))
 
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
         result = self.compute_routed(_Group.apply(received, route), route).to(dtype)

@@ -13,6 +13,7 @@ from overlap1f1b.plan.node import (
     StageShape,
     backward_chain,
     forward_chain,
+    parse_parts,
     parse_recompute,
     weight_node,
 )
@@ -118,7 +119,7 @@ def _check_blocks(shapes: Sequence[object]) -> None:
             if not isinstance(block, BlockShape):
                 raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
             check_size(f"stage {stage}: seams", block.seams, 0)
-            check_size(f"stage {stage}: parts", block.parts, 1)
+            parse_parts(block.parts)
             if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
                 named = ", ".join(block.exchanges)
                 raise ValueError(

@@ -166,6 +166,21 @@ class BlockShape(NamedTuple):
 StageShape = tuple[BlockShape, ...]
 
 
+MOST_PARTS = 8
+"""Largest number of parts of a call: :attr:`Node.tag` keeps so many apart."""
+
+
+def parse_parts(value: object) -> int:
+    """Return a number of parts if it is allowed.
+
+    Raises:
+        ValueError: It is no whole number from 1 to :data:`MOST_PARTS`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PARTS:
+        raise ValueError(f"parts={value!r}; allowed: 1 to {MOST_PARTS}")
+    return value
+
+
 def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
     """Return a block's exchanges of rows in forward order, each with its number among those of the same sub-op.
 
@@ -190,6 +205,21 @@ def segments_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
     for call in range(shape.seams):
         segments += [*((Op.EXPERTS, seam) for seam in parts_of(call, shape)), (Op.AGGREGATE, call)]
     return tuple(segments)
+
+
+def exchanges_behind(shape: BlockShape) -> tuple[tuple[tuple[Op, int], ...], ...]:
+    """Return, for each of a block's segments, the exchanges of rows behind it.
+
+    >>> len(exchanges_behind(BlockShape(seams=1, parts=2))[0])
+    2
+    """
+    if shape.exchanges:
+        return (*((exchange,) for exchange in exchanges_of(shape)), ())
+    behind: list[tuple[tuple[Op, int], ...]] = []
+    for call in range(shape.seams):
+        parts = parts_of(call, shape)
+        behind += [tuple((Op.DISPATCH, seam) for seam in parts), *(((Op.COMBINE, seam),) for seam in parts)]
+    return (*behind, ())
 
 
 def parts_of(call: int, shape: BlockShape) -> range:

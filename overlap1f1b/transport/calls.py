@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.streams import HostCopy
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspend import Forward, run_part
 
 
 class Splits:
@@ -90,35 +90,47 @@ class ExchangeCall(NamedTuple):
         return self.splits.counts is not None and not self.back
 
 
-def exchange_rows(
-    rows: list[Tensor],
-    splits: Splits,
+def exchange_parts(
+    sent: list[Tensor],
+    splits: Sequence[Splits],
+    computes: Sequence[Callable[[Tensor], Tensor]],
     exchange: Exchange,
     *,
-    back: bool = False,
-    feeds_part: bool = False,
     answer: Tensor | None = None,
-) -> Tensor:
-    """Exchange rows ``[R, …]`` by splits whose sizes may still have to be exchanged; return the received rows.
+) -> list[Tensor]:
+    """Send rows in parts, compute on the received rows of each, and return the rows of each that came back.
+
+    Under an engine the exchange of one part travels while another is computed.
 
     Args:
-        rows: List of one tensor, which is taken out of it.
-        splits: Rows to and from each rank.
+        sent: Rows ``[R, …]`` of each part, which are taken out of the list.
+        splits: Rows to and from each rank, of each part; their sizes may still have to be exchanged.
+        computes: ``received → rows to send back`` of each part, run by :func:`run_part`.
         exchange: Exchange for a call that nothing suspends.
-        back: See :class:`ExchangeCall`, as the others.
-        feeds_part: As there.
-        answer: As there.
+        answer: See :class:`ExchangeCall`.
     """
     forward = Forward.running()
-    if forward is not None:
-        received: Tensor
-        (received,) = forward.suspend(ExchangeCall(rows, splits, back, feeds_part, answer))
-        return received
-    if splits.counts is not None and not back:
+    if forward is None:
+        return [
+            _Rows.apply(compute(_there(sent.pop(0), of, exchange)), exchange, *of.sizes(back=True))
+            for of, compute in zip(splits, computes, strict=True)
+        ]
+    calls = [ExchangeCall([rows], of, False, True, answer) for rows, of in zip(sent, splits, strict=True)]
+    sent.clear()
+    received = list(forward.suspend(calls))
+    for of, compute in zip(splits, computes, strict=True):
+        result = [run_part(compute, received.pop())]  # nothing keeps rows alive that have been sent
+        received = list(forward.suspend([ExchangeCall(result, of, True)]))
+    return received
+
+
+def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
+    if splits.counts is not None:
         counts = exchange.counts(splits.counts)
         splits.host = counts.host
         splits.arrive(counts.finish())
-    return _Rows.apply(rows.pop(), exchange, *splits.sizes(back=back))
+    received: Tensor = _Rows.apply(rows, exchange, *splits.sizes(back=False))
+    return received
 
 
 @overload
@@ -188,7 +200,7 @@ def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Any, ...]:
     """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
     forward = Forward.running()
     assert forward is not None
-    brought: tuple[Any, ...] = forward.suspend(ExchangeCall(tensors, splits, False))
+    brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
     return brought
 
 

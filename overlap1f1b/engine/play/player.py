@@ -16,7 +16,7 @@ from overlap1f1b.engine.play.device import Carveout, StepTimes, Watch
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import nodes as run
-from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.microbatch import Microbatch, Place
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
@@ -207,9 +207,10 @@ class Player:
         """Launch an exchange between the ranks that share the experts; return when the thread had nothing to await."""
         if self.before_launch is not None:
             self.before_launch()
-        begun, counts = time.perf_counter(), microbatch.flights.get(node.kind)
+        flying = microbatch.flights[node.kind]
+        begun, counts = time.perf_counter(), flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
         flight = self.lanes[run.lane_of(node, microbatch)].launch(node, run.post(node, microbatch))
-        microbatch.flights[node.kind] = flight
+        flying[node.op, node.seam] = flight
         if node.op is not Op.COUNTS:
             self._carveout.launched()
         self.flights.append(flight)
@@ -223,15 +224,15 @@ class Player:
             self.peak_activations = max(self.peak_activations, len(self._live))
             self.peak_held = max(self.peak_held, len(self._held))
         # 2. Wait for the exchange or transfer before it, perhaps with other weight gradients.
-        received = None
-        if node.op not in RECOMPUTES:
-            if node.kind in microbatch.flights:
+        received: dict[Place, Any] = {}
+        if node.op not in RECOMPUTES and node.kind is not Kind.W:
+            coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
+            for _ in coming:
                 self._carveout.awaited()
-            if self._filler is not None:
-                coming = microbatch.arriving.get(node.kind) or microbatch.flights.get(node.kind)
-                if coming is not None:
-                    self._filler.fill(coming)
-            received = microbatch.await_input(node.kind)
+            for flight in (*coming.values(), arriving) if self._filler is not None else ():
+                if flight is not None and self._filler is not None:
+                    self._filler.fill(flight)
+            received = microbatch.await_input(node.kind, coming)
         # 3. Compute.
         start, times = time.perf_counter(), self._times
         if times is not None and self.before_launch is not None:

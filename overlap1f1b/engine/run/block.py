@@ -11,10 +11,9 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,19 +29,19 @@ from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
 from overlap1f1b.engine.run.graph import edge_of, nodes_behind
 from overlap1f1b.engine.run.library import LibraryExchange
-from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
+from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, storage_of
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, Sent, storage_of
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import SEGMENT_BEHIND, Node, Op
-from overlap1f1b.schedule import Kind
+from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for
-from overlap1f1b.transport.exchange import Expected, Transfer
-from overlap1f1b.transport.lanes import Flight, Post
+from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
-Announcement = tuple[Kind, Callable[[], Expected | None]]
-"""Direction of the next exchange, and what posts its receive."""
+Reached = list[ExchangeCall] | Tensors
+"""What a forward hands out: its next exchanges, or its outputs."""
+Brought = Sequence[tuple[Sent, list[Any]]]
+"""Exchanges, with the tensors that each has brought."""
 
 
 class BlockRun:
@@ -57,8 +56,8 @@ class BlockRun:
         stage = microbatch.stage
         self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
         self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad else ()
-        self.exchanges = stage.exchanges[block] if self.foreign or stage.shape[block].seams else ()
-        """Sub-ops of the block's exchanges of rows, and their numbers among those of the same sub-op."""
+        self.exchanges = sum(map(len, stage.behind[block])) if self.foreign or stage.shape[block].seams else 0
+        """Number of the block's exchanges of rows."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)
         if self.seen is not None:
@@ -74,9 +73,12 @@ class BlockRun:
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
         """Outputs; their values have been handed on, only their graph is held."""
-        self.rows: Any = None
-        """Rows ``[R, …]`` for the exchange that is next; for one by a library the tensors."""
-        self._counts: tuple[Splits, Flight[Tensor]] | None = None  # on their way to the experts, beside the rows
+        self.sent: dict[Place, Sent] = {}
+        """Exchanges that the forward has reached, until their backward."""
+        self.rows: dict[Place, Any] = {}
+        """Rows ``[R, …]`` for the exchanges that are next; for one by a library the tensors."""
+        self.counts: dict[Place, Flight[Tensor]] = {}
+        """Counts on their way to the experts, beside the rows of a dispatch."""
         self._state = stage.state_of(block)
         self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
@@ -84,27 +86,29 @@ class BlockRun:
 
     # ---------------------------------------------------------------------------------------------- forward
 
-    def run_forward(self, received: Any) -> None:
-        """Run the next segment: from the block's input, or with the rows that its exchange brought."""
-        if received is None:
+    def run_forward(self, received: Mapping[Place, Any]) -> None:
+        """Run the next segment: from the block's input, or with the rows that its exchanges brought."""
+        if not received:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            if self._counts is not None:
-                (splits, flight), self._counts = self._counts, None
-                splits.arrive(flight.wait(), flight.lane.timeout)
-            reached = self._resume(self.segments[-1].brought(received), self.microbatch.random)
-        if isinstance(reached, ExchangeCall):
+            for place in received:
+                if place in self.counts:
+                    flight = self.counts.pop(place)
+                    self.sent[place].call.splits.arrive(flight.wait(), flight.lane.timeout)
+            brought = [(self.sent[place], self.sent[place].brought(rows)) for place, rows in received.items()]
+            reached = self._resume(brought, self.microbatch.random)
+        if isinstance(reached, list):
             self._reach(reached)
             return
-        if len(self.segments) <= len(self.exchanges):
-            raise ValueError(self._wrong_number(f"{len(self.segments) - 1}"))
+        if len(self.sent) < self.exchanges:
+            raise ValueError(self._wrong_number(f"{len(self.sent)}"))
         self.forward = None
         self._pass_on(reached)
 
     def _inputs(self) -> Tensors:
         return self.microbatch.take_activations()
 
-    def _start(self, x: Tensors, stream: RandomStream) -> ExchangeCall | Tensors:
+    def _start(self, x: Tensors, stream: RandomStream) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
@@ -125,16 +129,17 @@ class BlockRun:
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, received: list[Tensor], stream: RandomStream) -> ExchangeCall | Tensors:
-        """Run the module on from an exchange to the next one or to its outputs."""
+    def _resume(self, brought: Brought, stream: RandomStream) -> Reached:
+        """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
-        before, grad = self.segments[-1], self.microbatch.grad
-        call = before.call
-        assert call is not None
+        grad = self.microbatch.grad
         segment = self._open()
-        differs = before.differs if before.library is None else before.library.differs
+        segment.taken = [(sent, len(tensors)) for sent, tensors in brought]
+        received = [tensor for _, tensors in brought for tensor in tensors]
+        differs = [requires for sent, _ in brought for requires in sent.arriving]
         given = segment.enter(received, differs, self.stage.anchor, grad=grad)
-        mode, random = grad and not call.feeds_part, self.stage.draws.within(self.block, stream)
+        feeds_part = brought[0][0].call.feeds_part
+        mode, random = grad and not feeds_part, self.stage.draws.within(self.block, stream)
         with random, eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
@@ -144,35 +149,36 @@ class BlockRun:
         """Return the thread's present state: between nodes it is the same in the whole step."""
         return self.stage.thread
 
-    def _left(self, reached: ExchangeCall | Tensors) -> ExchangeCall | Tensors:
+    def _left(self, reached: Reached) -> Reached:
         if self._state is not None:
             carried = self._state.leave()
-            self._carried = carried if isinstance(reached, ExchangeCall) else None
+            self._carried = carried if isinstance(reached, list) else None
         return reached
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        number = len(self.segments)
-        op, seam = self.exchanges[number - 1] if number else (Op.ATTENTION, 0)
-        shape = self.stage.shape[self.block]
-        op = SEGMENT_BEHIND[op] if number else shape.own
+        number, shape = len(self.segments), self.stage.shape[self.block]
+        op, seam = self.stage.segments[self.block][number]
         queue = WeightQueue() if number and shape.defers(op) else self.queue
+        if op is Op.EXPERTS and seam % shape.parts:  # the parts of a call have one weight node
+            queue = self.segments[-1].queue
         segment = Segment(op, seam, queue)
         self.segments.append(segment)
         self.stage.queue = segment.queue
         return segment
 
-    def _reach(self, call: ExchangeCall) -> None:
-        """Take what the forward hands out for an exchange; of its graph only the edges stay."""
-        stage, segment, number = self.stage, self.segments[-1], len(self.segments) - 1
-        if number >= len(self.exchanges):
-            raise ValueError(self._wrong_number(f"more than {len(self.exchanges)}"))
-        if self.foreign:
-            call = self._expected(call, number)
-        elif isinstance(call.splits, Route):
-            stage.note_route(call, call.splits, self.block, self.exchanges[number][1], self.microbatch.index)
-        segment.call = call
-        self.rows = self._sent(segment, call)
+    def _reach(self, calls: list[ExchangeCall]) -> None:
+        """Take what the forward hands out for exchanges; of its graph only the edges stay."""
+        stage, number = self.stage, len(self.segments) - 1
+        behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
+        if len(calls) != len(behind):
+            raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
+        for position, (call, (_, seam)) in enumerate(zip(calls, behind, strict=True)):
+            if self.foreign:
+                calls[position] = self._expected(call, number)
+            elif isinstance(call.splits, Route):
+                stage.note_route(call, call.splits, self.block, seam, self.microbatch.index)
+        self._send(calls)
 
     def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
         """Return an exchange of the block's own with what the first step has shown of it.
@@ -185,28 +191,36 @@ class BlockRun:
         if found != allowed:
             raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, as in the first step")
         if wanted.op is Op.COMBINE:
-            earlier = self.segments[wanted.back_of].call
-            assert earlier is not None
-            check_back(call.splits, earlier.splits, where)
+            check_back(call.splits, self.segments[wanted.back_of].sent[0].call.splits, where)
         following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
         if following is not None and following.back_of == number:
             return call._replace(answer=Layout.of(following.rows).like)
         return call
 
-    def _sent(self, segment: Segment, call: ExchangeCall) -> Any:
-        tensors = [self.entered(tensor) for tensor in call.tensors] if self.microbatch.grad else list(call.tensors)
-        call.tensors.clear()
+    def _send(self, calls: Sequence[ExchangeCall]) -> None:
+        """Prepare the exchanges behind the last segment."""
+        segment, grad = self.segments[-1], self.microbatch.grad
+        every = [[self.entered(tensor) for tensor in call.tensors] if grad else list(call.tensors) for call in calls]
         self._changed |= dict.fromkeys(segment.leave(), segment.start)
-        segment.layout = Layout.of(tensors)
-        segment.differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
-        segment.sent = [edge_of(t) if differs else None for t, differs in zip(tensors, segment.differs, strict=True)]
-        self._check_graph(segment, segment.sent)
+        for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
+            call.tensors.clear()
+            sent, self.rows[place] = self._prepared(place, call, every.pop(0))
+            segment.sent.append(sent)
+            self.sent[place] = sent
+            self._check_graph(segment, sent.edges)
+
+    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> tuple[Sent, Any]:
+        """Return an exchange, and the rows that it sends."""
+        layout = Layout.of(tensors)
+        differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
+        edges = [edge_of(t) if requires else None for t, requires in zip(tensors, differs, strict=True)]
         if isinstance(call.splits, LibrarySplits):
-            segment.library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return [tensor.detach() for tensor in tensors]
-        rows = segment.layout.pack([tensor.detach() for tensor in tensors])
+            library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
+            return Sent(place, call, layout, differs, edges, library), [tensor.detach() for tensor in tensors]
+        rows = layout.pack([tensor.detach() for tensor in tensors])
         # The model may change its own tensor while it is still being sent.
-        return rows.clone() if self.foreign and len(tensors) == 1 else rows
+        rows = rows.clone() if self.foreign and len(tensors) == 1 else rows
+        return Sent(place, call, layout, differs, edges, None), rows
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
@@ -234,7 +248,7 @@ class BlockRun:
             )
         return (
             f"{self.name} exchanges rows {found} times and holds {expected} Experts; "
-            f"allowed: one call of each, {len(self.exchanges)} exchanges"
+            f"allowed: one call of each, {self.exchanges} exchanges"
         )
 
     def _pass_on(self, outs: Tensors) -> None:
@@ -385,97 +399,12 @@ class BlockRun:
             return None
         return suspend_for([tensor], splits)[0]
 
-    def by_library(self) -> bool:
-        """Return whether a library carries out the exchange behind the last segment."""
-        return self.segments[-1].library is not None
-
-    def post(self, node: Node) -> Post[Any]:
-        """Return the function that starts the exchange behind the last segment; a lane's thread may call it."""
-        segment, microbatch, exchange = self.segments[-1], self.microbatch, self.stage.exchange
-        if segment.library is not None:
-            sent, self.rows = self.rows, None
-            start_library = segment.library.forward if node.kind is Kind.F else segment.library.backward
-            return partial(start_library, sent)
-        op, kind, call = node.op, node.kind, segment.call
-        assert call is not None
-        splits, back = call.splits, call.back != (kind is Kind.I)
-        if node.microbatch != microbatch.index or node.stage != self.stage.number:  # tags outlive a step's plan
-            node = node._replace(microbatch=microbatch.index, stage=self.stage.number)
-        counts = microbatch.flights.pop(kind) if call.counted and op is Op.DISPATCH and kind is Kind.F else None
-        if counts is not None and not splits.counts_first:
-            self._counts, counts = (splits, counts), None
-        announce = self._announcement(node, segment) if exchange.background else None
-        rows, self.rows = self.rows, self.rows if op is Op.COUNTS else None
-
-        def start() -> Transfer[Tensor]:
-            if counts is not None:
-                splits.arrive(counts.wait(), counts.lane.timeout)
-                counts.read = time.perf_counter()
-            expected = microbatch.expected.pop(kind, None)
-            if op is Op.COUNTS:
-                assert splits.counts is not None
-                sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
-                splits.host = sizes.host
-                return sizes
-            assert rows is not None
-            transfer = exchange.rows(rows, *splits.sizes(back=back), node.tag, expected)
-            if announce is not None:
-                microbatch.expected[announce[0]] = announce[1]()
-            return transfer
-
-        return start
-
-    def _announcement(self, node: Node, segment: Segment) -> Announcement | None:
-        """Return how to announce the receive of the chain's next exchange; None if its sizes are not known yet."""
-        if node.op is Op.COUNTS:
-            return None
-        return self._next_of_forward(node, segment) if node.kind is Kind.F else self._next_of_backward(node)
-
-    def _next_of_forward(self, node: Node, segment: Segment) -> Announcement | None:
-        stage, exchange, call = self.stage, self.stage.exchange, segment.call
-        assert call is not None
-        following = stage.exchange_beside(self.block, len(self.segments) - 1, 1)
-        if following is None:  # the last exchange of the forward is the first of the backward
-            return (
-                (Kind.I, self._back(call, segment.layout.like, node._replace(kind=Kind.I)))
-                if self.microbatch.grad
-                else None
-            )
-        block, position = following
-        op, seam = stage.exchanges[block][position]
-        node, counts = node._replace(op=op, block=block, seam=seam), call.splits.counts
-        if call.answer is not None:  # rows went to the experts and come back next
-            return Kind.F, self._back(call, call.answer, node)
-        if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
-            return None
-        tag = node._replace(op=Op.COUNTS).tag
-        return Kind.F, lambda: exchange.expect_counts(counts, tag)
-
-    def _next_of_backward(self, node: Node) -> Announcement | None:
-        before = self.stage.exchange_beside(self.block, len(self.segments) - 1, -1)
-        if before is None or (before[0] != self.block and not self.stage.alike):
-            return None
-        block, position = before
-        op, seam = self.stage.exchanges[block][position]
-        run = self.microbatch.runs[block]
-        assert isinstance(run, BlockRun)
-        segment = run.segments[position]
-        assert segment.call is not None
-        if segment.library is not None:
-            return None
-        return Kind.I, self._back(segment.call, segment.layout.like, node._replace(op=op, block=block, seam=seam))
-
-    def _back(self, call: ExchangeCall, like: Tensor, node: Node) -> Callable[[], Expected | None]:
-        """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
-        exchange, tag = self.stage.exchange, node.tag
-        return lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
-
     # ---------------------------------------------------------------------------------------------- backward
 
-    def run_backward(self, received: Any) -> None:
+    def run_backward(self, received: Mapping[Place, Any]) -> None:
         """Run the backward of the last segment; ``received`` are the gradients of the rows that it has sent."""
         # 1. Where gradients enter: at the block's outputs, or at the rows that the segment has sent.
-        if received is None:
+        if not received:
             self._begin_backward()
         else:
             self._take(received)
@@ -494,11 +423,14 @@ class BlockRun:
         for parameter, crossing in segment.parameters.items():
             if crossing.entry.grad is not None:
                 self._pass_to_others(parameter, crossing.entry.grad)
-        if segment.queue is not self.queue:
-            self.microbatch.queues[segment.op, self.block, segment.seam] = segment.queue
+        parts = self.stage.shape[self.block].parts if segment.op is Op.EXPERTS else 1
+        if segment.queue is not self.queue and not segment.seam % parts:
+            self.microbatch.queues[segment.op, self.block, segment.seam // parts] = segment.queue
         # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
         if self.segments:
-            self.rows = self.segments[-1].grads_back(segment.received)
+            entries = iter(segment.received)
+            for sent, count in segment.taken:
+                self.rows[sent.place] = sent.grads_back(list(islice(entries, count)))
         else:
             self._finish_backward(segment)
 
@@ -509,12 +441,13 @@ class BlockRun:
             if out is not None and grad is not None:
                 self.segments[-1].add_root(out.edge, out.checked(grad, self.name))
 
-    def _take(self, received: Any) -> None:
+    def _take(self, received: Mapping[Place, Any]) -> None:
         segment = self.segments[-1]
-        edges, segment.sent = segment.sent, []
-        for edge, grad in zip(edges, segment.brought(received), strict=True):
-            if edge is not None:
-                segment.add_root(edge, grad)
+        for sent in segment.sent:
+            for edge, grad in zip(sent.edges, sent.brought(received[sent.place]), strict=True):
+                if edge is not None:
+                    segment.add_root(edge, grad)
+            sent.edges = ()
 
     def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:
         """Give the gradient of a tensor to the use before, or to the segment that has made it."""

@@ -18,7 +18,17 @@ from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import BlockShape, Recompute, StageShape, exchanges_of, parse_recompute
+from overlap1f1b.plan import (
+    BlockShape,
+    Op,
+    Recompute,
+    StageShape,
+    exchanges_behind,
+    exchanges_of,
+    parse_parts,
+    parse_recompute,
+    segments_of,
+)
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
@@ -156,8 +166,9 @@ class Blocks:
         number: int = 0,
         first: int = 0,
         recompute: Recompute = "none",
+        parts: int = 1,
     ) -> None:
-        self.number = number
+        self.number, self.parts = number, parse_parts(parts)
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
         """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
@@ -199,6 +210,7 @@ class Blocks:
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
                 ),
                 recompute=parse_recompute(recompute),
+                parts=parts if self.experts_of(index) else 1,
             )
             for index in range(len(self.blocks))
         )
@@ -256,22 +268,32 @@ class Blocks:
         return isinstance(module, MicrobatchBlock) and module.delays
 
     def _find_exchanges(self) -> None:
-        self.exchanges = [exchanges_of(shape) for shape in self.shape]
-        """Exchanges of rows of each block, see :func:`exchanges_of`."""
-        self._places = [
-            (block, position) for block, exchanges in enumerate(self.exchanges) for position in range(len(exchanges))
-        ]
-        self._numbers = {place: number for number, place in enumerate(self._places)}
+        self.segments = [segments_of(shape) for shape in self.shape]
+        """Segments of each block, see :func:`segments_of`."""
+        self.behind = [exchanges_behind(shape) for shape in self.shape]
+        """Exchanges of rows behind each segment of each block."""
+        self._of_part: dict[int, list[tuple[int, Op, int]]] = {}
+        self._numbers: dict[tuple[int, Op, int], tuple[int, int]] = {}
+        for block, shape in enumerate(self.shape):
+            for op, seam in exchanges_of(shape):
+                part = 0 if shape.exchanges else seam % shape.parts
+                places = self._of_part.setdefault(part, [])
+                self._numbers[block, op, seam] = part, len(places)
+                places.append((block, op, seam))
 
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
         return side_stream(self.device, "library") if self.device.type == "cuda" else InlineStream()
 
-    def exchange_beside(self, block: int, position: int, step: int) -> tuple[int, int] | None:
-        """Return block and position of the exchange ``step`` exchanges later, earlier if negative; None past an end."""
-        place = self._numbers[block, position] + step
-        return self._places[place] if 0 <= place < len(self._places) else None
+    def exchange_beside(self, block: int, op: Op, seam: int, step: int) -> tuple[int, Op, int] | None:
+        """Return the exchange of the same part ``step`` exchanges later, earlier if negative; None past an end.
+
+        An exchange is given by its block, its sub-op, and its number among those of this sub-op.
+        """
+        part, number = self._numbers[block, op, seam]
+        places = self._of_part[part]
+        return places[number + step] if 0 <= number + step < len(places) else None
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
@@ -318,6 +340,7 @@ class Blocks:
             return
         if self.capacity is not None and self.check_tokens is not None:
             self.check_tokens(route.tokens)
+        seam //= self.parts
         if (block, seam) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
             self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
@@ -357,6 +380,7 @@ class Blocks:
             for experts in self.expert_parameters:
                 change(experts, "forward", uncompiled(experts.forward))
                 change(experts, "capacity", self.capacity)
+                change(experts, "parts", self.parts)
                 change(experts, "product", uncompiled(_SplitProduct(self, experts)))
             for linear in (m for linears in self.linears for m in linears):
                 change(linear, "forward", uncompiled(_SplitForward(self, linear)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor
 from overlap1f1b.engine.run.autograd import Gradients, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Node, Op, brought_by
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
 
 LossFunction = Callable[..., Tensor]
 """``(*outputs of the last block, *targets) → scalar``."""
+
+Place = tuple[Op, int]
+"""Sub-op and number of an exchange among those of a block."""
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
@@ -79,9 +82,9 @@ class Microbatch:
         """Blocks between their first node and their last, by position."""
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
-        self.flights: dict[Kind, Flight[Any]] = {}  # the exchange that the next compute node waits for, each way
+        self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way
         self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
-        self.expected: dict[Kind, Expected | None] = {}  # the announced receive of the next exchange, each way
+        self.expected: dict[tuple[Kind, int, Place], Expected | None] = {}  # announced receives, by way and block
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
         """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""
@@ -98,8 +101,17 @@ class Microbatch:
         """Gradient of the input, or of each input; None for one that requires none."""
         return one(self.input_grads) if self.input_grads else None
 
-    def await_input(self, kind: Kind) -> Any:
-        """Wait for the tensors that the next compute node needs from other ranks; return an exchange's rows or None."""
+    def coming(self, node: Node) -> dict[Place, Flight[Any]]:
+        """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
+        flying = self.flights[node.kind]
+        one = brought_by(node.op, node.kind, node.seam)
+        if one in flying:
+            return {one: flying.pop(one)}
+        self.flights[node.kind] = {}
+        return flying
+
+    def await_input(self, kind: Kind, coming: Mapping[Place, Flight[Any]]) -> dict[Place, Any]:
+        """Wait for the tensors that the next compute node needs from other ranks; return what its exchanges bring."""
         if kind in self.arriving:
             arrived = self.arriving.pop(kind).wait()
             if kind is Kind.F:
@@ -107,7 +119,7 @@ class Microbatch:
             else:
                 grads = iter(arrived)
                 self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
-        return self.flights.pop(kind).wait() if kind in self.flights else None
+        return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.

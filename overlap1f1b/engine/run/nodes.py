@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.autograd import accumulate
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.microbatch import Microbatch, Place
 from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.lanes import Post
 
-_COMPUTE: dict[Kind, Callable[[BlockRun, Any], None]] = {
+_COMPUTE: dict[Kind, Callable[[BlockRun, Mapping[Place, Any]], None]] = {
     Kind.F: BlockRun.run_forward,
     Kind.I: BlockRun.run_backward,
 }
@@ -24,8 +25,8 @@ _RECOMPUTE: dict[Op, Callable[[RecomputedRun], None]] = {
 }
 
 
-def compute(node: Node, microbatch: Microbatch, received: Any) -> None:
-    """Carry out a compute node; ``received`` are the rows of the exchange before it, if there is one."""
+def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
+    """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
         return
@@ -40,12 +41,12 @@ def compute(node: Node, microbatch: Microbatch, received: Any) -> None:
 
 def post(node: Node, microbatch: Microbatch) -> Post[Any]:
     """Return the function that starts the exchange of an exchange node."""
-    return _run_of(microbatch, node.block).post(node)
+    return posting.post(_run_of(microbatch, node.block), node)
 
 
 def lane_of(node: Node, microbatch: Microbatch) -> tuple[Op, Kind]:
     """Return the exchange node whose lane this exchange takes: calls of a library all go one way, in one order."""
-    by_library = node.op is not Op.COUNTS and _run_of(microbatch, node.block).by_library()
+    by_library = node.op is not Op.COUNTS and _run_of(microbatch, node.block).sent[node.op, node.seam].by_library
     return (Op.COMBINE if by_library else node.op), node.kind
 
 

@@ -21,14 +21,13 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.block import BlockRun, Brought, Reached
 from overlap1f1b.engine.run.graph import edge_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Segment
+from overlap1f1b.engine.run.segment import Segment, Sent
 from overlap1f1b.moe.auxiliary import loss_scales_of
 from overlap1f1b.plan import Op
-from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.suspend import ThreadState
 
 
@@ -82,8 +81,8 @@ class RecomputedRun(BlockRun):
         """Random numbers of the part that runs."""
         self.parts: dict[int, Part] = {}
         """Parts that were dropped, by the number of their segment."""
-        self.brought: list[list[Tensor] | None] = []
-        """What each exchange brought; None if no second forward needs it."""
+        self.brought: list[Brought | None] = []
+        """What its exchanges brought each segment but the first; None if no second forward needs it."""
         self.sums: list[tuple[Tensor, int]] = []
         """Values that the second forward takes from the first, and their versions."""
         self.state: ThreadState | None = None
@@ -103,16 +102,15 @@ class RecomputedRun(BlockRun):
             self.x = [(t, _version(t)) for t in x]
         return x
 
-    def _start(self, x: Tensors, random: RandomStream) -> ExchangeCall | Tensors:
+    def _start(self, x: Tensors, random: RandomStream) -> Reached:
         if self.again or not self.drops_own:
             return super()._start(x, random)
         self.streams.append(random.again())
         with saved_tensors_hooks(*_FORGETTING):
             return super()._start(x, random)
 
-    def _resume(self, received: list[Tensor], random: RandomStream) -> ExchangeCall | Tensors:
-        call, forward = self.segments[-1].call, self.forward
-        assert call is not None
+    def _resume(self, brought: Brought, random: RandomStream) -> Reached:
+        call, forward = brought[0][0].call, self.forward
         assert forward is not None
         if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in forward.inside.hooks):
             raise ValueError(
@@ -123,11 +121,11 @@ class RecomputedRun(BlockRun):
         forward.part, forward.once = self._run_part, self._compute_once
         self.part_random = random.again() if call.feeds_part and not self.again else None
         if self.again or not self.drops_own:
-            return super()._resume(received, random)
+            return super()._resume(brought, random)
         self.streams.append(random.again())
-        self.brought.append(None if call.feeds_part else received)
+        self.brought.append(None if call.feeds_part else brought)
         with saved_tensors_hooks(*_FORGETTING):
-            return super()._resume(received, random)
+            return super()._resume(brought, random)
 
     def _thread(self) -> ThreadState:
         return ThreadState.capture(self.stage.device)  # hooks and other states are set around its parts
@@ -168,15 +166,15 @@ class RecomputedRun(BlockRun):
             self.segments[-1].leave()
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
-                    segment.sent, segment.crossed, segment.parameters = [None] * len(segment.sent), {}, {}
+                    _drop_graph(segment)
+                    segment.crossed, segment.parameters = {}, {}
         if self.drops_experts and not self.again:
             for number in self.parts:
-                self.segments[number].sent = [None]
+                _drop_graph(self.segments[number])
 
     def _is_part(self, number: int) -> bool:
         """Return whether a segment is a part that is run by itself."""
-        before = self.segments[number - 1].call if number else None
-        return before is not None and before.feeds_part
+        return bool(number) and self.stage.segments[self.block][number][0] is Op.EXPERTS and not self.foreign
 
     # ---------------------------------------------------------------------------------------------- computing again
 
@@ -187,7 +185,8 @@ class RecomputedRun(BlockRun):
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):
             made = part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor))
-            segment.sent = [edge_of(made) if made.requires_grad else None]
+            (sent,) = segment.sent
+            sent.edges = [edge_of(made) if made.requires_grad else None]
 
     def recompute_attention(self) -> None:
         """Compute everything outside the experts again, from the block's input."""
@@ -210,31 +209,39 @@ class RecomputedRun(BlockRun):
         first, self.segments = self.segments, []
         reached = self._start(tuple([t for t, _ in self.x]), self.streams[0])
         for number, old in enumerate(first[:-1]):
-            if not isinstance(reached, ExchangeCall) or old.call is None or reached.back != old.call.back:
+            before = [sent.call for sent in old.sent]
+            if not isinstance(reached, list) or [call.back for call in reached] != [call.back for call in before]:
                 raise ValueError(
                     f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
                 )
-            segment = self.segments[-1]
-            segment.call = old.call
             if self._is_part(number):  # its graph is kept, or is made by its own node
-                old.start = segment.start  # for what later segments use of others
+                old.start = self.segments[-1].start  # for what later segments use of others
                 self.segments[-1] = old
-                reached.tensors.clear()
+                for call in reached:
+                    call.tensors.clear()
             else:
-                self._sent(segment, reached)
-            reached = self._resume(self._answer(number, old), self.streams[number + 1])
-        if isinstance(reached, ExchangeCall):
+                self._send([old._replace(tensors=new.tensors) for old, new in zip(before, reached, strict=True)])
+            reached = self._resume(self._answer(number, first[number + 1]), self.streams[number + 1])
+        if isinstance(reached, list):
             raise ValueError(
                 f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
             )
         self.forward, self.x, self.brought, self.streams = None, [], [], []
         self._keep(reached)
 
-    def _answer(self, number: int, old: Segment) -> list[Tensor]:
-        """Return what an exchange has brought, or tensors of its shape whose values nobody reads."""
+    def _answer(self, number: int, old: Segment) -> Brought:
+        """Return what exchanges have brought a segment, or tensors of its shape whose values nobody reads."""
         brought = self.brought[number]
         if brought is not None:
             return brought
-        assert old.call is not None
-        count = sum(old.call.splits.sizes(back=old.call.back)[1])
-        return [kind.zeros(1).expand(count, *kind.shape) for kind in old.layout.rows]
+        return [(sent, _unread(sent)) for sent, _ in old.taken]
+
+
+def _unread(sent: Sent) -> list[Tensor]:
+    count = sum(sent.call.splits.sizes(back=sent.call.back)[1])
+    return [kind.zeros(1).expand(count, *kind.shape) for kind in sent.layout.rows]
+
+
+def _drop_graph(segment: Segment) -> None:
+    for sent in segment.sent:
+        sent.edges = [None] * len(sent.edges)

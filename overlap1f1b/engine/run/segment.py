@@ -122,6 +122,62 @@ class Crossing(NamedTuple):
         return cls(edge_of(tensor), edge_of(entered), entry), entered
 
 
+class Sent:
+    """An exchange behind a segment.
+
+    Args:
+        place: Sub-op and number of the exchange in its block.
+        call: What the forward handed out.
+        layout: Of the tensors that it sends.
+        differs: Whether each of them requires a gradient.
+        edges: The graph of each of them that does.
+        library: Carries it out, if a library does.
+    """
+
+    __slots__ = ("call", "differs", "edges", "layout", "library", "place")
+
+    def __init__(
+        self,
+        place: tuple[Op, int],
+        call: ExchangeCall,
+        layout: Layout,
+        differs: Sequence[bool],
+        edges: Sequence[GradientEdge | None],
+        library: LibraryExchange | None,
+    ) -> None:
+        self.place, self.call, self.layout, self.differs = place, call, layout, differs
+        self.edges, self.library = edges, library
+
+    @property
+    def by_library(self) -> bool:
+        """Whether a library carries it out."""
+        return self.library is not None
+
+    @property
+    def arriving(self) -> Sequence[bool]:
+        """Whether each tensor that it brings requires a gradient."""
+        return self.differs if self.library is None else self.library.differs
+
+    def brought(self, received: Any) -> list[Any]:
+        """Return the tensors, or gradients, that it has brought."""
+        if self.library is None:
+            return self.layout.unpack(received)
+        found: list[Any] = received
+        return found
+
+    def grads_back(self, entries: Sequence[Entry | None]) -> Any:
+        """Return what it takes back: gradients of what it brought, which is zero at None."""
+        if self.library is not None:
+            return [entry.dense() for entry in entries if entry is not None]
+        count = sum(self.call.splits.sizes(back=self.call.back)[1])
+        return self.layout.pack(
+            [
+                kind.zeros(count) if entry is None else entry.dense()
+                for kind, entry in zip(self.layout.rows, entries, strict=True)
+            ]
+        )
+
+
 class Segment:
     """One segment of a block's forward for one microbatch.
 
@@ -132,27 +188,19 @@ class Segment:
 
     Attributes:
         start: Sequence number not above those of its autograd nodes, and above all earlier ones.
-        received: Entries of the tensors that the exchange before it brought, or of the block's inputs; None for one
-            that requires no gradient.
+        taken: The exchanges before it, with the number of tensors that each brought.
+        received: Entries of these tensors, or of the block's inputs; None for one that requires no gradient.
         crossed: What entered it from earlier segments, by the tensor's place in the graph.
         parameters: Parameters that entered it, because they are used in other places, too.
         roots: Where gradients enter its graph.
         grads: These gradients.
-        call: The exchange behind it.
-        sent: Graph of the tensors that the exchange behind it sends.
-        differs: Whether each of them requires a gradient.
-        layout: Of these tensors.
-        library: The exchange behind it, if a library carries it out.
+        sent: The exchanges behind it.
     """
 
     __slots__ = (
-        "call",
         "crossed",
-        "differs",
         "grads",
         "here",
-        "layout",
-        "library",
         "op",
         "parameters",
         "queue",
@@ -161,6 +209,7 @@ class Segment:
         "seam",
         "sent",
         "start",
+        "taken",
         "versions",
     )
 
@@ -171,11 +220,8 @@ class Segment:
         self.parameters: dict[Parameter, Crossing] = {}
         self.roots: list[GradientEdge] = []
         self.grads: list[Tensor] = []
-        self.call: ExchangeCall | None = None
-        self.sent: list[GradientEdge | None] = []
-        self.differs: list[bool] = []
-        self.layout = Layout(())
-        self.library: LibraryExchange | None = None
+        self.taken: list[tuple[Sent, int]] = []
+        self.sent: list[Sent] = []
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
         self.versions: dict[int, tuple[Tensor, int]] = {}
@@ -201,26 +247,6 @@ class Segment:
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
         self.here, self.versions = {}, {}
         return changed
-
-    def brought(self, received: Any) -> list[Any]:
-        """Return the tensors, or gradients, that the exchange behind it has brought."""
-        if self.library is None:
-            return self.layout.unpack(received)
-        found: list[Any] = received
-        return found
-
-    def grads_back(self, entries: Sequence[Entry | None]) -> Any:
-        """Return what the exchange behind it takes back: gradients of what it brought, which is zero at None."""
-        if self.library is not None:
-            return [entry.dense() for entry in entries if entry is not None]
-        assert self.call is not None
-        count = sum(self.call.splits.sizes(back=self.call.back)[1])
-        return self.layout.pack(
-            [
-                kind.zeros(count) if entry is None else entry.dense()
-                for kind, entry in zip(self.layout.rows, entries, strict=True)
-            ]
-        )
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""

@@ -23,6 +23,7 @@ class Stage(Blocks):
         number: Position of the stage in the model; it tells concurrent exchanges of several stages apart.
         first: Position of the first block in the model, for messages.
         recompute: Parts of each block that are computed a second time before their backward: see :class:`Engine`.
+        parts: Parts of the tokens of each call of experts: see :class:`Engine`.
 
     Raises:
         ValueError: No block, experts made for another exchange, or an unknown ``recompute``.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from overlap1f1b.engine import Stage, blocks_of
+from overlap1f1b.plan import Op
 from tests import models
 
 
@@ -24,10 +25,14 @@ def test_parameters_are_told_apart() -> None:
     assert [shape.reduced for shape in stage.shape] == [True] * 4 + [False]
 
 
-def test_exchanges_are_in_one_row_over_all_blocks() -> None:
-    stage = Stage(models.build(seams=2))
-    assert [stage.exchange_beside(*place) for place in ((1, 0, 1), (1, 3, 1), (3, 3, 1))] == [(1, 1), (3, 0), None]
-    assert [stage.exchange_beside(*place) for place in ((3, 0, -1), (1, 0, -1))] == [(1, 3), None]
+@pytest.mark.parametrize("parts", [1, 2])
+def test_exchanges_of_a_part_are_in_one_row_over_all_blocks(parts: int) -> None:
+    stage = Stage(models.build(seams=2), parts=parts)
+    for part in range(parts):
+        second = parts + part
+        row = [(block, op, seam) for block in (1, 3) for seam in (part, second) for op in (Op.DISPATCH, Op.COMBINE)]
+        assert [stage.exchange_beside(*place, 1) for place in row] == [*row[1:], None]
+        assert [stage.exchange_beside(*place, -1) for place in row] == [None, *row[:-1]]
 
 
 def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:

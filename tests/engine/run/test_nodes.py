@@ -9,7 +9,6 @@ import pytest
 
 from overlap1f1b.engine import Stage
 from overlap1f1b.engine.run import nodes
-from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.plan import Chains, Node, Recompute, Resource
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests import models
@@ -28,7 +27,7 @@ def test_each_node_calls_one_method_of_its_block(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(nodes._COMPUTE, kind, noted(method.__name__))
     for op, again in nodes._RECOMPUTE.items():
         monkeypatch.setitem(nodes._RECOMPUTE, op, noted(again.__name__))
-    monkeypatch.setattr(BlockRun, "post", noted("post"))
+    monkeypatch.setattr(nodes.posting, "post", noted("post"))
     stage = Stage(models.build(), recompute=recompute)
     microbatch = stage.microbatch(models.batch(1)[0])
     chains = Chains(Placement(((0,),)), [stage.shape])
@@ -38,7 +37,7 @@ def test_each_node_calls_one_method_of_its_block(monkeypatch: pytest.MonkeyPatch
         if node.kind is Kind.W:
             continue
         if node.resource is Resource.COMPUTE:
-            nodes.compute(node, microbatch, None)
+            nodes.compute(node, microbatch, {})
         else:
             nodes.post(node, microbatch)
         expected.append(node.block)

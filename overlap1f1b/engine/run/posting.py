@@ -1,0 +1,116 @@
+"""Start the exchanges of a block, and announce the receives of those that follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.microbatch import Place
+from overlap1f1b.engine.run.segment import Sent
+from overlap1f1b.plan import Node, Op
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.exchange import Expected, Transfer
+from overlap1f1b.transport.lanes import Post
+
+Announcement = tuple[tuple[Kind, int, Place], Callable[[], Expected | None]]
+"""Direction, block and place of an exchange that follows, and what posts its receive."""
+
+
+def post(run: BlockRun, node: Node) -> Post[Any]:
+    """Return the function that starts the exchange of a node; a lane's thread may call it."""
+    microbatch, exchange, op, kind = run.microbatch, run.stage.exchange, node.op, node.kind
+    if op is Op.COUNTS:
+        return _post_counts(run, _tagged(run, node))
+    place = op, node.seam
+    sent = run.sent[place] if kind is Kind.F else run.sent.pop(place)
+    rows = run.rows.pop(place)
+    if sent.library is not None:
+        return partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
+    splits, back, node = sent.call.splits, sent.call.back != (kind is Kind.I), _tagged(run, node)
+    counts = None
+    if sent.call.counted and kind is Kind.F:
+        counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
+        if not splits.counts_first:
+            run.counts[place], counts = counts, None
+    announce = _announcement(run, node, sent) if exchange.background else None
+    box = [rows]  # nothing keeps rows alive that have been sent
+    del rows
+
+    def start() -> Transfer[Tensor]:
+        if counts is not None:
+            splits.arrive(counts.wait(), counts.lane.timeout)
+            counts.read = time.perf_counter()
+        expected = microbatch.expected.pop((kind, run.block, place), None)
+        transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected)
+        if announce is not None:
+            microbatch.expected[announce[0]] = announce[1]()
+        return transfer
+
+    return start
+
+
+def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
+    microbatch, exchange = run.microbatch, run.stage.exchange
+    splits = run.sent[Op.DISPATCH, node.seam].call.splits
+
+    def start() -> Transfer[Tensor]:
+        assert splits.counts is not None
+        expected = microbatch.expected.pop((Kind.F, run.block, (Op.COUNTS, node.seam)), None)
+        sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
+        splits.host = sizes.host
+        return sizes
+
+    return start
+
+
+def _tagged(run: BlockRun, node: Node) -> Node:
+    """Return the node with the numbers of this microbatch and stage: tags outlive a step's plan."""
+    if node.microbatch == run.microbatch.index and node.stage == run.stage.number:
+        return node
+    return node._replace(microbatch=run.microbatch.index, stage=run.stage.number)
+
+
+def _announcement(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
+    """Return how to announce the receive of the exchange that follows; None if its sizes are not known yet."""
+    return _next_of_forward(run, node, sent) if node.kind is Kind.F else _next_of_backward(run, node)
+
+
+def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
+    stage, exchange, call = run.stage, run.stage.exchange, sent.call
+    following = stage.exchange_beside(run.block, node.op, node.seam, 1)
+    if following is None:  # the last exchange of the forward is the first of the backward
+        like = sent.layout.like
+        return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
+    block, op, seam = following
+    node, counts = node._replace(op=op, block=block, seam=seam), call.splits.counts
+    if call.answer is not None:  # rows went to the experts and come back next
+        return _back(run, sent, call.answer, node)
+    if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
+        return None
+    node = node._replace(op=Op.COUNTS)
+    return (Kind.F, block, (Op.COUNTS, seam)), lambda: exchange.expect_counts(counts, node.tag)
+
+
+def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
+    before = run.stage.exchange_beside(run.block, node.op, node.seam, -1)
+    if before is None or (before[0] != run.block and not run.stage.alike):
+        return None
+    block, op, seam = before
+    other = run.microbatch.runs[block]
+    assert isinstance(other, BlockRun)
+    sent = other.sent[op, seam]
+    if sent.library is not None:
+        return None
+    return _back(run, sent, sent.layout.like, node._replace(op=op, block=block, seam=seam))
+
+
+def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:
+    """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
+    exchange, tag, call = run.stage.exchange, node.tag, sent.call
+    place = node.kind, node.block, (node.op, node.seam)
+    return place, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
