@@ -78,6 +78,9 @@ class RunOptions:
     recompute: Recompute = "none"
     """Activations that blocks free after their forward and compute again before their backward: those inside the
     experts (experts), all others (attention), or both (block). No exchange is repeated."""
+    parts: int = 1
+    """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
+    experts; of use with few microbatches."""
     capacity: float | None = None
     """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
     size, and the host waits for no counts. By default sizes are exact."""

@@ -69,6 +69,9 @@ class Engine:
         recompute: Activations that blocks drop after their forward and compute again before their backward:
             ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
+        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
+            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
+            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more, so try 2 first.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
@@ -91,7 +94,8 @@ class Engine:
     All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
     Raises:
-        ValueError: Model, program, overlap, recompute, capacity, mesh or limit do not fit, or differ between ranks.
+        ValueError: Model, program, overlap, recompute, parts, capacity, mesh or limit do not fit, or differ between
+            ranks.
         LostRankError: Another rank failed, or did not make its Engine within the limit.
     """
 
@@ -107,6 +111,7 @@ class Engine:
         weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
         recompute: Recompute = "none",
+        parts: int = 1,
         capacity: float | None = None,
         overflow: Overflow = "raise",
         costs: NodeCosts | None = None,
@@ -145,6 +150,7 @@ class Engine:
                     overlap=overlap,
                     weights=weights,
                     recompute=recompute,
+                    parts=parts,
                     capacity=capacity,
                     overflow=overflow,
                     costs=costs,
@@ -174,6 +180,7 @@ class Engine:
                 reduce_own=own is not None,
                 reduce_experts=experts is not None,
                 recompute=recompute,
+                parts=parts,
             )
             self.sharding.limit(limit)
             if self.sharding.groups and not reduce:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -91,6 +92,7 @@ def stages_of(
     reduce_own: bool,
     reduce_experts: bool,
     recompute: Recompute = "none",
+    parts: int = 1,
 ) -> tuple[dict[int, Stage], Sharding]:
     """Return the stages of this rank by their number, and what FSDP2 holds of them.
 
@@ -108,27 +110,29 @@ def stages_of(
             raise ValueError("weights of stages that are given; allowed: of the blocks of a whole model")
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
-        parts = {stage: blocks_of(model[stage]) for stage in held}
+        held_blocks = {stage: blocks_of(model[stage]) for stage in held}
     else:
         every = blocks_of(model)
         if not every:
             raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
         split = split_blocks(every, placement.stages, weights)
         _refuse_shared(split)
-        parts = {stage: split[stage] for stage in held}
+        held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_shared(list(parts.values()), parameters=reduce_own or reduce_experts)
-    reduced = {"reduce_own": reduce_own, "reduce_experts": reduce_experts}
+    _refuse_shared(list(held_blocks.values()), parameters=reduce_own or reduce_experts)
+    options: dict[str, Any] = {
+        "reduce_own": reduce_own, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
+    }  # fmt: skip
     # In the order of numbers, so that ranks with the same stages gather them in the same order.
-    tops = [model[stage] if isinstance(model, Mapping) else parts[stage] for stage in sorted(parts)]
+    tops = [model[stage] if isinstance(model, Mapping) else held_blocks[stage] for stage in sorted(held_blocks)]
     if isinstance(model, nn.Module) and placement.ranks == 1:
         tops = [model]
     sharding = Sharding(*tops, ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")))
     with sharding.gathered():
         stages = {
-            stage: Stage(blocks, exchange, number=stage, first=first[stage], recompute=recompute, **reduced)
-            for stage, blocks in parts.items()
+            stage: Stage(blocks, exchange, number=stage, first=first[stage], **options)
+            for stage, blocks in held_blocks.items()
         }
     for stage in stages.values():
         _check_groups(stage, mesh)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from overlap1f1b.plan.node import RECOMPUTE_OF, Node, Op
+from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
 
 CostKey = tuple[Op, Kind, int, int, int]
@@ -76,6 +76,15 @@ class NodeCosts:
         if cost is None:
             cost = self.by_op.get((node.op, node.kind), 0.0)
         return cost if isinstance(cost, tuple) else (cost,)
+
+    def in_parts(self, parts: int) -> NodeCosts:
+        """Return the costs of nodes of calls of experts that are cut into ``parts``, without what smaller nodes cost.
+
+        Only ``by_op`` changes: a measured step has measured the parts. Gradients of the experts' weights stay one node.
+        """
+        whole = {(op, kind) for op in PARTED for kind in (Kind.F, Kind.I)}
+        by_op = {key: cost / parts if key in whole else cost for key, cost in self.by_op.items()}
+        return replace(self, by_op=by_op)
 
     @classmethod
     def uniform(

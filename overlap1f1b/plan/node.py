@@ -166,6 +166,8 @@ class BlockShape(NamedTuple):
 StageShape = tuple[BlockShape, ...]
 
 
+PARTED = (Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.RECOMPUTE_EXPERTS)
+"""Sub-ops whose time is shared by the parts of a call."""
 MOST_PARTS = 8
 """Largest number of parts of a call: :attr:`Node.tag` keeps so many apart."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile, parse_parts
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline, play_actions
@@ -22,6 +22,7 @@ def simulate(
     *,
     overlap: Overlap | None = None,
     layers: int | None = None,
+    parts: int | None = None,
     counts_block: bool = False,
 ) -> PlanTimeline: ...
 
@@ -36,6 +37,7 @@ def simulate(
     *,
     overlap: Overlap | None = None,
     layers: int | None = None,
+    parts: int | None = None,
     counts_block: bool = False,
 ) -> PlanTimeline | ProgramTimeline:
     """Return the timeline of a program's actions, or of a plan's nodes; the plan is given or compiled from a program.
@@ -46,6 +48,12 @@ def simulate(
     103.0
     >>> simulate(program, NodeCosts.uniform(attention=3, experts=4, dispatch=2), overlap=3).makespan
     1018.0
+
+    In parts, exchanges of one microbatch travel behind its own experts.
+
+    >>> one, costs = build_schedule("sequential", microbatches=1), NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+    >>> [simulate(one, costs, layers=4, parts=parts).makespan for parts in (1, 2, 4)]
+    [139.0, 111.0, 110.0]
 
     With launch costs there are two clocks: the host launches one node after another, and a device plays them.
 
@@ -59,20 +67,23 @@ def simulate(
         costs: Costs of actions, or of nodes.
         overlap: For a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
         layers: For a program with costs of nodes: blocks of a stage, each with experts; by default 1.
+        parts: For a program with costs of nodes: parts of the tokens of each call of experts, which share its costs; by
+            default 1.
         counts_block: With costs of nodes: whether the host waits for counts, as on CUDA with exact sizes.
 
     Raises:
         ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument
             has no meaning for this program or plan.
     """
-    _refuse_meaningless(what, costs, overlap=overlap, layers=layers, counts_block=counts_block or None)
+    _refuse_meaningless(what, costs, overlap=overlap, layers=layers, parts=parts, counts_block=counts_block or None)
     if isinstance(what, Program) and isinstance(costs, Costs):
         what.check()
         return play_actions(what, costs)
     if isinstance(what, Program) and isinstance(costs, NodeCosts):
         layers, overlap = 1 if layers is None else layers, 3 if overlap is None else overlap
         check_size("layers", layers)
-        what = compile(what, (BlockShape(seams=1),) * layers, costs, overlap, counts_block=counts_block)
+        shape, costs = BlockShape(seams=1, parts=parse_parts(parts or 1)), costs.in_parts(parts or 1)
+        what = compile(what, (shape,) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
         return play_nodes(what, costs, counts_block=counts_block)
     raise ValueError(

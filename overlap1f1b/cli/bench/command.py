@@ -49,6 +49,7 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         "sequence": options.sequence,
         "rounds": options.rounds,
         "recompute": options.recompute,
+        "parts": options.parts,
         "capacity": options.capacity,
     }
     result = {"environment": environment(rank), "workload": workload} | result

@@ -138,6 +138,7 @@ class _Run:
             "program": self.trainer.engine.program.name,
             "overlap": options.overlap,
             "recompute": options.recompute,
+            "parts": options.parts,
             "capacity": options.capacity,
             "microbatches": options.microbatches,
             "batch": options.batch,

@@ -88,6 +88,7 @@ class Trainer:
             weights=weights,
             overlap=overlap,
             recompute=options.recompute,
+            parts=options.parts,
             capacity=options.capacity,
             overflow=options.overflow,
             timeout=options.timeout,

@@ -1,0 +1,183 @@
+"""Parts of a call of experts: gradients of one part to rounding, and bit-equal whatever the order of nodes."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine, Stage
+from overlap1f1b.plan import NodeCosts, Op, Overlap, Recompute
+from overlap1f1b.schedule import Kind, Program, build_schedule
+from tests import models
+from tests.pauses import pauses
+from tests.ranks import Ranks
+
+COSTS = NodeCosts.uniform(attention=3, experts=2, dispatch=3, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
+OVERLAPS: tuple[Overlap, ...] = ("pairs", 1, 2, 3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two calls": {"seams": 2},
+    "weights in the activation": {"weights_in": "activation"},
+    "dropout": {"dropout": 0.3},
+}
+SIZES = {"uneven": {"rows": 2, "sequence": 7}, "fewer tokens than parts": {"rows": 1, "sequence": 3}}
+
+Found = tuple[list[float], dict[str, torch.Tensor], list[float]]
+
+
+def found(
+    parts: int, program: Program, overlap: Overlap, size: dict[str, int], options: dict[str, Any], **more: Any
+) -> Found:
+    """Losses and gradients of a step, and losses of an evaluation."""
+    model = models.build(**options)
+    data = models.batch(program.microbatches, **size)
+    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, parts=parts, **({"costs": COSTS} | more))
+    torch.manual_seed(5)
+    result = engine.step(data[0], target=data[1])
+    model.eval()
+    evaluated = engine.evaluate(data[0], target=data[1])
+    return [float(x) for x in result.losses], models.gradients(model), [float(x) for x in evaluated.losses]
+
+
+def differing(one: Found, other: Found) -> list[str]:
+    return ["losses"] * (one[0] != other[0]) + ["evaluation"] * (one[2] != other[2]) + models.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_same_as_one_part(options: str, size: str) -> None:
+    """Routing is uneven, and experts are without tokens."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = build_schedule("sequential", microbatches=2)
+        expected = found(1, program, "serial", SIZES[size], OPTIONS[options])
+        for parts in (2, 3, 5):
+            losses, gradients, evaluated = found(parts, program, "serial", SIZES[size], OPTIONS[options])
+            assert losses == pytest.approx(expected[0], rel=1e-12)
+            assert evaluated == pytest.approx(expected[2], rel=1e-12)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[1][name], rtol=1e-12, atol=1e-12, msg=name)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_same_in_float32() -> None:
+    program = build_schedule("sequential", microbatches=3)
+    expected = found(1, program, "serial", SIZES["uneven"], {})
+    for parts in (2, 4):
+        for name, gradient in found(parts, program, "serial", SIZES["uneven"], {})[1].items():
+            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+@pytest.mark.parametrize("parts", [2, 3])
+def test_every_order_gives_the_same_bits(parts: int, recompute: Recompute) -> None:
+    for microbatches, options in ((1, {}), (4, {}), (2, OPTIONS["dropout"] | {"seams": 2})):
+        serial = build_schedule("sequential", microbatches=microbatches)
+        expected = found(parts, serial, "serial", SIZES["uneven"], options)
+        for name in ("combined_1f1b", "zb_h1"):
+            program = build_schedule(name, microbatches=microbatches)
+            for overlap in OVERLAPS:
+                other = found(parts, program, overlap, SIZES["uneven"], options, recompute=recompute)
+                assert not differing(expected, other), (name, overlap)
+
+
+def test_room_for_rows() -> None:
+    program = build_schedule("combined_1f1b", microbatches=3)
+    expected = found(2, program, "serial", SIZES["uneven"], {})
+    for overlap in OVERLAPS:
+        assert not differing(expected, found(2, program, overlap, SIZES["uneven"], {}, capacity=8.0))
+
+
+def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
+    engine = Engine(
+        models.build(), build_schedule("sequential", microbatches=1), loss_fn=models.loss_fn, costs=COSTS, parts=2
+    )
+    order = [(node.op, node.seam) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
+    assert order.index((Op.DISPATCH, 1)) < order.index((Op.EXPERTS, 0)) < order.index((Op.COMBINE, 0))
+    assert order.index((Op.COMBINE, 0)) < order.index((Op.EXPERTS, 1))
+    measured = Engine(models.build(), build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, parts=2)
+    data = models.batch(2)
+    for _ in range(3):
+        measured.step(data[0], target=data[1])
+    assert measured.costs is not None
+    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.F} == {0, 1}
+    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
+
+
+def _two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    data, problems = models.batch(4, seed=rank), []
+    expected: dict[str, torch.Tensor] = {}
+    for name, overlap in (("sequential", "serial"), ("combined_1f1b", "pairs"), ("combined_1f1b", 3), ("zb_h1", 2)):
+        model = models.build(mesh.get_group("ep"), seams=1, dropout=0.2)
+        engine = Engine(
+            model,
+            build_schedule(name, microbatches=4),
+            mesh=mesh,
+            loss_fn=models.loss_fn,
+            overlap=overlap,  # type: ignore[arg-type]
+            costs=COSTS,
+            parts=parts,
+            recompute=recompute,
+            timeout=30,
+        )
+        for number in range(2):
+            torch.manual_seed(number)
+            model.zero_grad()
+            with pauses(17 * rank + number):
+                engine.step(data[0], target=data[1])
+        gradients = models.gradients(model)
+        expected = expected or gradients
+        problems += [f"{name}, {overlap}: {line}" for line in models.equal(gradients, expected)]
+    return problems
+
+
+@pytest.mark.parametrize(("parts", "recompute"), [(2, "none"), (3, "block"), (5, "experts")])
+def test_two_ranks(ranks2: Ranks, parts: int, recompute: Recompute) -> None:
+    assert ranks2.run(_two_ranks, parts, recompute) == [[], []]
+
+
+def _against_one_part(rank: int, size: int, pp: int) -> float:
+    """The largest difference of a gradient from that with one part, over pipeline and expert ranks."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+        data = models.batch(4, seed=mesh.get_local_rank("ep"))
+        every = []
+        for parts, overlap in ((1, "serial"), (2, 3), (3, "pairs")):
+            model = models.build(mesh.get_group("ep"))
+            program = build_schedule("combined_1f1b", ranks=pp, microbatches=4)
+            engine = Engine(
+                model,
+                program,
+                mesh=mesh,
+                loss_fn=models.loss_fn,
+                overlap=overlap,  # type: ignore[arg-type]
+                costs=COSTS,
+                parts=parts,
+                timeout=30,
+            )
+            with pauses(rank):
+                engine.step(data[0], target=data[1])
+            every.append(models.gradients(model))
+        return max(float((found[name] - every[0][name]).abs().max()) for found in every[1:] for name in every[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_two_stages_and_two_expert_ranks(ranks4: Ranks) -> None:
+    assert max(ranks4.run(_against_one_part, 2)) < 1e-12
+
+
+def test_four_expert_ranks(ranks4: Ranks) -> None:
+    assert max(ranks4.run(_against_one_part, 1)) < 1e-12
+
+
+@pytest.mark.parametrize("parts", [0, 9, 1.5, True])
+def test_numbers_of_parts_that_are_refused(parts: Any) -> None:
+    with pytest.raises(ValueError, match=f"parts={parts!r}; allowed: 1 to 8"):
+        Stage(models.build(), parts=parts)
