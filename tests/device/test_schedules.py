@@ -16,18 +16,18 @@ OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
 
 
-def _plays(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
-    return problems_of(name, Layout(pp, ep))[0]
+def _plays(rank: int, size: int, name: str, pp: int, ep: int, parts: int = 1) -> list[str]:
+    return problems_of(name, Layout(pp, ep), parts)[0]
 
 
-def problems_of(name: str, layout: Layout) -> tuple[list[str], World]:
+def problems_of(name: str, layout: Layout, parts: int = 1) -> tuple[list[str], World]:
     """Hangs of a schedule on a layout, and wrong gradients; and the world in which it was played."""
     (pp, ep), program = layout, program_of(name, layout.pp)
-    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",))
+    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",), parts=parts)
     wanted: list[dict[str, torch.Tensor]] = [{} for _ in range(ep)]  # of all stages, by rank along "ep"
     for number, ((gradients,), _) in enumerate(plain):
         wanted[number % ep] |= gradients
-    world, found = played(program, layout, OVERLAPS)
+    world, found = played(program, layout, OVERLAPS, parts=parts)
     problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=pp * 10 + ep)]
     for number, ((serial, *others), _) in enumerate(found):
         for overlap, other in zip(OVERLAPS[1:], others, strict=True):
@@ -48,6 +48,11 @@ def test_four_stages(alone: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe"])
 def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 2, 2) == [[]]
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(1, 2), (2, 2)])
+def test_parts(alone: Ranks, pp: int, ep: int) -> None:
+    assert alone.run(_plays, "combined_1f1b", pp, ep, 2) == [[]]
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])
