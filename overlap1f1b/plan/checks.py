@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import CONTRIBUTING, Node, Op, without_part
+from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, without_part
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -86,7 +86,10 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 needs[node] = []
                 last.append(node)
                 continue
-            if action.kind is not Kind.W:
+            if node.op in RECOMPUTES:  # needs no gradient, which may still travel
+                coming = [other for other in last if other.op is Op.RECEIVE]
+                needs[node], last = [other for other in last if other not in coming], [*coming, node]
+            elif action.kind is not Kind.W:
                 needs[node], last = last, [node]
             if node.kind is Kind.F or node.op is Op.SEND:
                 continue

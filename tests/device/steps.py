@@ -80,10 +80,10 @@ def gradients_of(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
 
 
 def stepped(
-    rank: int, size: int, program: Program, layout: Layout, overlaps: Sequence[Overlap], parts: int = 1
+    rank: int, size: int, program: Program, layout: Layout, overlaps: Sequence[Overlap], options: dict[str, Any]
 ) -> tuple[list[dict[str, Tensor]], list[int]]:
     """Gradients of a step with each overlap, and where each step begins in what this rank has written down."""
-    engine, model = engine_of(program, layout, parts=parts)
+    engine, model = engine_of(program, layout, **options)
     inputs, target = batch_of(program, layout, rank)
     found, begins = [], []
     for overlap in overlaps:
@@ -126,13 +126,13 @@ def stuck(logs: Sequence[Sequence[Entry]], seed: int, *, maps: int = 2, syncs: i
 
 
 def played(
-    program: Program, layout: Layout, overlaps: Sequence[Overlap], *, parts: int = 1, watch: bool = False
+    program: Program, layout: Layout, overlaps: Sequence[Overlap], *, watch: bool = False, **options: Any
 ) -> tuple[World, list[tuple[list[dict[str, Tensor]], list[int]]]]:
     """A world in which an engine has made a step with each overlap, and what :func:`stepped` says of every rank."""
     world = World(layout.size)
     torch.set_default_dtype(torch.float64)
     try:
-        return world, world.run(stepped, program, layout, overlaps, parts, watch=watch)
+        return world, world.run(stepped, program, layout, overlaps, options, watch=watch)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,18 +18,18 @@ OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
 
 
-def _plays(rank: int, size: int, name: str, pp: int, ep: int, parts: int = 1) -> list[str]:
-    return problems_of(name, Layout(pp, ep), parts)[0]
+def _plays(rank: int, size: int, name: str, pp: int, ep: int, options: dict[str, Any] | None = None) -> list[str]:
+    return problems_of(name, Layout(pp, ep), **(options or {}))[0]
 
 
-def problems_of(name: str, layout: Layout, parts: int = 1) -> tuple[list[str], World]:
+def problems_of(name: str, layout: Layout, **options: Any) -> tuple[list[str], World]:
     """Hangs of a schedule on a layout, and wrong gradients; and the world in which it was played."""
     (pp, ep), program = layout, program_of(name, layout.pp)
-    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",), parts=parts)
+    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",), **options)
     wanted: list[dict[str, torch.Tensor]] = [{} for _ in range(ep)]  # of all stages, by rank along "ep"
     for number, ((gradients,), _) in enumerate(plain):
         wanted[number % ep] |= gradients
-    world, found = played(program, layout, OVERLAPS, parts=parts)
+    world, found = played(program, layout, OVERLAPS, **options)
     problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=pp * 10 + ep)]
     for number, ((serial, *others), _) in enumerate(found):
         for overlap, other in zip(OVERLAPS[1:], others, strict=True):
@@ -50,9 +52,9 @@ def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 2, 2) == [[]]
 
 
-@pytest.mark.parametrize(("pp", "ep"), [(1, 2), (2, 2)])
-def test_parts(alone: Ranks, pp: int, ep: int) -> None:
-    assert alone.run(_plays, "combined_1f1b", pp, ep, 2) == [[]]
+@pytest.mark.parametrize(("pp", "options"), [(1, {"parts": 2}), (2, {"parts": 2}), (2, {"recompute": "block"})])
+def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, options: dict[str, Any]) -> None:
+    assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])

@@ -1,0 +1,92 @@
+"""Plans in which the tokens of a call of experts travel in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from overlap1f1b.plan import (
+    BlockShape,
+    Node,
+    NodeCosts,
+    Op,
+    Overlap,
+    check,
+    check_rendezvous,
+    compile,
+    play_ranks,
+    with_rendezvous,
+)
+from overlap1f1b.plan.node import without_part
+from overlap1f1b.schedule import SCHEDULES, Kind, build_schedule
+from overlap1f1b.schedule.placement import SINGLE
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25, counts=0.3, aggregate=0.2, reduce=1, send=1)
+
+
+def _shape(parts: int, seams: int = 1, **more: object) -> tuple[BlockShape, ...]:
+    return (BlockShape(seams=0, reduced=True), BlockShape(seams=seams, parts=parts, reduced=True, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("counts_block", [False, True])
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_keeps_the_rules(name: str, overlap: Overlap, counts_block: bool) -> None:
+    ranks, chunks = 2, 2 if name == "interleaved_1f1b" else None
+    program = build_schedule(name, ranks=ranks, microbatches=4, chunks=chunks)
+    for shape in (_shape(2), _shape(3, seams=2, recompute="block")):
+        plan = compile(program, shape, COSTS.in_parts(2), overlap, counts_block=counts_block)
+        check(plan)
+        met = with_rendezvous(plan, COSTS, counts_block=counts_block)
+        check(met)
+        check_rendezvous(met)
+
+
+def test_experts_wait_for_their_own_part() -> None:
+    program = build_schedule("sequential", microbatches=1)
+    plan = compile(program, (BlockShape(seams=1, parts=3),), COSTS.in_parts(3), 1)
+    (spans,) = play_ranks(plan.ranks, SINGLE, COSTS.in_parts(3))
+    at = {(span.node.op, span.node.kind, span.node.seam): span for span in spans}
+    for kind, exchange, order in ((Kind.F, Op.DISPATCH, (0, 1, 2)), (Kind.I, Op.COMBINE, (2, 1, 0))):
+        for first, second in pairwise(order):
+            assert at[Op.EXPERTS, kind, first].start >= at[exchange, kind, first].end
+            assert at[Op.EXPERTS, kind, first].start < at[exchange, kind, second].end
+    assert at[Op.AGGREGATE, Kind.F, 0].start >= at[Op.COMBINE, Kind.F, 2].end
+    assert at[Op.ATTENTION, Kind.I, 0].start >= at[Op.DISPATCH, Kind.I, 0].end
+
+
+def test_the_parts_of_a_call_have_one_weight_gradient_and_one_place_in_sums() -> None:
+    program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
+    plan = compile(program, _shape(2, seams=2), COSTS.in_parts(2), 3)
+    weights = [node for node in plan.nodes if node.op is Op.EXPERTS and node.kind is Kind.W]
+    assert sorted({(node.block, node.seam) for node in weights}) == [(1, 0), (1, 1)]
+    assert len(weights) == 2 * 4
+    inputs = [node for node in plan.nodes if node.op is Op.EXPERTS and node.kind is Kind.I]
+    for call in (0, 1):
+        turns = [node.microbatch for node in inputs if without_part(node, plan.shape).seam == call]
+        assert turns == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_parts_that_mix_microbatches_are_refused() -> None:
+    program = build_schedule("sequential", microbatches=2)
+    plan = compile(program, (BlockShape(seams=1, parts=2),), COSTS.in_parts(2), "serial")
+    late = Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, seam=0)  # the last part of microbatch 0
+    nodes = list(plan.nodes)
+    place = nodes.index(late)
+    behind = [node for node in nodes[place:] if node.microbatch == 0]
+    # Everything of microbatch 0 from there on comes behind the other part of microbatch 1.
+    at = nodes.index(Node(Op.EXPERTS, Kind.I, microbatch=1, block=0, seam=1))
+    mixed = [node for node in nodes[: at + 1] if node not in behind] + behind + nodes[at + 1 :]
+    assert sorted(mixed) == sorted(nodes)
+    with pytest.raises(ValueError, match=r"experts.b\[0.1\] m1 comes before experts.b\[0\] m0, which it needs"):
+        check(replace(plan, ranks=(tuple(mixed),)))
+
+
+def test_costs_are_shared_by_the_parts() -> None:
+    parts = COSTS.in_parts(4)
+    assert parts.by_op[Op.DISPATCH, Kind.F] == COSTS.by_op[Op.DISPATCH, Kind.F] / 4
+    assert parts.by_op[Op.EXPERTS, Kind.I] == COSTS.by_op[Op.EXPERTS, Kind.I] / 4
+    assert parts.by_op[Op.EXPERTS, Kind.W] == COSTS.by_op[Op.EXPERTS, Kind.W]
+    assert parts.by_op[Op.ATTENTION, Kind.F] == COSTS.by_op[Op.ATTENTION, Kind.F]
