@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resource, parse_overlap
+from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Overlap, Resource, parse_overlap
 from overlap1f1b.plan.chains import Shapes
+from overlap1f1b.plan.clock import Clock
 from overlap1f1b.schedule import Action, Kind, Program, actions_of
 from overlap1f1b.schedule.rows import flow
 
@@ -36,10 +38,10 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
 
     The bound follows from three facts. First, at most k consecutive actions of a rank are open at once: an action
     begins only after all but k − 1 of the earlier actions have ended and its inputs from other ranks have arrived; on a
-    rank with one stage, a forward also needs room for its activations. Second, an action takes at least the sum of the
-    times in its chain of nodes. Third, after the time at which an action may begin, the rank still has to do all
-    compute, and all exchange, of this action and of the later ones. Weight gradients, which may be issued in any wait,
-    count only here.
+    rank with one stage, a forward also needs room for its activations. Second, an action takes at least as long as
+    alone: without parts, the sum of the times in its chain of nodes. Third, after the time at which an action may
+    begin, the rank still has to do all compute, and all exchange, of this action and of the later ones. Weight
+    gradients, which may be issued in any wait, count only here.
 
     Args:
         program: A checked program.
@@ -149,7 +151,7 @@ def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
     last = chains.weight(nodes[-1])
     return _Chain(
         # Recomputation needs neither gradient nor exchange: it may run beside them, or before they arrive.
-        whole=sum(costs(node) for node in nodes if node.op not in RECOMPUTES),
+        whole=_alone(action, [node for node in nodes if node.op not in RECOMPUTES], chains, costs),
         compute=compute,
         exchange=sum(sum(links) / len(links) for links in exchanges),
         exchange_most=sum(map(max, exchanges)),
@@ -157,3 +159,11 @@ def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
         last_weight=costs(last) if last is not None else 0.0,
         send=sum(costs(node) for node in chains.of(action) if node.op is Op.SEND),
     )
+
+
+def _alone(action: Action, nodes: list[Node], chains: Chains, costs: NodeCosts) -> float:
+    """Return the time that an action takes if it finds every resource free."""
+    if all(block.parts == 1 for block in chains.shapes[action.stage]):
+        return sum(map(costs, nodes))
+    clock = Clock(replace(costs, launch={}, shared_links=False))
+    return max(clock.play(node).end for node in nodes)

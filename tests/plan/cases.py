@@ -74,6 +74,7 @@ def shapes() -> st.SearchStrategy[StageShape]:
         "split": st.booleans(),
         "reduced": st.booleans(),
         "recompute": st.sampled_from(["none", "none", "experts", "attention", "block"]),
+        "parts": st.just(1),  # others: test_parts.py
     }
     exchanges = st.lists(st.sampled_from([Op.DISPATCH, Op.COMBINE]), min_size=1, max_size=4).map(tuple)
     blocks = st.one_of(

@@ -22,6 +22,7 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.node import without_part
 from overlap1f1b.schedule import SCHEDULES, Kind, build_schedule
 from overlap1f1b.schedule.placement import SINGLE
+from overlap1f1b.simulation.bound import bound
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25, counts=0.3, aggregate=0.2, reduce=1, send=1)
 
@@ -39,6 +40,7 @@ def test_every_schedule_keeps_the_rules(name: str, overlap: Overlap, counts_bloc
     for shape in (_shape(2), _shape(3, seams=2, recompute="block")):
         plan = compile(program, shape, COSTS.in_parts(2), overlap, counts_block=counts_block)
         check(plan)
+        assert bound(program, shape, COSTS.in_parts(2), overlap) <= plan.predicted * (1 + 1e-12)
         met = with_rendezvous(plan, COSTS, counts_block=counts_block)
         check(met)
         check_rendezvous(met)
