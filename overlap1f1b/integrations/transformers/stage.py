@@ -105,7 +105,8 @@ class Layer(MicrobatchBlock):
     It takes and returns ``(hidden [B, S, H], *inputs of the model or None, *values that layers hand on beside hidden
     states or None, *router logits [T, E] of earlier layers)``.
     The first block of the model takes only the model's inputs. The last returns ``(loss, logits [B, S, V])`` if there
-    is a target, else ``(logits,)``; with a LossOfModel only its loss. Between stages, router logits are one tensor ``[layers, T, E]``.
+    is a target, else ``(logits,)``; with a :class:`LossOfModel` its loss alone. Between stages, router logits are one
+    tensor ``[layers, T, E]``.
 
     Args:
         part: The layers of the stage.

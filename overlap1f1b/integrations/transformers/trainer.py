@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,7 +41,9 @@ OPTIMIZER = "optimizer.pt"
 
 logger = logging.get_logger(__name__)
 Named = Mapping[str, Any]
-Compute = Callable[["_Rest", dict[str, Any]], Tensor]
+Batch = dict[str, Any]
+Finish = Callable[[Named], Any]
+Compute = Callable[["_Rest", Batch], Tensor]
 
 
 class Overlapped(Trainer):
@@ -71,9 +72,9 @@ class Overlapped(Trainer):
 
     def __init__(self, *args: Any, overlap_args: OverlapArguments | None = None, **kwargs: Any) -> None:
         self.overlap_args = overlap_args or OverlapArguments()
-        self._collected: list[dict[str, Any]] = []
+        self._collected: list[Batch] = []
         self._last: StepResult | None = None
-        self._tokens = 0.0
+        self._tokens: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
         if self.optimizer is not None:
             raise ValueError(
@@ -130,7 +131,7 @@ class Overlapped(Trainer):
                 self.overlap_args.program(self.args.gradient_accumulation_steps),
                 self._mesh,
                 self.overlap_args,
-                self.args.device,
+                _unnumbered(self.args.device),
             )
         return self._parts
 
@@ -148,7 +149,7 @@ class Overlapped(Trainer):
         """Return the number of sequences of an optimizer step."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Batch) -> int:
         """Return this rank's part of Trainer's estimate for a microbatch."""
         whole = self._built().parameters
         return 6 * inputs["input_ids"].numel() * whole // self.overlap_args.pp if "input_ids" in inputs else 0
@@ -166,22 +167,21 @@ class Overlapped(Trainer):
             self._tokens += items if self.args.average_tokens_across_devices else items * self.accelerator.num_processes
         return samples, items
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a microbatch; with the last one of an optimizer step, play them all.
 
         Returns:
             The loss of the whole step over all ranks, a scalar; zero before the last microbatch.
         """
-        self._collected.append(self._prepare_input(inputs))
+        batch: Any = self._prepare_input(inputs)
+        self._collected.append(batch)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
         parts = self._built()
         model.train()
 
-        def compute(rest: _Rest, batch: dict[str, Any]) -> Tensor:
+        def compute(rest: _Rest, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
             loss, self.accelerator.loss = self.accelerator.loss, None
             assert loss is not None
@@ -196,7 +196,11 @@ class Overlapped(Trainer):
         (total,) = parts.engine.mesh.sums(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
         return torch.tensor(total / shards, device=self.args.device)
 
-    def _feed(self, parts: _Parts, batches: list[dict[str, Any]], compute: Compute, scale: float) -> Feed:
+    def _prepare_input(self, data: Any) -> Any:
+        # A launcher numbers its CPUs: to "cpu:1" would be a copy of what is on the CPU.
+        return data if self.args.device.type == "cpu" else super()._prepare_input(data)
+
+    def _feed(self, parts: _Parts, batches: list[Batch], compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches; microbatches without one get a token that does not count."""
         count, names = parts.engine.program.microbatches, parts.names
         if len(batches) > count:
@@ -219,9 +223,7 @@ class Overlapped(Trainer):
 
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
 
-    def _loss(
-        self, batch: dict[str, Any] | None, compute: Compute, named: Named, finish: Callable[[Named], Any]
-    ) -> Tensor:
+    def _loss(self, batch: Batch | None, compute: Compute, named: Named, finish: Finish) -> Tensor:
         """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
         if batch is None:
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
@@ -259,49 +261,50 @@ class Overlapped(Trainer):
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels."""
         parts, found = self._built(), []
 
-        def compute(rest: _Rest, batch: dict[str, Any]) -> Tensor:
+        def compute(rest: _Rest, batch: Batch) -> Tensor:
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
             found.append(step)
-            return torch.zeros((), device=self.args.device) if step[0] is None else step[0]
+            return torch.zeros(()) if step[0] is None else step[0]
 
         model.eval()
-        batch = self._prepare_input(inputs)
+        batch: Any = self._prepare_input(inputs)
         with self.accelerator.autocast():
             parts.engine.play(partial(self._feed, parts, [batch], compute, 1.0), grad=False)
         if self.overlap_args.pp == 1:
             return found[0]
         every = parts.engine.mesh.gathered("pp", _to("cpu", found[0]) if found else None)
-        step = found[0] if found else next(_to(self.args.device, one) for one in every if one is not None)
+        step = found[0] if found else next(_to(_unnumbered(self.args.device), one) for one in every if one is not None)
         return step
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = Path(output_dir or self.args.output_dir or ".")
         self.stages.save_pretrained(folder)
         if self.args.should_save:
             kept = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if kept is not None:
-                kept.save_pretrained(folder)
-            torch.save(self.args, Path(folder) / "training_args.bin")
+                kept.save_pretrained(str(folder))
+            torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = _of_torch(self.optimizer)
         save_checkpoint(self.engine, Path(output_dir) / CHECKPOINT, self.state.global_step, optimizer, keep=1)
-        if self.args.should_save:
+        if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.stages.load_pretrained(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
         self.stages.load_pretrained(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -317,6 +320,7 @@ class Overlapped(Trainer):
             logger.warning(f"{folder} has weights alone: optimizer and learning rate begin anew")
             return
         load_checkpoint(self.engine, folder / CHECKPOINT, _of_torch(self.optimizer))
+        assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
 
@@ -391,7 +395,7 @@ class _Rest(nn.Module):
         finish: Runs the rest of the model's forward.
     """
 
-    def __init__(self, trainer: Overlapped, batch: Mapping[str, Any], finish: Callable[[Named], Any]) -> None:
+    def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
         super().__init__()
         self.__dict__["_given"] = (trainer, batch, finish)
 
@@ -425,12 +429,18 @@ def _first(value: Tensor) -> Tensor:
     return value[:1, :1] if value.dim() == 2 else value[:1]
 
 
+def _unnumbered(device: torch.device) -> torch.device:
+    """Return the CPU without the number that accelerate gives it."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def _of_torch(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _to(device: torch.device | str, value: Any) -> Any:
+    """Return a value with its tensors on a device; those of tuples and lists too."""
     if isinstance(value, Tensor):
         return value.to(device)
     return type(value)(_to(device, one) for one in value) if isinstance(value, tuple | list) else value
