@@ -56,7 +56,7 @@ class Spec:
     """A run: its model, its data, and how it is trained."""
 
     folder: Path
-    model: str = "qwen3_moe"
+    model: str | None = "qwen3_moe"
     config: Mapping[str, Any] = field(default_factory=dict)
     rows: int = 44
     accumulation: int = 4
@@ -67,7 +67,7 @@ class Spec:
     kind: Callable[..., Any] = OverlapTrainer
     resume: str | None = None
     seed: int = 3
-    pauses: bool = False
+    on_meta: bool = False
 
     def build(self) -> Any:
         """Return the trainer of this process."""
@@ -89,15 +89,10 @@ class Spec:
         }
         arguments = transformers.TrainingArguments(**{**given, **self.arguments})
         more = {} if self.layout is None else {"overlap_args": self.layout}
-        return self.kind(
-            tiny.build(self.model, seed=self.seed, **self.config),
-            arguments,
-            data_collator=pad,
-            train_dataset=Sentences(self.rows),
-            eval_dataset=Sentences(16, seed=9),
-            **more,
-            **self.trainer,
-        )
+        with torch.device("meta" if self.on_meta else "cpu"):
+            model = None if self.model is None else tiny.build(self.model, seed=self.seed, **self.config)
+        data = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
+        return self.kind(model, arguments, data_collator=pad, **{**data, **more, **self.trainer})
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
