@@ -192,7 +192,7 @@ class Own(transformers.Trainer):
         labels, ranks = inputs["labels"], self.accelerator.num_processes
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
         right = (outputs.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum()
-        logits = outputs.logits.float()
+        logits = outputs.logits[labels != -100]
         self.right = getattr(self, "right", 0) + int(self.accelerator.gather_for_metrics(right).sum())
         assert model.config.model_type == "qwen3_moe"
         loss = loss + 1e-3 * ranks * logits.logsumexp(-1).square().sum() / more["num_items_in_batch"]
