@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.operations import convert_to_fp32
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
@@ -82,6 +82,8 @@ class Overlapped(Trainer):
                 "allowed: optimizer_cls_and_kwargs, or create_optimizer of a subclass"
             )
         self._own_code()
+        if self.overlap_args.pp > 1:
+            self.callback_handler.callbacks.insert(0, _LogsOfLastStage(self))
         self._built()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -330,6 +332,23 @@ class OverlapTrainer(Overlapped):
     >>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2, ep=2))
     >>> trainer.train()
     """
+
+
+class _LogsOfLastStage(TrainerCallback):
+    """Gives all ranks of a pipeline, so the one that reports, the log of one whose code for the loss runs."""
+
+    def __init__(self, trainer: Overlapped) -> None:
+        self.trainer = trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Replace the entries of a line before the other callbacks see it."""
+        engine = self.trainer.engine
+        placement = engine.program.placement
+        every = engine.mesh.gathered("pp", logs)
+        theirs = every[placement.replicas(placement.stages - 1)[0]]
+        if logs is not None and theirs is not None:
+            logs |= theirs
+            state.log_history[-1] |= theirs
 
 
 class _Parts:
