@@ -33,7 +33,7 @@ from overlap1f1b.schedule import Program
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
 """Columns of a batch that layers read; others than these are for the loss."""
-OF_LOSS = ("labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict")
+OF_LOSS = ("labels", "shift_labels")
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with this rank's weights and optimizer."""
 SCHEDULER = "scheduler.pt"
@@ -76,10 +76,10 @@ class Overlapped(Trainer):
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
-        if self.optimizer is not None:
+        if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
-                f"optimizers with a {type(self.optimizer).__name__} of the whole model; "
-                "allowed: optimizer_cls_and_kwargs, or create_optimizer of a subclass"
+                f"optimizers with a {type(made).__name__} of the whole model; "
+                "allowed: optimizer_cls_and_kwargs, or create_optimizer and create_scheduler of a subclass"
             )
         self._own_code()
         if self.overlap_args.pp > 1:
@@ -102,9 +102,12 @@ class Overlapped(Trainer):
 
     def _own_code(self) -> None:
         """Refuse a recomputation that would run a subclass's code for the loss twice."""
-        again = self.overlap_args.recompute in ("attention", "block")
-        for name in ("training_step", "compute_loss") if again else ():
-            owner = next(kind for kind in type(self).__mro__ if name in vars(kind) and kind is not Overlapped)
+        if self.overlap_args.recompute in ("none", "experts"):
+            return
+        kinds = type(self).__mro__
+        after = kinds[kinds.index(Overlapped) + 1 :]
+        for name, among in (("training_step", after), ("compute_loss", kinds)):
+            owner = next(kind for kind in among if name in vars(kind))
             if owner is not Trainer:
                 raise ValueError(
                     f"recompute={self.overlap_args.recompute!r} would call {owner.__name__}.{name} twice; "
@@ -166,7 +169,7 @@ class Overlapped(Trainer):
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if items is not None:
             # Kept as a tensor: reading it would wait for the device.
-            self._tokens += items if self.args.average_tokens_across_devices else items * self.accelerator.num_processes
+            self._tokens += items
         return samples, items
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -209,7 +212,7 @@ class Overlapped(Trainer):
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
         for batch in batches:
             for name in batch.keys() - {*names, *OF_LOSS}:
-                raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, 'labels', 'shift_labels'))}")
+                raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, *OF_LOSS))}")
         given: list[Mapping[str, Tensor | None]] = [{name: batch.get(name) for name in names} for batch in batches]
         token = {name: None if value is None else _first(value) for name, value in given[0].items()}
         given += [token] * (count - len(batches))
@@ -247,9 +250,11 @@ class Overlapped(Trainer):
         super().log(logs, start_time)
 
     def _figures(self, result: StepResult) -> dict[str, float]:
-        figures = {"tokens": float(self._tokens)}
-        self._tokens = 0.0
         mesh, timeline = self.engine.mesh, result.overlap
+        tokens, self._tokens = float(self._tokens), 0.0
+        if not self.args.average_tokens_across_devices:  # they are this rank's
+            tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
+        figures = {"tokens": tokens}
         if mesh.size("ep") > 1:
             pair = (timeline.exposed, timeline.exchange)
             every = mesh.combined([pair], lambda _, pairs: list(chain.from_iterable(pairs)))
@@ -362,6 +367,8 @@ class _Parts:
         parallel: OverlapArguments,
         device: torch.device,
     ) -> None:
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
         self.parameters = model.num_parameters(exclude_embeddings=True)
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in _arguments(model))
         self.stages = split_model(model, program, mesh, inputs=self.names)

@@ -110,6 +110,24 @@ def test_over_ranks(ranks2: Ranks, ranks4: Ranks, layout: str, model: str, tmp_p
     same_weights(tmp_path, tmp_path / "plain")
 
 
+def unbalanced() -> Any:
+    """Return a model whose routers give all tokens to the same two experts."""
+    model = tiny.build("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.zero_()
+    return model
+
+
+def test_experts_without_tokens(ranks2: Ranks, tmp_path: Path) -> None:
+    """Those of one rank are updated as in the whole model, where others of the same tensor had tokens."""
+    spec = Spec(tmp_path, model=None, trainer={"model_init": unbalanced}, layout=OverlapArguments(), rows=40)
+    expected = history(plain(spec, 2))
+    for found in ranks2.run(train, spec):
+        close(shown(found), expected)
+    same_weights(tmp_path, tmp_path / "plain")
+
+
 def test_the_routers_loss_of_an_evaluation(ranks2: Ranks, tmp_path: Path) -> None:
     """It is that of Trainer over as many processes, which adds the losses of their batches."""
     spec = Spec(tmp_path, "mixtral", MODELS["mixtral"], 40, arguments=EVALUATES)
@@ -232,10 +250,11 @@ def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path)
 
 def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     """As Trainer over two processes."""
-    spec = Spec(tmp_path, arguments={**EVALUATES, "average_tokens_across_devices": False})
+    spec = Spec(tmp_path, rows=40, arguments={**EVALUATES, "average_tokens_across_devices": False})
     expected = ranks2.run(train, replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer))
     found = ranks2.run(train, replace(spec, layout=OverlapArguments()))
     close(shown(found[0]), shown(expected[0]))
+    assert [line["tokens"] for line in found[1] if "loss" in line] == counted(spec, 8)
 
 
 def test_a_subclass_keeps_its_own_code(ranks4: Ranks, tmp_path: Path) -> None:
@@ -278,6 +297,12 @@ def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
     found, wanted = trainer.predict(trainer.eval_dataset), expected.predict(expected.eval_dataset)
     assert found.predictions == pytest.approx(wanted.predictions, abs=1e-5)
     assert trainer.model.training is False
+    rows = [{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]
+    for one in (trainer, expected):
+        one.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"][:3] for row in rows])}
+    found, wanted = trainer.predict(rows), expected.predict(rows)
+    assert found.predictions == pytest.approx(wanted.predictions, abs=1e-5)
+    assert "test_loss" not in found.metrics
 
 
 # --------------------------------------------------------------------------------------------------------- the rest
