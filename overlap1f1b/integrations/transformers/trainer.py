@@ -27,7 +27,6 @@ from overlap1f1b.integrations.transformers.arguments import OverlapArguments, ch
 from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
 from overlap1f1b.integrations.transformers.split import SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
-from overlap1f1b.moe import Experts
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import Program
 
@@ -196,7 +195,6 @@ class Overlapped(Trainer):
         with self.accelerator.autocast():
             make_feed = partial(self._feed, parts, batches, compute, 1.0 / shards)
             self._last = result = parts.engine.play(make_feed).result
-        parts.complete_gradients()
         losses = [loss.detach().double().reshape(()) for loss in result.losses]
         (total,) = parts.engine.mesh.sums(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
         return torch.tensor(total / shards, device=self.args.device)
@@ -387,14 +385,6 @@ class _Parts:
             dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
             timeout=parallel.timeout,
         )
-        modules = [module for module in self.module.modules() if isinstance(module, Experts)]
-        self.experts = [p for module in modules for p in module.parameters() if p.requires_grad]
-
-    def complete_gradients(self) -> None:
-        """Give shared experts that no token was sent to a gradient of zeros, as they have in the whole model."""
-        for parameter in self.experts:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Part(nn.Module):
