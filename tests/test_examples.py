@@ -93,3 +93,17 @@ def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> No
     assert list(first) == [0, 1, 2, 3, 4, 5]
     assert again == {step: first[step] for step in (4, 5)}
     assert first[5] < first[0]
+
+
+@pytest.mark.slow
+def test_train_trainer_with_its_defaults_and_on_over_two_stages(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script, saved = EXAMPLES / "train_trainer.py", ("--output_dir", tmp_path)
+    logged = re.compile(r"^\{'loss': '(\S+)', 'grad_norm'", re.MULTILINE)
+    alone = [float(loss) for loss in logged.findall(forked(script, *saved))]
+    assert len(alone) == 4
+    assert alone[-1] < alone[0] - 0.5
+    on = (*saved, "--pp", "2", "--resume_from_checkpoint", tmp_path / "checkpoint-10")
+    again = [float(loss) for loss in logged.findall(forked(script, *on, ranks=2))]
+    assert again == pytest.approx(alone[2:], abs=2e-3)
+    assert (tmp_path / "config.json").exists()

@@ -4,12 +4,41 @@
 >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
 >>> result = engine.step(input_ids, target=labels)
 
+or in transformers' own training loop:
+
+>>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2))
+
 This code knows no architecture: it finds layers, experts, embedding and head by their structure and by the calls of the
 model's own forward. The conversion between a checkpoint's tensors and a model's tensors is transformers' own code.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from overlap1f1b.integrations.transformers.arguments import OverlapArguments
 from overlap1f1b.integrations.transformers.experts import register
 from overlap1f1b.integrations.transformers.split import SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 
-__all__ = ["LanguageModelStage", "SplitModel", "register", "split_model"]
+if TYPE_CHECKING:
+    from overlap1f1b.integrations.transformers.trainer import Overlapped, OverlapTrainer
+
+__all__ = [
+    "LanguageModelStage",
+    "OverlapArguments",
+    "OverlapTrainer",
+    "Overlapped",
+    "SplitModel",
+    "register",
+    "split_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainers when they are asked for: transformers' Trainer takes seconds."""
+    if name in ("OverlapTrainer", "Overlapped"):
+        from overlap1f1b.integrations.transformers import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -210,11 +210,24 @@ class Shell:
         Raises:
             RuntimeError: The config requests router logits, but did not when the model was split.
         """
-        walk = _Walk(self, until=None, result=hidden)
         given = dict(named) if labels is None else dict(named, labels=labels)
-        with self._replaced(walk), self._without_embedding(hidden):
-            output = self._with_router_logits(given, tuple(routed))
+        output = self.finish(given, hidden, routed)
         return (output.logits,) if labels is None else (output.loss, output.logits)
+
+    def finish(self, given: Mapping[str, Any], hidden: Tensor, routed: Sequence[Tensor]) -> Any:
+        """Run the forward after the last layer; return what the model returns.
+
+        Args:
+            given: All arguments of the model, by name.
+            hidden: Hidden states ``[B, S, H]`` of the last layer.
+            routed: Router logits of the layers in order, if the model asks for them.
+
+        Raises:
+            RuntimeError: The config requests router logits, but did not when the model was split.
+        """
+        walk = _Walk(self, until=None, result=hidden)
+        with self._replaced(walk), self._without_embedding(hidden):
+            return self._with_router_logits({**given, "use_cache": False}, tuple(routed))
 
     def _with_router_logits(self, given: Mapping[str, Any], routed: tuple[Tensor, ...]) -> Any:
         own = self.owner.forward
@@ -228,9 +241,9 @@ class Shell:
             asked = getattr(self.model.config, "output_router_logits", False)
             if asked and any(self.routers(number) for number in range(len(self.layers))):
                 raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
-            return self.model(**given, use_cache=False)
+            return self.model(**given)
         with _put(self.owner.__dict__, "forward", forward):
-            return self.model(**given, use_cache=False)
+            return self.model(**given)
 
     @contextmanager
     def _replaced(self, walk: _Walk) -> Iterator[None]:

@@ -83,13 +83,30 @@ class StageRange:
         return calls
 
 
+class LossOfModel:
+    """A ``loss_fn`` that calls the model by itself: the last layer hands it the rest of the model.
+
+    Args:
+        compute: ``(inputs of the model by name, finish) → scalar``; ``finish(arguments by name)`` runs the model's own
+            forward after its last layer, with any arguments beside the inputs, and returns what the model returns.
+    """
+
+    def __init__(self, compute: Callable[[Mapping[str, Tensor], Callable[[Mapping[str, Any]], Any]], Tensor]) -> None:
+        self.compute = compute
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Return the loss, which the last layer has computed."""
+        return loss
+
+
 class Layer(MicrobatchBlock):
     """A block of a stage: a decoder layer. The first also runs the embedding, the last also norm, head and loss.
 
     It takes and returns ``(hidden [B, S, H], *inputs of the model or None, *values that layers hand on beside hidden
     states or None, *router logits [T, E] of earlier layers)``.
     The first block of the model takes only the model's inputs. The last returns ``(loss, logits [B, S, V])`` if there
-    is a target, else ``(logits,)``. Between stages, router logits are one tensor ``[layers, T, E]``.
+    is a target, else ``(logits,)``; with a :class:`LossOfModel` its loss alone. Between stages, router logits are one
+    tensor ``[layers, T, E]``.
 
     Args:
         part: The layers of the stage.
@@ -153,6 +170,11 @@ class Layer(MicrobatchBlock):
             microbatch.memo.pop(part, None)
         if not part.last:
             return self._checked_outputs(hidden, *given, *handed, *([torch.stack(routed)] if routed else []))
+        if microbatch is not None and isinstance(microbatch.loss_fn, LossOfModel):
+            named = part.named(given)
+            return self._checked_outputs(
+                microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed))
+            )
         labels = microbatch.target[0] if microbatch is not None and microbatch.target else None
         return self._checked_outputs(*part.shell.end(part.named(given), hidden, routed, labels))
 

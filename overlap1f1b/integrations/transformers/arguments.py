@@ -1,0 +1,121 @@
+"""What a trainer needs beside transformers' ``TrainingArguments``, and which of these it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlap1f1b.plan import Recompute, parse_overlap
+from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+
+@dataclass
+class OverlapArguments:
+    """How a trainer divides the model and plays its steps; ``HfArgumentParser`` makes it from the command line.
+
+    >>> arguments = OverlapArguments(pp=2)
+    >>> arguments.sizes(8)
+    (2, 1, 4)
+    >>> arguments.program(microbatches=4).name
+    'combined_1f1b'
+
+    Args:
+        pp: Pipeline ranks, each with equally many layers.
+        ep: Ranks that share the experts, each with data of its own; 0 for all that ``pp`` and ``dp`` leave.
+        dp: Copies of this, each with data of its own.
+        schedule: Name of the schedule that is played in every optimizer step; its microbatches are the
+            ``gradient_accumulation_steps``.
+        overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
+        recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
+        pretrained: Folder of the weights of a model on the meta device, of which each rank reads its part.
+        timeout: Limit in seconds of every wait for another rank.
+    """
+
+    pp: int = field(default=1, metadata={"help": "Pipeline ranks."})
+    ep: int = field(default=0, metadata={"help": "Ranks that share the experts; 0 for all that pp and dp leave."})
+    dp: int = field(default=1, metadata={"help": "Copies of these ranks."})
+    schedule: str = field(default="combined_1f1b", metadata={"help": "Schedule of an optimizer step."})
+    overlap: str = field(default="3", metadata={"help": "serial, pairs, or the most actions that are open at once."})
+    recompute: Recompute = field(default="none", metadata={"help": "Activations to compute again in the backward."})
+    pretrained: str | None = field(default=None, metadata={"help": "Weights of a model on the meta device."})
+    timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
+
+    def __post_init__(self) -> None:
+        parse_overlap(self.overlap)
+        if self.recompute not in (allowed := ("none", "experts", "attention", "block")):
+            raise ValueError(f"recompute={self.recompute!r}; allowed: {', '.join(allowed)}")
+
+    def sizes(self, ranks: int) -> tuple[int, int, int]:
+        """Return the sizes of "pp", "dp" and "ep" on that many ranks.
+
+        Raises:
+            ValueError: They do not multiply to the number of ranks.
+        """
+        pp, dp, ep = self.pp, self.dp, self.ep
+        if pp >= 1 and dp >= 1 and ep == 0:
+            ep = max(1, ranks // (pp * dp))
+        if min(pp, dp, ep) < 1 or pp * dp * ep != ranks:
+            raise ValueError(
+                f"pp={self.pp}, dp={self.dp}, ep={self.ep} on {ranks} ranks; allowed: sizes from 1 whose product is "
+                f"{ranks}, ep=0 for all that pp and dp leave"
+            )
+        return pp, dp, ep
+
+    def program(self, microbatches: int) -> Program:
+        """Return the program of an optimizer step.
+
+        Raises:
+            ValueError: The schedule is unknown, or ``gradient_accumulation_steps`` does not fit it.
+        """
+        try:
+            return build_schedule(self.schedule, ranks=self.pp, microbatches=microbatches)
+        except ValueError as error:
+            raise ValueError(
+                f"schedule={self.schedule!r} with pp={self.pp} and gradient_accumulation_steps={microbatches}: {error}"
+            ) from None
+
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False,), "bf16=True, or neither"),
+    "fp16_full_eval": ((False,), "bf16=True, or neither"),
+    "bf16_full_eval": ((False,), "bf16=True, or neither"),
+    "torch_compile": ((False,), "compiled layers inside the model"),
+    "deepspeed": ((None,), "pp, dp and ep of OverlapArguments"),
+    "fsdp": ((None, "", [], False), "pp, dp and ep of OverlapArguments"),
+    "parallelism_config": ((None,), "pp, dp and ep of OverlapArguments"),
+    "activation_checkpointing": ((None, False), "recompute of OverlapArguments"),
+    "gradient_checkpointing": ((None, False), "recompute of OverlapArguments"),
+    "auto_find_batch_size": ((False,), "a per_device_train_batch_size that fits"),
+    "neftune_noise_alpha": ((None,), "None"),
+    "use_liger_kernel": ((False,), "False"),
+    "eval_use_gather_object": ((False,), "False"),
+    "ddp_find_unused_parameters": ((None,), "None, the engine sums gradients"),
+    "ddp_bucket_cap_mb": ((None,), "None, the engine sums gradients"),
+    "ddp_broadcast_buffers": ((None,), "None, the engine sums gradients"),
+    "ddp_static_graph": ((None,), "None, the engine sums gradients"),
+}
+"""Arguments of Trainer that cannot be honoured: their values that change nothing, and what to use instead."""
+
+
+def check_arguments(args: Any, parallel: OverlapArguments) -> None:
+    """Refuse arguments of Trainer that an engine cannot honour.
+
+    Args:
+        args: The ``TrainingArguments``.
+        parallel: Beside them.
+
+    Raises:
+        ValueError: One of them is set.
+    """
+    for name, (harmless, instead) in _REFUSED.items():
+        if (value := getattr(args, name, harmless[0])) not in harmless:
+            raise ValueError(f"{name}={value!r} under an overlapped trainer; allowed: {instead}")
+    if args.debug:
+        raise ValueError(f"debug={args.debug!r} under an overlapped trainer; allowed: none")
+    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        raise ValueError(f"optim={args.optim!r} steps inside the backward; allowed: an optimizer that steps after it")
+    if parallel.pp > 1 and args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError("train_sampling_strategy='batch_rebalance' with pp > 1; allowed: another strategy, or pp=1")
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError("dispatch_batches=True; allowed: False or None, every rank reads its own data")

@@ -1,0 +1,462 @@
+"""transformers' Trainer, and any subclass of it, whose optimizer steps are played by an engine.
+
+Trainer's loop stays: it collects the microbatches of an optimizer step, and the last one plays them all. On the last
+stage Trainer's own ``training_step`` runs for each microbatch, with the rest of the model in place of the model. So the
+loss, its normalisation, metrics and hooks are Trainer's or the subclass's own code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_to_fp32
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.batch import split_batch
+from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments
+from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
+from overlap1f1b.integrations.transformers.split import SplitModel, split_model
+from overlap1f1b.integrations.transformers.stage import LossOfModel
+from overlap1f1b.plan import parse_overlap
+from overlap1f1b.schedule import Program
+
+INPUTS = ("input_ids", "attention_mask", "position_ids")
+"""Columns of a batch that layers read; others than these are for the loss."""
+OF_LOSS = ("labels", "shift_labels")
+CHECKPOINT = "overlap1f1b"
+"""Folder of a checkpoint with this rank's weights and optimizer."""
+SCHEDULER = "scheduler.pt"
+OPTIMIZER = "optimizer.pt"
+
+logger = logging.get_logger(__name__)
+Named = Mapping[str, Any]
+Batch = dict[str, Any]
+Finish = Callable[[Named], Any]
+Compute = Callable[["_Rest", Batch], Tensor]
+
+
+class Overlapped(Trainer):
+    """Trainer whose optimizer step is one step of an engine, for any subclass of Trainer.
+
+    >>> class OverlapSFTTrainer(Overlapped, SFTTrainer): pass
+    >>> trainer = OverlapSFTTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2, ep=2))
+
+    The microbatches of a step are the batches of its ``gradient_accumulation_steps``. Ranks along "dp" and "ep" read
+    data of their own, those of one pipeline the same. The model is split when the trainer is made, and Trainer's
+    arguments mean what they mean there; those that cannot be honoured are refused.
+
+    Args:
+        args: Trainer's arguments, by position.
+        overlap_args: Ranks, schedule and recomputation; by default all ranks share the experts.
+        kwargs: Trainer's arguments, by name.
+
+    Raises:
+        ValueError: An argument cannot be honoured, the sizes do not fit the ranks, the schedule is unknown or does not
+            fit ``gradient_accumulation_steps``, or the model cannot be split.
+    """
+
+    accelerator: ShardedAccelerator
+    _parts: _Parts | None = None
+    _mesh: DeviceMesh | None = None
+
+    def __init__(self, *args: Any, overlap_args: OverlapArguments | None = None, **kwargs: Any) -> None:
+        self.overlap_args = overlap_args or OverlapArguments()
+        self._collected: list[Batch] = []
+        self._last: StepResult | None = None
+        self._tokens: Tensor | float = 0.0
+        super().__init__(*args, **kwargs)
+        if (made := self.optimizer or self.lr_scheduler) is not None:
+            raise ValueError(
+                f"optimizers with a {type(made).__name__} of the whole model; "
+                "allowed: optimizer_cls_and_kwargs, or create_optimizer and create_scheduler of a subclass"
+            )
+        self._own_code()
+        if self.overlap_args.pp > 1:
+            self.callback_handler.callbacks.insert(0, _LogsOfLastStage(self))
+        self._built()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments, and make the accelerator of the ranks with data of their own."""
+        args, parallel = self.args, self.overlap_args
+        check_arguments(args, parallel)
+        sizes = parallel.sizes(args.world_size)
+        parallel.program(args.gradient_accumulation_steps)
+        args._n_gpu = min(1, args.n_gpu)  # as Trainer does where the model manages its devices
+        super().create_accelerator_and_postprocess()
+        if args.world_size > 1:
+            self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
+        self.accelerator.__class__ = ShardedAccelerator
+        self.accelerator.share(self._mesh)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _own_code(self) -> None:
+        """Refuse a recomputation that would run a subclass's code for the loss twice."""
+        if self.overlap_args.recompute in ("none", "experts"):
+            return
+        kinds = type(self).__mro__
+        after = kinds[kinds.index(Overlapped) + 1 :]
+        for name, among in (("training_step", after), ("compute_loss", kinds)):
+            owner = next(kind for kind in among if name in vars(kind))
+            if owner is not Trainer:
+                raise ValueError(
+                    f"recompute={self.overlap_args.recompute!r} would call {owner.__name__}.{name} twice; "
+                    "allowed: none, experts"
+                )
+
+    # ------------------------------------------------------------------------------------------------------- model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that plays the optimizer steps."""
+        return self._built().engine
+
+    @property
+    def stages(self) -> SplitModel:
+        """The stages of this rank."""
+        return self._built().stages
+
+    def _built(self) -> _Parts:
+        """Return the split model and its engine; made again where ``model_init`` has made another model."""
+        if self._parts is None or self._parts.stages.model is not self.model:
+            if self._parts is not None:
+                self._parts.engine.close()
+            self._parts = _Parts(
+                self.model,
+                self.overlap_args.program(self.args.gradient_accumulation_steps),
+                self._mesh,
+                self.overlap_args,
+                _unnumbered(self.args.device),
+            )
+        return self._parts
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the whole model where it is: each rank moves its part."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self._built().module
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer of this rank's parameters; their groups are those of the whole model."""
+        return super().create_optimizer(self._built().module)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of sequences of an optimizer step."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return this rank's part of Trainer's estimate for a microbatch."""
+        whole = self._built().parameters
+        return 6 * inputs["input_ids"].numel() * whole // self.overlap_args.pp if "input_ids" in inputs else 0
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Collect the batches of an optimizer step, and count its tokens over all ranks."""
+        if self._collected:
+            logger.warning(f"{len(self._collected)} batches at the end of an epoch made no optimizer step")
+            self._collected = []
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if items is not None:
+            # Kept as a tensor: reading it would wait for the device.
+            self._tokens += items
+        return samples, items
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Collect a microbatch; with the last one of an optimizer step, play them all.
+
+        Returns:
+            The loss of the whole step over all ranks, a scalar; zero before the last microbatch.
+        """
+        batch: Any = self._prepare_input(inputs)
+        self._collected.append(batch)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._collected = self._collected, []
+        parts = self._built()
+        model.train()
+
+        def compute(rest: _Rest, batch: Batch) -> Tensor:
+            super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
+            loss, self.accelerator.loss = self.accelerator.loss, None
+            assert loss is not None
+            return loss
+
+        shards = self.accelerator.num_processes
+        with self.accelerator.autocast():
+            make_feed = partial(self._feed, parts, batches, compute, 1.0 / shards)
+            self._last = result = parts.engine.play(make_feed).result
+        losses = [loss.detach().double().reshape(()) for loss in result.losses]
+        (total,) = parts.engine.mesh.sums(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
+        return torch.tensor(total / shards, device=self.args.device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        # A launcher numbers its CPUs: to "cpu:1" would be a copy of what is on the CPU.
+        return data if self.args.device.type == "cpu" else super()._prepare_input(data)
+
+    def _feed(self, parts: _Parts, batches: list[Batch], compute: Compute, scale: float) -> Feed:
+        """Return the feed of the batches; microbatches without one get a token that does not count."""
+        count, names = parts.engine.program.microbatches, parts.names
+        if len(batches) > count:
+            raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
+        for batch in batches:
+            for name in batch.keys() - {*names, *OF_LOSS}:
+                raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, *OF_LOSS))}")
+        given: list[Mapping[str, Tensor | None]] = [{name: batch.get(name) for name in names} for batch in batches]
+        token = {name: None if value is None else _first(value) for name, value in given[0].items()}
+        given += [token] * (count - len(batches))
+        part = split_batch(given, count, "inputs", names)
+        last = parts.engine.program.placement.stages - 1
+
+        def of(stage: int, index: int) -> dict[str, Any]:
+            arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
+            if stage == last:
+                batch = batches[index] if index < len(batches) else None
+                arguments |= {"loss_fn": LossOfModel(partial(self._loss, batch, compute)), "loss_scale": scale}
+            return arguments
+
+        return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
+
+    def _loss(self, batch: Batch | None, compute: Compute, named: Named, finish: Finish) -> Tensor:
+        """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
+        if batch is None:
+            zero: Tensor = finish(named).logits.flatten()[:0].sum()
+            return zero
+        rest = _Rest(self, batch, finish)
+        with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
+            return compute(rest, dict(batch))
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.engine.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.engine.clip_gradients(math.inf) if grad_norm is None else grad_norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to the loss of a step the tokens that counted, and what of the exchange was hidden."""
+        if "loss" in logs and self._last is not None:
+            logs |= self._figures(self._last)
+        super().log(logs, start_time)
+
+    def _figures(self, result: StepResult) -> dict[str, float]:
+        mesh, timeline = self.engine.mesh, result.overlap
+        tokens, self._tokens = float(self._tokens), 0.0
+        if not self.args.average_tokens_across_devices:  # they are this rank's
+            tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
+        figures = {"tokens": tokens}
+        if mesh.size("ep") > 1:
+            pair = (timeline.exposed, timeline.exchange)
+            every = mesh.combined([pair], lambda _, pairs: list(chain.from_iterable(pairs)))
+            hidden = [1.0 - exposed / exchange for exposed, exchange in every if exchange]
+            figures["exchange_exposed_s"] = max(exposed for exposed, _ in every)
+            figures["exchange_hidden"] = min(hidden, default=1.0)
+        return figures
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels."""
+        parts, found = self._built(), []
+
+        def compute(rest: _Rest, batch: Batch) -> Tensor:
+            step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
+            found.append(step)
+            return torch.zeros(()) if step[0] is None else step[0]
+
+        model.eval()
+        batch: Any = self._prepare_input(inputs)
+        with self.accelerator.autocast():
+            parts.engine.play(partial(self._feed, parts, [batch], compute, 1.0), grad=False)
+        if self.overlap_args.pp == 1:
+            return found[0]
+        every = parts.engine.mesh.gathered("pp", _to("cpu", found[0]) if found else None)
+        step = found[0] if found else next(_to(_unnumbered(self.args.device), one) for one in every if one is not None)
+        return step
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir or ".")
+        self.stages.save_pretrained(folder)
+        if self.args.should_save:
+            kept = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if kept is not None:
+                kept.save_pretrained(str(folder))
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = _of_torch(self.optimizer)
+        save_checkpoint(self.engine, Path(output_dir) / CHECKPOINT, self.state.global_step, optimizer, keep=1)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.stages.load_pretrained(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self.stages.load_pretrained(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if not (folder / CHECKPOINT).exists():
+            if (folder / OPTIMIZER).exists():
+                raise ValueError(
+                    f"{folder} has the optimizer of a plain Trainer; allowed: a checkpoint of an overlapped trainer, "
+                    "or from_pretrained of this one, which begins a new optimizer"
+                )
+            logger.warning(f"{folder} has weights alone: optimizer and learning rate begin anew")
+            return
+        load_checkpoint(self.engine, folder / CHECKPOINT, _of_torch(self.optimizer))
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+
+class OverlapTrainer(Overlapped):
+    """transformers' Trainer for a mixture of experts, its exchanges hidden behind compute: see :class:`Overlapped`.
+
+    >>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2, ep=2))
+    >>> trainer.train()
+    """
+
+
+class _LogsOfLastStage(TrainerCallback):
+    """Gives all ranks of a pipeline, so the one that reports, the log of one whose code for the loss runs."""
+
+    def __init__(self, trainer: Overlapped) -> None:
+        self.trainer = trainer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Replace the entries of a line before the other callbacks see it."""
+        engine = self.trainer.engine
+        placement = engine.program.placement
+        every = engine.mesh.gathered("pp", logs)
+        theirs = every[placement.replicas(placement.stages - 1)[0]]
+        if logs is not None and theirs is not None:
+            logs |= theirs
+            state.log_history[-1] |= theirs
+
+
+class _Parts:
+    """This rank's part of a model, in a module with the names of the whole model, and its engine."""
+
+    def __init__(
+        self,
+        model: Any,
+        program: Program,
+        mesh: DeviceMesh | None,
+        parallel: OverlapArguments,
+        device: torch.device,
+    ) -> None:
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
+        self.parameters = model.num_parameters(exclude_embeddings=True)
+        self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in _arguments(model))
+        self.stages = split_model(model, program, mesh, inputs=self.names)
+        if any(p.is_meta for p in self.stages.parameters()):
+            if parallel.pretrained is None:
+                raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")
+            self.stages.load_pretrained(parallel.pretrained, device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        self.module = _Part(self.stages)
+        self.engine = Engine(
+            self.stages,
+            program,
+            mesh=mesh,
+            overlap=parse_overlap(parallel.overlap),
+            recompute=parallel.recompute,
+            dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
+            timeout=parallel.timeout,
+        )
+
+
+class _Part(nn.Module):
+    """The stages of this rank in one module."""
+
+    def __init__(self, stages: SplitModel) -> None:
+        super().__init__()
+        for stage in stages.values():
+            stage.hang(self)
+        self.__dict__["stages"] = stages
+
+    def train(self, mode: bool = True) -> _Part:
+        """Set the mode of the model, also of modules without weights."""
+        self.__dict__["stages"].train(mode)
+        return super().train(mode)
+
+
+class _Rest(nn.Module):
+    """The model after its last layer, called as the whole model with the inputs of one microbatch.
+
+    Args:
+        trainer: The trainer.
+        batch: Inputs of the microbatch.
+        finish: Runs the rest of the model's forward.
+    """
+
+    def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
+        super().__init__()
+        self.__dict__["_given"] = (trainer, batch, finish)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_given"][0].model, name)
+
+    def _get_name(self) -> str:
+        return type(self.__dict__["_given"][0].model).__name__
+
+    def forward(self, **arguments: Any) -> Any:
+        trainer, batch, finish = self.__dict__["_given"]
+        for name in trainer._built().names:
+            if arguments.get(name) is not batch.get(name):
+                raise ValueError(
+                    f"{type(trainer).__name__} calls the model with another {name} than the batch has; "
+                    "allowed: the inputs of the batch, through which its layers have already run"
+                )
+        with trainer.accelerator.autocast():
+            output = finish(arguments)
+        return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)
+
+
+def _arguments(model: Any) -> set[str]:
+    from inspect import signature
+
+    return set(signature(type(model).forward).parameters)
+
+
+def _first(value: Tensor) -> Tensor:
+    """Return the first token of an input [B, S], or the first row of another."""
+    return value[:1, :1] if value.dim() == 2 else value[:1]
+
+
+def _unnumbered(device: torch.device) -> torch.device:
+    """Return the CPU without the number that accelerate gives it."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _of_torch(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _to(device: torch.device | str, value: Any) -> Any:
+    """Return a value with its tensors on a device; those of tuples and lists too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(_to(device, one) for one in value) if isinstance(value, tuple | list) else value

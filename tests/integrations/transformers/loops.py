@@ -1,0 +1,143 @@
+"""Training loops of transformers on tiny models: Trainer on one process, and overlapped trainers on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from torch import Tensor
+
+from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
+from tests.integrations.transformers import tiny
+
+SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Rows of different lengths; the first labels do not count. `pad` collates them."""
+
+    def __init__(self, rows: int, seed: int = 5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(3, 9, (rows,), generator=generator).tolist()
+        self.rows = [torch.randint(3, tiny.V, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.rows[index].clone()
+        labels[: 1 + index % 2] = -100
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad to the longest row, which differs from batch to batch."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(name: str, value: int) -> Tensor:
+        missing = [longest - len(row[name]) for row in rows]
+        parts = [torch.nn.functional.pad(row[name], (0, n), value=value) for row, n in zip(rows, missing, strict=True)]
+        return torch.stack(parts)
+
+    ids = padded("input_ids", 0)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": padded("labels", -100)}
+
+
+@dataclass
+class Spec:
+    """A run: its model, its data, and how it is trained."""
+
+    folder: Path
+    model: str | None = "qwen3_moe"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 44
+    accumulation: int = 4
+    steps: int = 4
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    layout: OverlapArguments | None = None
+    kind: Callable[..., Any] = OverlapTrainer
+    resume: str | None = None
+    seed: int = 3
+    on_meta: bool = False
+
+    def build(self) -> Any:
+        """Return the trainer of this process."""
+        given: dict[str, Any] = {
+            "output_dir": str(self.folder),
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "max_steps": self.steps,
+            "learning_rate": 3e-3,
+            "adam_epsilon": 1e-5,
+            "weight_decay": 0.1,
+            "warmup_steps": 2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "dataloader_pin_memory": False,
+        }
+        arguments = transformers.TrainingArguments(**{**given, **self.arguments})
+        more = {} if self.layout is None else {"overlap_args": self.layout}
+        with torch.device("meta" if self.on_meta else "cpu"):
+            model = None if self.model is None else tiny.build(self.model, seed=self.seed, **self.config)
+        data = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
+        return self.kind(model, arguments, data_collator=pad, **{**data, **more, **self.trainer})
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """Return loss, gradient norm, rate and evaluations, in order."""
+    lines = [{name: line[name] for name in SHOWN if name in line} for line in trainer.state.log_history]
+    return [line for line in lines if line]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder of weights."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@contextmanager
+def launched(rank: int, size: int) -> Iterator[None]:
+    """The environment of a launcher's process, for ranks that have a process group."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "localhost"}
+    _forget()
+    try:
+        yield
+    finally:
+        for name in (*own, "MASTER_ADDR"):
+            os.environ.pop(name, None)
+        _forget()
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def train(rank: int, size: int, spec: Spec) -> list[dict[str, Any]]:
+    """Train on this rank and save; return the history."""
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train(resume_from_checkpoint=spec.resume)
+        trainer.save_model()
+        return list(trainer.state.log_history)
+
+
+def alone(spec: Spec) -> Any:
+    """Train on this process and save; return the trainer."""
+    _forget()
+    trainer = spec.build()
+    trainer.train(resume_from_checkpoint=spec.resume)
+    trainer.save_model()
+    return trainer
