@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap1f1b.plan import Recompute, parse_overlap
+from overlap1f1b.plan import Recompute, parse_overlap, parse_parts, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -28,6 +28,7 @@ class OverlapArguments:
             ``gradient_accumulation_steps``.
         overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
         recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
+        parts: Parts of the tokens of each call of experts, 1 to 8, see :class:`Engine`.
         pretrained: Folder of the weights of a model on the meta device, of which each rank reads its part.
         timeout: Limit in seconds of every wait for another rank.
     """
@@ -38,13 +39,14 @@ class OverlapArguments:
     schedule: str = field(default="combined_1f1b", metadata={"help": "Schedule of an optimizer step."})
     overlap: str = field(default="3", metadata={"help": "serial, pairs, or the most actions that are open at once."})
     recompute: Recompute = field(default="none", metadata={"help": "Activations to compute again in the backward."})
+    parts: int = field(default=1, metadata={"help": "Parts of the tokens of each call of experts."})
     pretrained: str | None = field(default=None, metadata={"help": "Weights of a model on the meta device."})
     timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
 
     def __post_init__(self) -> None:
         parse_overlap(self.overlap)
-        if self.recompute not in (allowed := ("none", "experts", "attention", "block")):
-            raise ValueError(f"recompute={self.recompute!r}; allowed: {', '.join(allowed)}")
+        parse_recompute(self.recompute)
+        parse_parts(self.parts)
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
         """Return the sizes of "pp", "dp" and "ep" on that many ranks.

@@ -382,6 +382,7 @@ class _Parts:
             mesh=mesh,
             overlap=parse_overlap(parallel.overlap),
             recompute=parallel.recompute,
+            parts=parallel.parts,
             dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
             timeout=parallel.timeout,
         )

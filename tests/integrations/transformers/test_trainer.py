@@ -442,6 +442,7 @@ def test_fsdp_and_deepspeed_are_refused(tmp_path: Path) -> None:
         ({"pp": 2}, 4, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
         ({"ep": -1}, 4, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
         ({"overlap": "much"}, 4, "overlap='much'; allowed: serial, pairs"),
+        ({"parts": 0}, 4, "parts=0; allowed: 1 to 8"),
         ({"recompute": "all"}, 4, "recompute='all'; allowed: none, experts, attention, block"),
     ],
 )
@@ -483,5 +484,5 @@ def test_a_loss_of_other_inputs_is_refused(tmp_path: Path) -> None:
 
 
 def test_recompute(tmp_path: Path) -> None:
-    spec = Spec(tmp_path, layout=OverlapArguments(recompute="block", overlap="pairs"))
+    spec = Spec(tmp_path, layout=OverlapArguments(recompute="block", overlap="pairs", parts=2))
     close(history(alone(spec)), history(plain(spec)))
