@@ -28,8 +28,8 @@ class Block(nn.Module):
         self.norm, self.experts = nn.LayerNorm(HIDDEN), experts
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.experts(self.norm(x))
-        return x + (found[0] if isinstance(found, tuple) else found)
+        found = self.experts(self.norm(x).unsqueeze(0))  # AutoEP takes a batch of sequences
+        return x + (found[0] if isinstance(found, tuple) else found).squeeze(0)
 
 
 def _build(mesh: DeviceMesh) -> nn.Sequential:
