@@ -31,6 +31,7 @@ _HOME = {
     "ProgramTimeline": "simulation",
     "Timeline": "simulation",
     "simulate": "simulation",
+    "synthesize": "simulation",
     "exchange": "transport.calls",
 }
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     )
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
+    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate, synthesize
     from overlap1f1b.transport.calls import exchange
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "simulate",
+    "synthesize",
 ]
 
 

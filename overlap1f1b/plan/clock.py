@@ -117,7 +117,7 @@ class Clock:
         start = self.start(node) if needed is None else max(self.now, needed)
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
-            end = self.now = self.computed = start + self._cost(node)[0]
+            end = self.now = self.computed = start + self.cost(node)[0]
             if kind is not _W and op not in RECOMPUTES:
                 self._take(node)
         elif lane is _PEER:
@@ -153,7 +153,7 @@ class Clock:
         key = pipe, stage, _, _ = destination(node)
         to = self.placement.rank(pipe, stage)
         start = max(launched, self.sent.get(to, 0.0))
-        end = start + self._cost(node)[0]
+        end = start + self.cost(node)[0]
         if self.costs.shared_links:
             free = self.free[Resource.EXCHANGE]
             both = [max(0.0, min(at, end) - max(start, since)) for at, since in zip(free, self.since, strict=True)]
@@ -163,7 +163,7 @@ class Clock:
         self.sent[to] = self.arrivals[key] = end
         return start, end
 
-    def _cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
+    def cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
         """Return a node's time, and its time on every link; both are the same for every microbatch."""
         place = node[:2] + node[3:]
         known = self.known.get(place)
@@ -174,7 +174,7 @@ class Clock:
 
     def _travel(self, node: Node, launched: float, free: list[float]) -> tuple[float, float]:
         """Return the first start and the last end over the links; each link is first in, first out."""
-        costs = self._cost(node)[1]
+        costs = self.cost(node)[1]
         shares = self.costs.shared_links and node.op is not Op.COUNTS
         if len(costs) == len(free) == 1 and not shares:
             start = max(launched, free[0])

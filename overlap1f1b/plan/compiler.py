@@ -78,7 +78,7 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
             play(f"k={policy.open_actions}", policy, schedule_ranks(program, chains, costs, policy))
     assert best, "a checked program has an order that ends"
-    return Plan(program, overlap, best, chains.shapes, _receiving_in_order(ranks, chains), predicted)
+    return Plan(program, overlap, best, chains.shapes, receiving_in_order(ranks, chains), predicted)
 
 
 def _candidates(
@@ -100,7 +100,7 @@ def _candidates(
             yield f"k={k}", policy, schedule_ranks(program, chains, free, policy)
 
 
-def _receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
+def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
     """Move receives ahead, so that each rank receives in the order in which its peers send.
 
     A receive takes no time on its rank, so nothing else moves.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key
@@ -112,6 +112,7 @@ class ListScheduler:
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
         self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, arrivals=arrivals)
         self.order: list[Node] = []
+        self.given_up = False
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients still to come
@@ -133,6 +134,9 @@ class ListScheduler:
     def ended(self) -> bool:
         """Whether everything has been issued."""
         return not (self.open or self.waiting or self.weights)
+
+    def expect(self, received: Node) -> None:
+        """Do nothing: an open action looks for its message by itself."""
 
     def step(self, horizon: float) -> float | None:
         """Issue the next compute node with the launches before it, if it starts by ``horizon``.
@@ -329,11 +333,7 @@ def _microbatch(what: Action | Node) -> tuple[int, int, int]:
 
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
-    """Return the nodes of every rank in issue order, all ranks scheduled in one common time.
-
-    The rank whose time is earliest issues its next node. It never waits beyond the time of the other ranks, since one
-    of them may send a message that lets an earlier node start.
-    """
+    """Return the nodes of every rank in issue order, all ranks scheduled in one common time."""
     arrivals: dict[Key, float] = {}
     peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
     schedulers = [
@@ -342,26 +342,57 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
     ]
     if len(schedulers) == 1:
         return [schedulers[0].run()]
+    run_together(schedulers, chains)
+    return [scheduler.order for scheduler in schedulers]
+
+
+class Scheduler(Protocol):
+    """A scheduler of one rank that takes turns with others."""
+
+    clock: Clock
+    order: list[Node]
+    given_up: bool
+    """Whether the step is known to end too late; then all ranks stop."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been issued."""
+
+    def expect(self, received: Node) -> None:
+        """Take note of a message that another rank has sent."""
+
+    def step(self, horizon: float) -> float | None:
+        """Issue a node that starts by ``horizon``, or return the time until which the rank would wait."""
+
+
+def run_together(schedulers: Sequence[Scheduler], chains: Chains) -> None:
+    """Let every rank issue its nodes, all in one common time.
+
+    The rank whose time is earliest issues its next node. It never waits beyond the time of the other ranks, since one
+    of them may send a message that lets an earlier node start.
+    """
     wakes = [0.0] * len(schedulers)  # time at which each rank looks for a node again
     heap = [(0.0, rank) for rank in range(len(schedulers))]
     while heap:
         wake, rank = heappop(heap)
         scheduler = schedulers[rank]
+        if scheduler.given_up:
+            return
         if wake != wakes[rank] or scheduler.ended:  # it was woken earlier
             continue
         before = len(scheduler.order)
         waits = scheduler.step(wake)
         wakes[rank] = scheduler.clock.now if waits is None else waits
-        if wakes[rank] < float("inf"):
+        if wakes[rank] < _FOREVER:
             heappush(heap, (wakes[rank], rank))
         for node in scheduler.order[before:]:
             if node.op is Op.SEND:
                 peer = chains.peer(node)
                 received = chains.receive(node)
+                schedulers[peer].expect(received)
                 key = (received.pipe, received.stage, received.microbatch, received.kind)
-                arrival = max(arrivals[key], schedulers[peer].clock.now)
+                arrival = max(scheduler.clock.arrivals[key], schedulers[peer].clock.now)
                 if arrival < wakes[peer]:
                     wakes[peer] = arrival
                     heappush(heap, (arrival, peer))
     assert all(scheduler.ended for scheduler in schedulers), "a checked program has no ranks that wait for each other"
-    return [scheduler.order for scheduler in schedulers]

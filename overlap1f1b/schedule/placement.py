@@ -55,13 +55,18 @@ class Placement:
         return cls((tuple(range(ranks)) * chunks,))
 
     @classmethod
-    def v(cls, ranks: int) -> Placement:
+    def v(cls, ranks: int, chunks: int = 2) -> Placement:
         """Return a V, down and up again: rank ``r`` holds stages ``r`` and ``2·ranks − 1 − r``.
 
-        The last rank passes to itself.
+        The last rank passes to itself. With more chunks the stages go on, down and up in turns.
+
+        >>> Placement.v(2, chunks=4)
+        Placement(pipes=((0, 1, 1, 0, 0, 1, 1, 0),))
         """
         check_size("ranks", ranks)
-        return cls(((*range(ranks), *reversed(range(ranks))),))
+        check_size("chunks", chunks)
+        down = tuple(range(ranks))
+        return cls((tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down)),))
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:

@@ -1,6 +1,7 @@
 """Floor ``simulation``: predicted times of a program or a plan. Pure Python, no torch."""
 
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline, SlotSpan, TransferSpan, play_actions
+from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.search import (
     ActionModel,
     Candidate,
@@ -11,12 +12,15 @@ from overlap1f1b.simulation.search import (
     Ranking,
     candidates,
     copies_of,
+    played,
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
+from overlap1f1b.simulation.synthesis import AUTO, synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, intersection, length, play_nodes, union
 
 __all__ = [
+    "AUTO",
     "ActionModel",
     "Candidate",
     "Costs",
@@ -30,13 +34,17 @@ __all__ = [
     "SlotSpan",
     "Timeline",
     "TransferSpan",
+    "bound",
     "candidates",
     "copies_of",
     "intersection",
     "length",
+    "pipeline_bound",
     "play_actions",
     "play_nodes",
+    "played",
     "search",
     "simulate",
+    "synthesize",
     "union",
 ]

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from heapq import heappush, heappushpop
+from itertools import accumulate
 from typing import NamedTuple
 
 from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Overlap, Resource, parse_overlap
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Clock
-from overlap1f1b.schedule import Action, Kind, Program, actions_of
+from overlap1f1b.schedule import Action, Kind, Placement, Program, actions_of
 from overlap1f1b.schedule.rows import flow
+from overlap1f1b.schedule.values import check_size
 
 
 class _Chain(NamedTuple):
@@ -75,6 +77,93 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
                 ready = max(ready, ends[forward, before, microbatch, pipe] + source.send)
             ends[forward, stage, microbatch, pipe] = rows[rank].run(chain(forward, stage, pipe), forward, ready)
     return max((row.end for row in rows), default=0.0)
+
+
+def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs: NodeCosts) -> float:
+    """Return a lower bound of the makespan of any plan of any order of actions, with any number of live activations.
+
+    >>> from overlap1f1b.plan import BlockShape
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
+    >>> shape = (BlockShape(seams=1),)
+    >>> [pipeline_bound(Placement.v(2), microbatches, shape, costs) for microbatches in (1, 8)]
+    [161.0, 367.5]
+
+    A rank has to do all of its compute, and all of its exchanges, of every microbatch. Before, the first microbatch
+    has to come down to one of its stages; behind, the last one has to go up from one of them to the first stage.
+    Weight gradients may come after that. If transfers between stages share the links of the exchanges, they count
+    with them. The bound is the largest of these times over the ranks, or one microbatch's whole way.
+
+    Args:
+        placement: Rank of each stage, with one pipe.
+        microbatches: Microbatches of the step.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
+        costs: Costs of the nodes.
+
+    Raises:
+        ValueError: The placement has several pipes, or the shapes are of another number of stages.
+    """
+    if len(placement.pipes) > 1:
+        raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
+    check_size("microbatches", microbatches)
+    chains = Chains(placement, shape)
+    ways = {  # of one microbatch, down and up
+        kind: [_Way(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
+        for kind in (Kind.F, Kind.I)
+    }
+    down = [0.0, *accumulate(way.whole + way.send for way in ways[Kind.F])]
+    up = [
+        0.0,
+        *accumulate(ways[Kind.I][stage].whole + ways[Kind.I][stage + 1].send for stage in range(placement.stages - 1)),
+    ]
+    last = ways[Kind.I][0].last_weight
+    least = down[-1] + up[-1] + ways[Kind.I][-1].whole + last
+    for rank in range(placement.ranks):
+        stages = [stage for _, stage in placement.places(rank)]
+        both = [ways[kind][stage] for kind in (Kind.F, Kind.I) for stage in stages]
+        head, tail = min(down[stage] for stage in stages), min(up[stage] for stage in stages)
+        compute = microbatches * sum(way.compute for way in both)
+        exchange = microbatches * sum(way.exchange for way in both)
+        sends = microbatches * sum(way.send for way in both) if costs.shared_links else 0.0
+        if exchange:
+            first = min(down[stage] + ways[Kind.F][stage].before for stage in stages)
+            behind = min(up[stage] + ways[Kind.I][stage].behind for stage in stages)
+            least = max(least, first + exchange + behind, first + exchange + sends)
+        weights = microbatches * sum(way.weights for way in both)
+        least = max(least, head + compute + tail, head + compute + weights)
+    return least
+
+
+class _Way:
+    """Times of an action that finds every resource free.
+
+    Attributes:
+        whole: From its begin to its end, without transfers to other ranks.
+        before: From its begin to its first exchange.
+        behind: From the end of its last exchange to its end.
+        compute: Of all computation but weight gradients.
+        weights: Of the weight gradients.
+        last_weight: Of the weight gradient behind its last node.
+        exchange: Of all exchanges, on an average link.
+        send: Of the transfer to the rank of the next stage.
+    """
+
+    def __init__(self, action: Action, chains: Chains, costs: NodeCosts) -> None:
+        nodes = [node for node in chains.of(action) if node.op is not Op.RECEIVE]
+        free = replace(costs, launch={}, shared_links=False)
+        clock = Clock(free, placement=chains.placement)
+        spans = [clock.play(node) for node in nodes if node.op not in (*RECOMPUTES, Op.SEND)]
+        exchanges = [span for span in spans if span.node.resource is Resource.EXCHANGE]
+        self.whole = spans[-1].end
+        self.before = min((span.start for span in exchanges), default=0.0)
+        self.behind = self.whole - max((span.end for span in exchanges), default=0.0)
+        self.compute = sum(costs(node) for node in nodes if node.resource is Resource.COMPUTE)
+        links = [costs.links(span.node) for span in exchanges]
+        self.exchange = sum(sum(times) / len(times) for times in links)
+        self.send = sum(costs(node) for node in nodes if node.op is Op.SEND)
+        weights = [weight for node in nodes if action.kind is Kind.I and (weight := chains.weight(node)) is not None]
+        self.weights = sum(map(costs, weights))
+        last = chains.weight(spans[-1].node) if action.kind is Kind.I else None
+        self.last_weight = costs(last) if last is not None else 0.0
 
 
 class _RankBound:

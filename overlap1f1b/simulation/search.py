@@ -9,13 +9,14 @@ from functools import partial
 from numbers import Real
 from typing import Protocol
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap
-from overlap1f1b.schedule import SCHEDULES, Program, build_schedule, schedule_of
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
+from overlap1f1b.schedule import SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.bound import bound
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.timeline import PlanTimeline
+from overlap1f1b.simulation.synthesis import AUTO, synthesize
+from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 
 class Played(Protocol):
@@ -95,7 +96,7 @@ class Candidate:
     combined_1f1b:chunks=2,extra_warmup=1
 
     Args:
-        schedule: One of ``SCHEDULES``.
+        schedule: One of ``SCHEDULES``, or ``"auto"``: an order that is found for the costs, in a loop or a V.
         chunks: Stages of a rank; None is the schedule's default.
         extra_warmup: Additional forwards before the first backward; None is the schedule's default.
         group_size: Microbatches that pass one chunk before a rank turns to the next; None is the default.
@@ -147,6 +148,35 @@ class Model(Protocol):
     def bound(self, program: Program, overlap: Overlap | None) -> float:
         """Return a lower bound of the makespan, without playing the program."""
 
+    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
+        """Return the timeline of an order that is found for the costs."""
+
+
+def played(
+    candidate: Candidate,
+    model: Model,
+    *,
+    ranks: int,
+    microbatches: int,
+    forward_only: bool = False,
+    memory: float | None = None,
+) -> tuple[Program, Played]:
+    """Return the program of a candidate and its timeline.
+
+    Raises:
+        ValueError: The combination is impossible.
+    """
+    if candidate.schedule != AUTO:
+        program = candidate.build(ranks, microbatches, forward_only=forward_only)
+        return program, model.play(program, candidate.overlap)
+    for name in ("extra_warmup", "group_size", "overlap"):
+        if getattr(candidate, name) is not None:
+            raise ValueError(f"{name}={getattr(candidate, name)} with auto; allowed: none, since all orders are tried")
+    if forward_only:
+        raise ValueError("forwards alone with auto; allowed: a whole step")
+    timeline = model.synthesized(ranks, microbatches, candidate.chunks or 1, memory)
+    return timeline.plan.program, timeline
+
 
 @dataclass(frozen=True)
 class ActionModel:
@@ -173,6 +203,14 @@ class ActionModel:
         """Return 0: playing actions is as fast as finding a bound."""
         return 0.0
 
+    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
+        """Refuse: orders are found for costs of sub-ops.
+
+        Raises:
+            ValueError: In every case.
+        """
+        raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
+
 
 @dataclass(frozen=True)
 class NodeModel:
@@ -183,12 +221,16 @@ class NodeModel:
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
+        parts: Parts of the tokens of each call of experts; ``costs`` are those of whole calls.
+        seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.synthesize`.
     """
 
     costs: NodeCosts
     layers: int
     default: Overlap = 3
     overlaps: tuple[Overlap, ...] = OVERLAPS
+    parts: int = 1
+    seconds: float = 10.0
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
         """Return a program's timeline.
@@ -197,8 +239,32 @@ class NodeModel:
             ValueError: The layers cannot be divided evenly over the chunks.
         """
         overlap = self.default if overlap is None else overlap
-        layers, waits = self._layers_of_a_stage(program), bool(self.costs.launch)
-        return simulate(program, self.costs, overlap=overlap, layers=layers, counts_block=waits)
+        layers, waits = len(self._shape_of_a_stage(program.placement)), bool(self.costs.launch)
+        return simulate(
+            program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits
+        )
+
+    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
+        """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.
+
+        Raises:
+            ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
+        """
+        placements = dict.fromkeys((Placement.loop(ranks, chunks), Placement.v(ranks, chunks)))
+        costs, waits = self._costs, bool(self.costs.launch)
+        plans = [
+            synthesize(
+                placement,
+                microbatches,
+                self._shape_of_a_stage(placement),
+                costs,
+                peak_activations=memory,
+                seconds=self.seconds / len(placements),
+                counts_block=waits,
+            )
+            for placement in placements
+        ]
+        return play_nodes(min(plans, key=lambda plan: plan.predicted), costs, counts_block=waits)
 
     def known_peak(self, program: Program) -> float:
         """Return 0: a plan may keep fewer activations alive than its program declares."""
@@ -206,15 +272,19 @@ class NodeModel:
 
     def bound(self, program: Program, overlap: Overlap | None) -> float:
         """Return the bound of :func:`overlap1f1b.simulation.bound.bound`."""
-        shape = (BlockShape(seams=1),) * self._layers_of_a_stage(program)
-        return bound(program, shape, self.costs, self.default if overlap is None else overlap)
+        shape = self._shape_of_a_stage(program.placement)
+        return bound(program, shape, self._costs, self.default if overlap is None else overlap)
 
-    def _layers_of_a_stage(self, program: Program) -> int:
-        chunks = program.placement.stages // program.placement.ranks
+    @property
+    def _costs(self) -> NodeCosts:
+        return self.costs.in_parts(self.parts)
+
+    def _shape_of_a_stage(self, placement: Placement) -> StageShape:
+        chunks = placement.stages // placement.ranks
         check_size("layers", self.layers)
         if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
-        return self.layers // chunks
+        return (BlockShape(seams=1, parts=self.parts),) * (self.layers // chunks)
 
 
 @dataclass(frozen=True)
@@ -307,7 +377,19 @@ def search(
             progress(done)
             continue
         try:
-            outcome = _outcome(candidate, program_of(candidate), model, limit)
+            if candidate.schedule == AUTO:
+                outcome: Outcome | float = Outcome.of(
+                    *played(
+                        candidate,
+                        model,
+                        ranks=ranks,
+                        microbatches=microbatches,
+                        forward_only=forward_only,
+                        memory=memory,
+                    )
+                )
+            else:
+                outcome = _outcome(candidate, program_of(candidate), model, limit)
         except ValueError as error:
             refused[index] = str(error)
         else:

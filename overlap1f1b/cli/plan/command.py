@@ -22,7 +22,16 @@ from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.schedule import Program
-from overlap1f1b.simulation import ActionModel, Candidate, NodeModel, PlanTimeline, Ranking, search
+from overlap1f1b.simulation import (
+    AUTO,
+    ActionModel,
+    Candidate,
+    NodeModel,
+    PlanTimeline,
+    Ranking,
+    played,
+    search,
+)
 
 Model = ActionModel | NodeModel
 
@@ -61,8 +70,12 @@ def plan(options: PlanOptions) -> None:
     model, layers = model_of(options), options.sub_op_costs.layers
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
+    of_step: dict[str, Any] = {"forward_only": options.forward_only, "memory": options.memory}
     if options.from_csv is not None:
         program = read(options)
+        timeline = model.play(program, None)
+        of_step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
+        of_step["forward_only"] = program.forward_only
     else:
         candidate = requested(options)
         if options.search:
@@ -70,13 +83,12 @@ def plan(options: PlanOptions) -> None:
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         check_scale(candidate, ranks, microbatches, layers)
-        program = candidate.build(ranks, microbatches, forward_only=options.forward_only)
-    timeline = model.play(program, None if candidate is None else candidate.overlap)
+        of_step |= {"ranks": ranks, "microbatches": microbatches}
+        program, timeline = _played(candidate, model, **of_step)
     rows = [row_of(program, timeline, candidate)]
     for other in map(parse, options.compare):
         check_scale(other, len(program.ranks), program.microbatches, layers)
-        further = other.build(len(program.ranks), program.microbatches, forward_only=program.forward_only)
-        rows.append(row_of(further, model.play(further, other.overlap), other))
+        rows.append(row_of(*_played(other, model, **of_step), other))
     content = content_of(program, timeline) | extra
     _write(program, timeline, options.output, _title(content))
     _show(content, timeline, options.output, screen)
@@ -87,11 +99,17 @@ def plan(options: PlanOptions) -> None:
     write_json(options.output.json, content)
 
 
+def _played(candidate: Candidate, model: Model, **of_step: Any) -> tuple[Program, Played]:
+    program, timeline = played(candidate, model, **of_step)
+    assert isinstance(timeline, Played)
+    return program, timeline
+
+
 def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console) -> Ranking:
     tried = searched(options, model)
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
-    if options.schedule is not None:
+    if options.schedule not in (None, AUTO):
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
     with _progress(len(tried), screen) as progress:
         ranking = search(

@@ -10,6 +10,7 @@ import tyro
 
 from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import DEFAULT_CHUNKS
+from overlap1f1b.simulation import AUTO
 
 LARGEST = 1e100
 """The largest cost."""
@@ -56,6 +57,11 @@ class SubOpCosts:
     dispatch, as on a GPU, and is drawn, too."""
     overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
+    parts: Annotated[int | None, by_default("INT", 1)] = None
+    """Parts of the tokens of each call of experts, each with exchanges of its own; --experts, --dispatch and --combine
+    are those of whole calls, and are shared out evenly."""
+    seconds: Annotated[float | None, by_default("FLOAT", 10)] = None
+    """Size of the search of auto, about its time on one core; with --search for all of its chunks together."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,8 @@ class PlanOptions:
     """
 
     schedule: Annotated[str | None, by_default("NAME", "combined_1f1b")] = None
-    """Schedule to draw. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipev."""
+    """Schedule to draw. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipev;
+    with --layers also auto, an order that is found for the costs, in a loop or a V."""
     ranks: Annotated[int | None, by_default("INT", 4)] = None
     """Pipeline ranks."""
     microbatches: Annotated[int | None, by_default("INT", 8)] = None
@@ -127,8 +134,8 @@ class PlanOptions:
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. Options that are given are not varied."""
     memory: Annotated[float | None, by_default("FLOAT", "none")] = None
-    """Memory limit for --search: how many microbatches' activations a rank may hold at once, over its whole share of
-    the model."""
+    """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
+    share of the model. For auto it is by default twice the number of ranks."""
     top: Annotated[int | None, by_default("INT", 15)] = None
     """Rows in the table of --search; the JSON has all schedules that were played. With --layers, a schedule is not
     played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""
@@ -146,15 +153,21 @@ def check_plan(options: PlanOptions) -> None:
             raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
     _check_sizes(options)
     if options.sub_op_costs.layers is None:
-        names = ("attention", "experts", "dispatch", "combine", "counts", "launch", "overlap")
+        names = ("attention", "experts", "dispatch", "combine", "counts", "launch", "overlap", "parts", "seconds")
         _refuse(options.sub_op_costs, names, needed="with --layers")
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
     if options.forward_only:
         _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
     _check_costs(options)
-    if not options.search:
-        _refuse(options, ("memory",), needed="with --search")
+    auto = any(name is not None and name.partition(":")[0] == AUTO for name in (options.schedule, *options.compare))
+    if auto and options.sub_op_costs.layers is None:
+        raise ValueError("auto alone; allowed: with --layers")
+    if not options.search and not auto:
+        _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
+        _refuse(options, ("memory",), needed="with --search or auto")
+    elif not options.search:
+        pass
     elif options.group_size is not None:
         raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
     elif options.compare:
@@ -169,8 +182,8 @@ def check_plan(options: PlanOptions) -> None:
 
 def _check_sizes(options: PlanOptions) -> None:
     least = {"ranks": 1, "microbatches": 1, "chunks": 1, "group_size": 1, "extra_warmup": 0, "top": 1, "width": 20}
-    given = vars(options) | vars(options.output) | {"layers": options.sub_op_costs.layers}
-    for name, limit in (least | {"layers": 1}).items():
+    given = vars(options) | vars(options.output) | vars(options.sub_op_costs)
+    for name, limit in (least | {"layers": 1, "parts": 1}).items():
         if given[name] is not None and given[name] < limit:
             raise ValueError(f"{_option(name)} {given[name]}; allowed: {limit} or more")
 

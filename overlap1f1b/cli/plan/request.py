@@ -7,7 +7,7 @@ from typing import Any
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, Program
-from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
+from overlap1f1b.simulation import AUTO, ActionModel, Candidate, Costs, NodeModel
 from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
 MOST = 10_000_000
@@ -48,7 +48,12 @@ def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candi
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
     if options.forward_only:
         extra = extra[:1]
-    return list(candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps))
+    found = []
+    if isinstance(model, NodeModel) and not options.forward_only and options.schedule in (None, AUTO):
+        found = [Candidate(AUTO, chunks=v) for v in chunks if not model.layers % v]
+    if options.schedule == AUTO:
+        return found
+    return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
 
 
 def model_of(options: PlanOptions) -> ActionModel | NodeModel:
@@ -75,10 +80,13 @@ def _node_model(options: PlanOptions) -> NodeModel:
         send=options.send or 0.0,
         launch=given.launch or 0.0,
     )
+    seconds, parts = 10.0 if given.seconds is None else given.seconds, given.parts or 1
+    if options.search and options.chunks is None:
+        seconds /= len(CHUNKS)
     if given.overlap is None:
-        return NodeModel(costs, given.layers, overlaps=OVERLAPS)
+        return NodeModel(costs, given.layers, overlaps=OVERLAPS, parts=parts, seconds=seconds)
     overlap = parse_overlap(given.overlap)
-    return NodeModel(costs, given.layers, default=overlap, overlaps=(overlap,))
+    return NodeModel(costs, given.layers, default=overlap, overlaps=(overlap,), parts=parts, seconds=seconds)
 
 
 def read(options: PlanOptions) -> Program:
@@ -107,8 +115,8 @@ def parse(text: str) -> Candidate:
         ValueError: The schedule or option is unknown, or a value is not a number.
     """
     name, _, rest = text.partition(":")
-    if name not in SCHEDULES:
-        raise ValueError(f"--compare {text}: unknown program {name!r}; allowed: {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, AUTO):
+        raise ValueError(f"--compare {text}: unknown program {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
     given: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")

@@ -251,6 +251,39 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
     assert found["overlap"] == str(rows[0]["overlap"])
 
 
+def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "auto.csv"
+    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--parts", 2, "--seconds", 0.01, "--memory", 3)
+    found = content(capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto")
+    assert found["chunks"] == 2
+    assert max(row["peak_activations"] for row in found["per_rank"]) <= 3
+    assert [row["schedule"] for row in found["compare"]] == ["auto", "1f1b", "auto"]
+    assert found["compare"][0]["makespan"] == found["makespan"] < found["compare"][1]["makespan"]
+    assert [[str(slot) for slot in slots] for slots in Program.from_csv(file).ranks] == found["actions"]
+    searched = content(capsys, *sizes, "--search", "--top", 99)
+    rows = searched["search"]["rows"]
+    assert {row["chunks"] for row in rows if row["schedule"] == "auto"} == {1, 2}
+    assert searched["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--schedule", "auto"), "auto alone; allowed: with --layers"),
+        (("--compare", "auto:chunks=2"), "auto alone; allowed: with --layers"),
+        (("--layers", 1, "--seconds", 1), "--seconds 1 alone; allowed: with --search or auto"),
+        (("--layers", 1, "--parts", 0), "--parts 0; allowed: 1 or more"),
+        (("--parts", 2), "--parts 2 alone; allowed: with --layers"),
+        (("--layers", 1, "--schedule", "auto", "--memory", 0.5), "peak_activations=0.5; allowed: 1 or more"),
+        (("--layers", 1, "--schedule", "auto", "--chunks", 2), "layers=1 over 2 chunks; allowed: a multiple of 2"),
+        (("--layers", 1, "--schedule", "auto", "--extra-warmup", 1), "extra_warmup=1 with auto; allowed: none"),
+        (("--layers", 1, "--schedule", "auto", "--forward-only"), "forwards alone with auto; allowed: a whole step"),
+    ],
+)
+def test_bad_input_of_an_order_that_is_found(capsys: Capture, args: tuple[object, ...], message: str) -> None:
+    assert refused(capsys, *args).startswith(message)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
     file = tmp_path / "plan.csv"

@@ -1,0 +1,381 @@
+"""Search for an order of actions that is made for the costs, over all ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from overlap1f1b.plan import (
+    RECOMPUTES,
+    Chains,
+    Node,
+    NodeCosts,
+    Op,
+    Plan,
+    Resource,
+    compile,
+    cost_key,
+    play_ranks,
+)
+from overlap1f1b.plan.chains import Shapes
+from overlap1f1b.plan.clock import Key
+from overlap1f1b.plan.compiler import receiving_in_order
+from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.orders import with_reductions
+from overlap1f1b.plan.scheduler import Policy, schedule_ranks
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.schedule.values import check_size
+from overlap1f1b.simulation.bound import bound
+
+AUTO = "auto"
+"""Name of the programs that are found."""
+
+NODES_PER_SECOND = 150_000
+"""Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
+LEAST_TRIES = 16
+"""Tries of a search, however large the step."""
+SAMPLED = 1 / 3
+"""Share of the tries that are drawn at random; the others change the best ones."""
+OVERLAP = 3
+"""Open actions of the fixed schedules that are tried."""
+LEAST_PER_RANK = 2
+"""Live microbatches a rank, for each rank of the pipeline, if no limit is given."""
+
+KEPT = 8
+"""Best tries that are kept and changed."""
+LIKE = 8
+"""Fixed schedules whose orders are tried first."""
+SPREAD = 1.03
+"""A random try is given up when it is so much slower than the best."""
+
+SEED = 0
+_FIRST = ((0.0, 0.0), (2.0, 0.0), (0.0, 0.8))
+_SETTINGS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "lookahead": (0.0, 0.0, 0.3, 0.6, 1.0),
+        "patience": (0.0, 0.2, 0.4, 0.6, 0.8),
+        "deferred": (0, 1, 2),
+    }
+)
+"""Tried values of settings; see :class:`~overlap1f1b.plan.free.Priorities`."""
+
+
+def synthesize(
+    placement: Placement,
+    microbatches: int,
+    shape: Shapes,
+    costs: NodeCosts,
+    *,
+    peak_activations: float | None = None,
+    seconds: float = 10.0,
+    counts_block: bool = False,
+) -> Plan:
+    """Return the fastest plan that a search finds, with a program whose order of actions is made for the costs.
+
+    The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
+    with those of fixed schedules, then with random ones, then with changes of the best. It is never slower than the
+    fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions: if one
+    of them is faster, its plan is returned. The result depends on the arguments alone, so all ranks find the same.
+
+    >>> from overlap1f1b.plan import BlockShape
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
+    >>> plan = synthesize(Placement.v(2), 4, (BlockShape(seams=1),), costs, peak_activations=3, seconds=0.1)
+    >>> plan.program.name, plan.program.peak_activations
+    ('auto', (6, 6))
+
+    Args:
+        placement: Rank of each stage, with one pipe: a loop or a V, with any number of chunks.
+        microbatches: Microbatches of the step.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
+        costs: Costs of the nodes.
+        peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
+            unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks.
+        seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
+            ``LEAST_TRIES`` tries. So the result does not depend on the speed of the machine; its time does.
+        counts_block: Whether the host waits for counts, as on CUDA.
+
+    Raises:
+        ValueError: The placement has two pipes, no order can keep the limit, a cost is missing, or a size is out of
+            range.
+    """
+    check_size("microbatches", microbatches)
+    if not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds={seconds!r}; allowed: a finite number > 0")
+    if len(placement.pipes) > 1:
+        raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
+    if not isinstance(costs, NodeCosts):
+        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
+    if peak_activations is None:
+        peak_activations = LEAST_PER_RANK * placement.ranks
+    if not isinstance(peak_activations, Real) or not peak_activations >= 1:
+        raise ValueError(f"peak_activations={peak_activations!r}; allowed: 1 or more, since a rank holds all of one")
+    chains = Chains(placement, shape)
+    _check_costs(chains, costs)
+    search = _Search(placement, microbatches, chains, costs, peak_activations, seconds, counts_block)
+    return search.run()
+
+
+def _check_costs(chains: Chains, costs: NodeCosts) -> None:
+    """Raise ``ValueError`` for a sub-op of compute or an exchange of rows that has no cost."""
+    for stage in range(chains.placement.stages):
+        for kind in (Kind.F, Kind.I):
+            for node in chains.of(Action(kind, stage, 0)):
+                needed = node.resource is Resource.COMPUTE or node.op in (Op.DISPATCH, Op.COMBINE)
+                if (
+                    needed
+                    and node.op not in RECOMPUTES
+                    and cost_key(node) not in costs.by_node
+                    and (node.op, kind) not in costs.by_op
+                ):
+                    raise ValueError(f"no cost of {node.name} of stage {stage}; allowed: a cost for every sub-op")
+
+
+@dataclass(frozen=True)
+class _Genes:
+    """What a try is made of. A unit of the numbers is the distance of two microbatches.
+
+    Args:
+        later: Number by which all forwards come later.
+        slope: Number between the first forward and the last backward of a microbatch.
+        places: Numbers of single stages and directions.
+        single: Numbers of single actions.
+        caps: Live microbatches of every stage.
+        lookahead, patience, deferred: See :class:`~overlap1f1b.plan.free.Priorities`.
+    """
+
+    later: float
+    slope: float
+    places: dict[tuple[Kind, int], float]
+    single: dict[Key, float]
+    caps: tuple[int, ...]
+    lookahead: float
+    patience: float
+    deferred: float
+
+
+class _Search:
+    """One search; it keeps the best try."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        microbatches: int,
+        chains: Chains,
+        costs: NodeCosts,
+        peak_activations: float,
+        seconds: float,
+        counts_block: bool,
+    ) -> None:
+        self.placement, self.microbatches, self.chains, self.costs = placement, microbatches, chains, costs
+        self.counts_block = counts_block
+        self.free = replace(costs, launch={})
+        self.steps = Steps(chains, self.free)
+        limit = peak_activations / placement.share + 1e-9
+        self.limits = [int(min(limit, len(placement.places(rank)) * microbatches)) for rank in range(placement.ranks)]
+        for rank, least in enumerate(len(placement.places(rank)) for rank in range(placement.ranks)):
+            if self.limits[rank] < least:
+                raise ValueError(
+                    f"peak_activations={peak_activations:g} with {least} stages on rank {rank}; "
+                    f"allowed: {least * placement.share:g} or more"
+                )
+        self.most = [  # live microbatches of every stage
+            min(self.limits[rank], microbatches) for rank in placement.pipes[0]
+        ]
+        self.budget = int(seconds * NODES_PER_SECOND)  # nodes that may still be scheduled
+        self.tries = 0
+        self.programs = self._programs()
+        self.random = Random(SEED)
+        # The times are played again only where they differ from the scheduler's.
+        self.plays = bool(costs.launch) or any(block.reduced for stage in chains.shapes for block in stage)
+
+    def run(self) -> Plan:
+        """Return the best plan of all tries and of the fixed schedules."""
+        whole, best, pool = self.budget, float("inf"), [(float("inf"), self._drawn())]
+        for _, program in self.programs[:LIKE]:
+            tried = self._play(self._like(program), best * SPREAD)
+            best = min(best, tried[0])
+            pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
+        while self._goes_on(LEAST_TRIES // 2, whole * (1 - SAMPLED)):
+            tried = self._play(self._drawn(), best * SPREAD)
+            best = min(best, tried[0])
+            pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
+        while self._goes_on(LEAST_TRIES, 0):
+            start = pool[min(self.random.randrange(len(pool)), self.random.randrange(len(pool)))]
+            changed = self._play(self._changed(start[1]), pool[-1][0])
+            if changed[0] <= pool[-1][0]:
+                if changed[0] <= start[0]:
+                    pool.remove(start)
+                pool = sorted((changed, *pool), key=lambda tried: tried[0])[:KEPT]
+        found = self._plan(pool[0][1])
+        return min((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
+
+    def _goes_on(self, least: int, left: float) -> bool:
+        self.tries += 1
+        return self.tries <= least or self.budget > left
+
+    def _play(self, genes: _Genes, limit: float) -> tuple[float, _Genes]:
+        ranks, end = self._schedule(genes, limit)
+        self.budget -= sum(map(len, ranks))
+        if self.plays and end < float("inf"):
+            end = self._end([with_reductions(nodes, self.chains) for nodes in ranks])
+        return end, genes
+
+    def _schedule(self, genes: _Genes, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
+        priorities = Priorities(
+            self._keys(genes),
+            self.limits,
+            genes.caps,
+            genes.deferred,
+            genes.lookahead,
+            genes.patience,
+        )
+        return schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+
+    def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
+        spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)
+        return max(span.end for rank in spans for span in rank)
+
+    def _keys(self, genes: _Genes) -> dict[Key, float]:
+        stages, keys = self.placement.stages, {}
+        for stage in range(stages):
+            for kind, position in ((Kind.F, stage), (Kind.I, 2 * stages - 1 - stage)):
+                at = genes.slope * position / (2 * stages) + genes.places.get((kind, stage), 0.0)
+                at += genes.later if kind is Kind.F else 0.0
+                for microbatch in range(self.microbatches):
+                    key = 0, stage, microbatch, kind
+                    keys[key] = at + microbatch + genes.single.get(key, 0.0)
+        return keys
+
+    def _drawn(self) -> _Genes:
+        """Return a random try; the first ones are microbatch first, backward first, and by distance from the start."""
+        draw, most = self.random, tuple(self.most)
+        span = float(min(self.microbatches, 4 * self.placement.ranks))
+        if self.tries <= len(_FIRST):
+            later, slope = _FIRST[self.tries - 1]
+            return _Genes(later * span, slope * span, {}, {}, most, 0.0, 0.4, 2)
+        caps = tuple(draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in most)
+        return _Genes(
+            draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
+            draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
+            {},
+            {},
+            caps if draw.random() < 0.5 else most,
+            draw.choice(_SETTINGS["lookahead"]),
+            draw.choice(_SETTINGS["patience"]),
+            draw.choice(_SETTINGS["deferred"]),
+        )
+
+    def _changed(self, genes: _Genes) -> _Genes:
+        """Return a try with one random change."""
+        draw, stages = self.random, self.placement.stages
+        what = draw.random()
+        if what < 0.35:
+            return self._changed_setting(genes)
+        if what < 0.7:
+            places = dict(genes.places)
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                place = draw.choice((Kind.F, Kind.I)), draw.randrange(stages)
+                places[place] = places.get(place, 0.0) + draw.gauss(0, draw.choice((0.5, 1.0, 2.0)))
+            return replace(genes, places=places)
+        single, around, width = dict(genes.single), draw.randrange(self.microbatches), draw.choice((0.5, 1.0, 2.0))
+        for _ in range(draw.choice((1, 3, 10, 30))):
+            microbatch = min(self.microbatches - 1, max(0, int(draw.gauss(around, 2))))
+            key = 0, draw.randrange(stages), microbatch, draw.choice((Kind.F, Kind.I))
+            single[key] = single.get(key, 0.0) + draw.gauss(0, width)
+        return replace(genes, single=single)
+
+    def _changed_setting(self, genes: _Genes) -> _Genes:
+        draw = self.random
+        what = draw.choice(("later", "slope", *_SETTINGS, "caps", "caps", "caps"))
+        if what in _SETTINGS:
+            changed: dict[str, Any] = {what: draw.choice(_SETTINGS[what])}
+            return replace(genes, **changed)
+        if what == "later":
+            return replace(genes, later=genes.later + draw.gauss(0, 1))
+        if what == "slope":
+            return replace(genes, slope=genes.slope + draw.gauss(0, self.microbatches / 8))
+        caps, stage = list(genes.caps), draw.randrange(self.placement.stages)
+        caps[stage] = max(1, min(self.most[stage], caps[stage] + draw.choice((-2, -1, 1, 2))))
+        return replace(genes, caps=tuple(caps))
+
+    def _plan(self, genes: _Genes) -> Plan:
+        plan = plan_of(self._schedule(genes)[0], self.chains, self.microbatches)
+        return replace(plan, predicted=self._end(plan.ranks))
+
+    def _fixed(self, best: float) -> Iterator[Plan]:
+        """Yield plans of the fixed schedules that may be faster than the best so far."""
+        for least, program in self.programs:
+            if least >= best:
+                return
+            plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
+            if all(plan.live(rank) <= limit for rank, limit in enumerate(self.limits)):
+                best = min(best, plan.predicted)
+                yield plan
+
+    def _programs(self) -> list[tuple[float, Program]]:
+        """Return the fixed schedules of the placement, with their bounds, smallest first."""
+        chunks, ranks = self.placement.stages // self.placement.ranks, self.placement.ranks
+        programs = []
+        for name in SCHEDULES:
+            for extra in (0, 1, 2) if schedule_of(name).extra_warmup else (None,):
+                try:
+                    program = build_schedule(
+                        name, ranks=ranks, microbatches=self.microbatches, chunks=chunks, extra_warmup=extra
+                    )
+                except ValueError:  # impossible for these sizes
+                    continue
+                if program.placement == self.placement:
+                    programs.append((bound(program, self.chains.shapes, self.free, OVERLAP), program))
+        return sorted(programs, key=lambda entry: entry[0])
+
+    def _like(self, program: Program) -> _Genes:
+        """Return a try with the order in which a fixed schedule begins its actions."""
+        ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
+        self.budget -= sum(map(len, ranks))
+        spans = play_ranks(ranks, self.placement, self.free)
+        begins: dict[Key, float] = {}
+        for span in (span for rank in spans for span in rank if _begins(span.node)):
+            node = span.node
+            begins.setdefault((0, node.stage, node.microbatch, node.kind), span.start)
+        distance = max(begins.values()) / (self.microbatches + self.placement.ranks) or 1.0
+        single = {key: begin / distance - key[2] for key, begin in begins.items()}
+        return _Genes(0.0, 0.0, {}, single, tuple(self.most), 0.0, 0.4, 2)
+
+
+def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:
+    """Return the plan of nodes that are scheduled freely, with the program of their actions in order of their begin."""
+    ranks = [with_reductions(nodes, chains) for nodes in ranks]
+    rows = tuple(tuple(dict.fromkeys(_action(node) for node in nodes if _begins(node))) for nodes in ranks)
+    program = Program(AUTO, microbatches, rows, (0,) * len(rows), chains.placement)
+    plan = Plan(
+        program, max(map(_most_open, ranks)), "found", chains.shapes, receiving_in_order(ranks, chains), float("inf")
+    )
+    return replace(plan, program=replace(program, peak_activations=tuple(map(plan.live, range(len(ranks))))))
+
+
+def _begins(node: Node) -> bool:
+    return node.kind is not Kind.W and node.resource is Resource.COMPUTE
+
+
+def _action(node: Node) -> Action:
+    return Action(Kind.F if node.kind is Kind.F else Kind.B, node.stage, node.microbatch, node.pipe)
+
+
+def _most_open(nodes: Sequence[Node]) -> int:
+    """Return the largest number of actions that have begun and not ended."""
+    left = Counter(_action(node) for node in nodes if _begins(node))
+    begun: set[Action] = set()
+    most = 0
+    for node in filter(_begins, nodes):
+        action = _action(node)
+        begun.add(action)
+        most = max(most, len(begun))
+        left[action] -= 1
+        if not left[action]:
+            begun.discard(action)
+    return most
