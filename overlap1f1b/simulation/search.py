@@ -240,9 +240,7 @@ class NodeModel:
         """
         overlap = self.default if overlap is None else overlap
         layers, waits = len(self._shape_of_a_stage(program.placement)), bool(self.costs.launch)
-        return simulate(
-            program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits
-        )
+        return simulate(program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits)
 
     def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
         """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.
