@@ -25,7 +25,7 @@ def options(program: Program, **others: object) -> Facts:
     """Return the options of an engine."""
     order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
     text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
-    return {"program": text, **others}
+    return {"program": text, "search": (program.search_seconds, program.peak_activations), **others}
 
 
 def structure(stages: Mapping[int, Blocks]) -> Facts:

@@ -60,12 +60,13 @@ class Engine:
             or the stages of this rank by their number, each a list of blocks, or a module with a list ``blocks`` and
             perhaps parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold
             Experts.
-        program: Schedule of the step over the mesh's pipeline ranks.
+        program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
-        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions.
+        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions. ``auto`` opens any
+            number, as the costs ask for.
         recompute: Activations that blocks drop after their forward and compute again before their backward:
             ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.

@@ -3,12 +3,16 @@
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot, peaks_of
 from overlap1f1b.schedule.checks import check
 from overlap1f1b.schedule.generators import (
+    AUTO,
     DEFAULT_CHUNKS,
     DEFAULT_EXTRA_WARMUP,
     DEFAULT_PROGRAM,
     SCHEDULES,
+    SEARCH_SECONDS,
     afab,
+    auto,
     build_schedule,
+    check_search,
     combined_1f1b,
     dualpipe,
     dualpipev,
@@ -27,10 +31,12 @@ from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 
 __all__ = [
+    "AUTO",
     "DEFAULT_CHUNKS",
     "DEFAULT_EXTRA_WARMUP",
     "DEFAULT_PROGRAM",
     "SCHEDULES",
+    "SEARCH_SECONDS",
     "Action",
     "Kind",
     "Pair",
@@ -39,8 +45,10 @@ __all__ = [
     "Slot",
     "actions_of",
     "afab",
+    "auto",
     "build_schedule",
     "check",
+    "check_search",
     "combined_1f1b",
     "dualpipe",
     "dualpipev",

@@ -30,6 +30,8 @@ class Program(Rows):
         placement: Rank of each stage.
         peak_weights: Declared limit of weight gradients that wait at once, per rank: (stage, microbatch) between I and
             W. Empty if nothing is declared.
+        search_seconds: If above 0, an Engine replaces the order by one that a search of this size finds for measured
+            costs, within ``peak_activations``; see :func:`~overlap1f1b.synthesize`.
     """
 
     def draw(self) -> str:
@@ -45,7 +47,10 @@ class Program(Rows):
         )
 
     def to_csv(self, path: str | Path, *, header: bool = True) -> None:
-        """Write one row a rank, one cell a slot; ``header=False`` leaves out the lines that torch's reader refuses."""
+        """Write one row a rank, one cell a slot; ``header=False`` leaves out the lines that torch's reader refuses.
+
+        A file holds an order that stays: ``search_seconds`` is not written.
+        """
         write(self, path, header=header)
 
     @classmethod

@@ -21,6 +21,7 @@ class Rows:
     peak_activations: tuple[int, ...]
     placement: Placement = SINGLE
     peak_weights: tuple[int, ...] = ()
+    search_seconds: float = 0.0
 
     def microbatches_of(self, pipe: int) -> range:
         """Return the microbatches that pass a pipe; with two pipes, the first has the lower half."""

@@ -16,11 +16,10 @@ from overlap1f1b.simulation.search import (
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import AUTO, synthesize
+from overlap1f1b.simulation.synthesis import synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, intersection, length, play_nodes, union
 
 __all__ = [
-    "AUTO",
     "ActionModel",
     "Candidate",
     "Costs",

@@ -10,12 +10,12 @@ from numbers import Real
 from typing import Protocol
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
-from overlap1f1b.schedule import SCHEDULES, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.bound import bound
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import AUTO, synthesize
+from overlap1f1b.simulation.synthesis import synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 

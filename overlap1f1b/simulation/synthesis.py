@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -28,12 +27,20 @@ from overlap1f1b.plan.compiler import receiving_in_order
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.plan.orders import with_reductions
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
-from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.schedule import (
+    AUTO,
+    SCHEDULES,
+    SEARCH_SECONDS,
+    Action,
+    Kind,
+    Placement,
+    Program,
+    build_schedule,
+    check_search,
+    schedule_of,
+)
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.bound import bound
-
-AUTO = "auto"
-"""Name of the programs that are found."""
 
 NODES_PER_SECOND = 150_000
 """Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
@@ -43,8 +50,6 @@ SAMPLED = 1 / 3
 """Share of the tries that are drawn at random; the others change the best ones."""
 OVERLAP = 3
 """Open actions of the fixed schedules that are tried."""
-LEAST_PER_RANK = 2
-"""Live microbatches a rank, for each rank of the pipeline, if no limit is given."""
 
 KEPT = 8
 """Best tries that are kept and changed."""
@@ -72,7 +77,7 @@ def synthesize(
     costs: NodeCosts,
     *,
     peak_activations: float | None = None,
-    seconds: float = 10.0,
+    seconds: float = SEARCH_SECONDS,
     counts_block: bool = False,
 ) -> Plan:
     """Return the fastest plan that a search finds, with a program whose order of actions is made for the costs.
@@ -104,20 +109,12 @@ def synthesize(
             range.
     """
     check_size("microbatches", microbatches)
-    if not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
-        raise ValueError(f"seconds={seconds!r}; allowed: a finite number > 0")
-    if len(placement.pipes) > 1:
-        raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
+    limits = check_search(placement, peak_activations, seconds)
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
-    if peak_activations is None:
-        peak_activations = LEAST_PER_RANK * placement.ranks
-    if not isinstance(peak_activations, Real) or not peak_activations >= 1:
-        raise ValueError(f"peak_activations={peak_activations!r}; allowed: 1 or more, since a rank holds all of one")
     chains = Chains(placement, shape)
     _check_costs(chains, costs)
-    search = _Search(placement, microbatches, chains, costs, peak_activations, seconds, counts_block)
-    return search.run()
+    return _Search(placement, microbatches, chains, costs, limits, seconds, counts_block).run()
 
 
 def _check_costs(chains: Chains, costs: NodeCosts) -> None:
@@ -167,7 +164,7 @@ class _Search:
         microbatches: int,
         chains: Chains,
         costs: NodeCosts,
-        peak_activations: float,
+        limits: Sequence[int],
         seconds: float,
         counts_block: bool,
     ) -> None:
@@ -175,14 +172,7 @@ class _Search:
         self.counts_block = counts_block
         self.free = replace(costs, launch={})
         self.steps = Steps(chains, self.free)
-        limit = peak_activations / placement.share + 1e-9
-        self.limits = [int(min(limit, len(placement.places(rank)) * microbatches)) for rank in range(placement.ranks)]
-        for rank, least in enumerate(len(placement.places(rank)) for rank in range(placement.ranks)):
-            if self.limits[rank] < least:
-                raise ValueError(
-                    f"peak_activations={peak_activations:g} with {least} stages on rank {rank}; "
-                    f"allowed: {least * placement.share:g} or more"
-                )
+        self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
         self.most = [  # live microbatches of every stage
             min(self.limits[rank], microbatches) for rank in placement.pipes[0]
         ]

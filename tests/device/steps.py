@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts, Overlap, compile
-from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule import AUTO, Program, build_schedule
 from tests import models
 from tests.device.model import Entry, Setting, Stuck, hangs, nodes_of
 from tests.device.standin import World, here
@@ -40,6 +40,8 @@ class Layout(NamedTuple):
 def program_of(name: str, pp: int, microbatches: int | None = None) -> Program:
     """A schedule, by default with a number of microbatches that the ranks do not divide, where it allows that."""
     microbatches = microbatches or MICROBATCHES.get(name, {}).get(pp, pp + 1)
+    if name == AUTO:
+        return build_schedule(name, ranks=pp, microbatches=microbatches, chunks=2, peak_activations=2, seconds=0.05)
     return build_schedule(name, ranks=pp, microbatches=microbatches, chunks=CHUNKED.get(name))
 
 
@@ -87,7 +89,8 @@ def stepped(
     inputs, target = batch_of(program, layout, rank)
     found, begins = [], []
     for overlap in overlaps:
-        engine.plan = compile(program, engine.shapes, COSTS, overlap)
+        if not program.search_seconds:
+            engine.plan = compile(program, engine.shapes, COSTS, overlap)
         model.zero_grad()
         begins.append(len(here().log))
         engine.step(inputs, target=target)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap1f1b.plan import Overlap, compile
-from overlap1f1b.schedule import SCHEDULES
+from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
 from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, played, program_of, stuck
@@ -47,7 +47,7 @@ def test_four_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 4, 1) == [[]]
 
 
-@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe", AUTO])
 def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 2, 2) == [[]]
 
@@ -57,7 +57,7 @@ def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, op
     assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev", AUTO])
 def test_three_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 3, 1) == [[]]
 

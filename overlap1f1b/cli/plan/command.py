@@ -21,9 +21,8 @@ from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
-from overlap1f1b.schedule import Program
+from overlap1f1b.schedule import AUTO, Program
 from overlap1f1b.simulation import (
-    AUTO,
     ActionModel,
     Candidate,
     NodeModel,

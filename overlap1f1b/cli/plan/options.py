@@ -9,8 +9,7 @@ from typing import Annotated
 import tyro
 
 from overlap1f1b.cli.output import by_default, check_files
-from overlap1f1b.schedule import DEFAULT_CHUNKS
-from overlap1f1b.simulation import AUTO
+from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS
 
 LARGEST = 1e100
 """The largest cost."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.plan import NodeCosts, parse_overlap
-from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, Program
-from overlap1f1b.simulation import AUTO, ActionModel, Candidate, Costs, NodeModel
+from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, SCHEDULES, Program
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
 from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
 MOST = 10_000_000

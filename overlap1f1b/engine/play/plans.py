@@ -5,6 +5,7 @@ from __future__ import annotations
 from overlap1f1b import plan as planning
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
 from overlap1f1b.schedule import Program, forwards_of
+from overlap1f1b.simulation import synthesize
 from overlap1f1b.transport.mesh import Mesh
 
 
@@ -12,7 +13,7 @@ class Plans:
     """The plans of a program's steps and evaluations.
 
     Args:
-        program: Schedule of a step.
+        program: Schedule of a step; with ``search_seconds`` another order is found when there are costs.
         shapes: Shapes of all stages.
         overlap: Of the compiled plans.
         counts_block: Whether the host waits for counts.
@@ -65,7 +66,10 @@ class Plans:
     def of_step(self) -> Plan:
         """Plan of the next step: the compiled one, or the serial one as long as there are no costs."""
         if self._plan is None and self._costs is not None:
-            self._plan = self._compiled(self.program, self.shapes, self._costs, self.overlap)
+            if self.program.search_seconds:
+                self._plan = self._found(self._costs)
+            else:
+                self._plan = self._compiled(self.program, self.shapes, self._costs, self.overlap)
         if self._plan is not None:
             return self._plan
         if self._serial is None:
@@ -90,11 +94,26 @@ class Plans:
             # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
             # them from other collectives.
             shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-            self._evaluation = self._compiled(forwards_of(self.program), shapes, costs, self.overlap)
+            program = self.program if self._plan is None else self._plan.program
+            self._evaluation = self._compiled(forwards_of(program), shapes, costs, self.overlap)
         return self._evaluation
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
+        planning.check(plan)
+        return self._met(plan, costs)
+
+    def _found(self, costs: NodeCosts) -> Plan:
+        placement = self.program.placement
+        plan = synthesize(
+            placement,
+            self.program.microbatches,
+            self.shapes,
+            costs,
+            peak_activations=min(self.program.peak_activations) * placement.share,
+            seconds=self.program.search_seconds,
+            counts_block=self.counts_block,
+        )
         planning.check(plan)
         return self._met(plan, costs)
 

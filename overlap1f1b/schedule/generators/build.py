@@ -7,11 +7,13 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
+from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto
 from overlap1f1b.schedule.generators.interleaved import combined_1f1b, interleaved_1f1b, one_f_one_b
 from overlap1f1b.schedule.generators.plain import afab, forwards_of, sequential
 from overlap1f1b.schedule.generators.plain import forward_only as forward_only_of
 from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
 from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
+from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 from overlap1f1b.schedule.values import check_size
 
@@ -73,9 +75,10 @@ BY_NAME: Mapping[str, Schedule] = MappingProxyType(
         "dualpipev": Schedule(lambda s: dualpipev(s.microbatches, s.ranks), chunks=2),
     }
 )
-"""Every schedule: the only place that says which options it takes."""
+"""Every schedule with a fixed order: the only place that says which options it takes."""
 
 SCHEDULES = tuple(BY_NAME)
+"""Names of the schedules whose order of actions is fixed."""
 DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, takes in BY_NAME.items() if takes.chunks == 2)}"
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
@@ -91,7 +94,7 @@ def schedule_of(name: str) -> Schedule:
     """
     if name not in SCHEDULES:
         nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
-        raise ValueError(f"unknown program {name!r}; allowed: {', '.join(SCHEDULES)}{nearest}")
+        raise ValueError(f"unknown program {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}{nearest}")
     return BY_NAME[name]
 
 
@@ -104,6 +107,8 @@ def build_schedule(
     extra_warmup: int | None = None,
     group_size: int | None = None,
     forward_only: bool = False,
+    peak_activations: float | None = None,
+    seconds: float | None = None,
 ) -> Program:
     """Return the Program of a schedule.
 
@@ -114,11 +119,13 @@ def build_schedule(
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
     Args:
-        name: One of ``SCHEDULES``.
+        name: One of ``SCHEDULES``, or ``"auto"``: an Engine measures costs in the order of ``sequential`` and then goes
+            over to an order that it finds for them. See :func:`~overlap1f1b.synthesize`.
         ranks: Pipeline ranks, P.
         microbatches: Microbatches of the step, M, at least 1; over both pipes for ``dualpipe``.
         chunks: Stages a rank, v, for ``sequential``, ``afab``, ``interleaved_1f1b``, ``combined_1f1b`` and ``zb_h1``;
-            by default 1. ``zb_v`` and ``dualpipev`` always have 2, the others 1.
+            by default 1. ``zb_v`` and ``dualpipev`` always have 2, the others 1. ``auto`` takes any number; with more
+            than one the stages are placed in a V.
         extra_warmup: Additional forwards before the first backward, which cost one more activation each, for ``1f1b``,
             ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` on one rank 1, which with
             three open actions is the fastest.
@@ -126,12 +133,21 @@ def build_schedule(
             ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, and M mod G is 0 or at least P; by default M is divided into
             ⌊M/P⌋ groups that are as equal as possible.
         forward_only: The forwards alone, in the schedule's order, for evaluation.
+        peak_activations: For ``auto``, the limit of live activations on any rank; the unit is a rank's whole share of
+            the model for one microbatch. By default twice the number of ranks.
+        seconds: For ``auto``, the size of the search, about its time on one free core; by default 10.
 
     Raises:
         ValueError: The name is unknown or the combination is impossible; the message has the numbers and the allowed
             values.
     """
+    if name == AUTO:
+        only = {"extra_warmup": extra_warmup, "group_size": group_size, "forward_only": forward_only or None}
+        return _auto(ranks, microbatches, 1 if chunks is None else chunks, peak_activations, seconds, only)
     schedule = schedule_of(name)
+    for what, given in (("peak_activations", peak_activations), ("seconds", seconds)):
+        if given is not None:
+            raise ValueError(f"{what}={given!r} with {name}; allowed: none (it belongs to {AUTO})")
     if chunks is None:
         chunks = schedule.default_chunks
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
@@ -144,6 +160,22 @@ def build_schedule(
         extra_warmup = DEFAULT_EXTRA_WARMUP if name == "combined_1f1b" and ranks == chunks == 1 else 0
     program = schedule.build(Sizes(microbatches, ranks, chunks, extra_warmup, group_size))
     return forwards_of(program) if forward_only else program
+
+
+def _auto(
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    peak_activations: float | None,
+    seconds: float | None,
+    refused: Mapping[str, object],
+) -> Program:
+    for what, given in refused.items():
+        if given is not None:
+            raise ValueError(f"{what}={given!r} with {AUTO}; allowed: none, since an order is found for a whole step")
+    check_size("microbatches", microbatches)
+    placement = Placement.loop(ranks) if chunks == 1 else Placement.v(ranks, chunks)
+    return auto(microbatches, placement, peak_activations, SEARCH_SECONDS if seconds is None else seconds)
 
 
 def _check_options(

@@ -18,16 +18,21 @@ def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
 
     Over several ranks only one of them works at a time. Peak: ``chunks`` stages of one microbatch.
     """
-    rows = [
+    placement = Placement.loop(ranks, chunks)
+    return program_of("sequential", microbatches, placement, one_by_one(microbatches, placement))
+
+
+def one_by_one(microbatches: int, placement: Placement) -> list[list[Action]]:
+    """Return the rows of ``sequential`` over a placement with one pipe."""
+    return [
         [
             Action(kind, stage, m)
             for m in range(microbatches)
             for kind in (Kind.F, Kind.B)
-            for stage in range(rank, ranks * chunks, ranks)[:: 1 if kind is Kind.F else -1]
+            for _, stage in placement.places(rank)[:: 1 if kind is Kind.F else -1]
         ]
-        for rank in range(ranks)
+        for rank in range(placement.ranks)
     ]
-    return program_of("sequential", microbatches, Placement.loop(ranks, chunks), rows)
 
 
 def forward_only(microbatches: int) -> Program:

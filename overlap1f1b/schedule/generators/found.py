@@ -1,0 +1,75 @@
+"""A schedule whose order of actions is found for measured costs."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+from overlap1f1b.schedule.generators.plain import one_by_one
+from overlap1f1b.schedule.placement import Placement
+from overlap1f1b.schedule.program import Program
+
+AUTO = "auto"
+"""Name of the programs whose order of actions is found for costs."""
+SEARCH_SECONDS = 10.0
+LEAST_PER_RANK = 2
+"""Live microbatches a rank, for each rank of the pipeline, if no limit is given."""
+
+
+def auto(
+    microbatches: int,
+    placement: Placement,
+    peak_activations: float | None = None,
+    seconds: float = SEARCH_SECONDS,
+) -> Program:
+    """Return a program whose order an Engine replaces by one that is found for measured costs.
+
+    Until then it is the order of ``sequential``, in which the engine measures them.
+
+    >>> program = auto(4, Placement.v(2), peak_activations=3)
+    >>> program.peak_activations, program.search_seconds
+    ((6, 6), 10.0)
+
+    Args:
+        microbatches: Microbatches of the step.
+        placement: Rank of each stage, with one pipe: a loop or a V, with any number of chunks.
+        peak_activations: Limit of live activations on any rank; the unit is a rank's whole share of the model for one
+            microbatch. By default twice the number of ranks.
+        seconds: Size of the search; see :func:`~overlap1f1b.synthesize`.
+
+    Raises:
+        ValueError: A value is out of range, or the placement has two pipes.
+    """
+    limits = check_search(placement, peak_activations, seconds)
+    peaks = tuple(min(limit, microbatches * len(placement.places(rank))) for rank, limit in enumerate(limits))
+    return Program(
+        AUTO,
+        microbatches,
+        tuple(map(tuple, one_by_one(microbatches, placement))),
+        peaks,
+        placement,
+        search_seconds=float(seconds),
+    )
+
+
+def check_search(placement: Placement, peak_activations: float | None, seconds: float) -> list[int]:
+    """Return the limit of live (stage, microbatch) of every rank.
+
+    Raises:
+        ValueError: As of :func:`auto`.
+    """
+    if not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds={seconds!r}; allowed: a finite number > 0")
+    if len(placement.pipes) > 1:
+        raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
+    if peak_activations is None:
+        peak_activations = LEAST_PER_RANK * placement.ranks
+    if not isinstance(peak_activations, Real) or not peak_activations >= 1:
+        raise ValueError(f"peak_activations={peak_activations!r}; allowed: 1 or more, since a rank holds all of one")
+    held = [len(placement.places(rank)) for rank in range(placement.ranks)]
+    for rank, least in enumerate(held):
+        if peak_activations / placement.share + 1e-9 < least:
+            raise ValueError(
+                f"peak_activations={peak_activations:g} with {least} stages on rank {rank}; "
+                f"allowed: {least * placement.share:g} or more"
+            )
+    return [int(min(peak_activations / placement.share + 1e-9, 2**62)) for _ in held]

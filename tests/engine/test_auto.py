@@ -1,0 +1,100 @@
+"""A step whose order of actions is found for costs, against one process that holds the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import Placement, Program, auto, build_schedule
+from tests import models
+from tests.engine.test_pipeline import COSTS, build, compared, of_one_process
+from tests.ranks import Ranks
+
+PLACEMENTS = {"loop": Placement.loop(2, 2), "v": Placement.v(2), "long v": Placement.v(2, 3)}
+
+
+def _program(name: str, microbatches: int) -> Program:
+    return auto(microbatches, PLACEMENTS[name], peak_activations=2, seconds=0.05)
+
+
+def _compare(rank: int, size: int, name: str, ep: int, microbatches: int, options: dict[str, Any]) -> list[str]:
+    """Two steps by measured costs, one by the order that is found, and another one for other costs."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _compared(rank, _program(name, microbatches), ep, options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compared(rank: int, program: Program, ep: int, options: dict[str, Any]) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1, ep), mesh_dim_names=("pp", "dp", "ep"))
+    at = mesh.get_coordinate()
+    assert at is not None
+    shards = [models.batch(program.microbatches, seed=seed, sequence=7) for seed in range(ep)]
+    losses, expected = of_one_process(shards, program.microbatches, 2)
+    inputs, target = shards[at[2]]
+    blocks, problems, reference = build(2, mesh.get_group("ep"), rank), list[str](), dict[str, Tensor]()
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, timeout=60, **options)
+    for number in range(4):
+        if number == 3:
+            engine.costs = COSTS
+        for parameter in engine.parameters():
+            parameter.grad = None
+        result = engine.step(inputs, target=target)
+        plan, where = engine.plan, f"step {number} of {program.placement}"
+        found, wrong = compared(engine, nn.Sequential(*blocks), expected, at[2], 1e-12)
+        problems += [f"{where}: {problem}" for problem in wrong]
+        reference = reference or found
+        problems += [f"{where}: {label} differs from the first" for label in models.equal(found, reference)]
+        if (plan.program == program) != (not number):  # the second step has measured: the plan is that of the third
+            problems.append(f"{where}: the order of {plan.program.name} comes next")
+        if number > 1 and result.peak_activations > min(program.peak_activations):
+            problems.append(f"{where}: {result.peak_activations} alive with a limit of {program.peak_activations}")
+        again = engine.evaluate(inputs, target=target)
+        if not torch.equal(torch.tensor(result.losses), torch.tensor(again.losses)):
+            problems.append(f"{where}: evaluate gives another loss")
+        if any(abs(float(a) - float(b)) > 1e-12 for a, b in zip(result.losses, losses[at[2]], strict=False)):
+            problems.append(f"{where}: another loss than one process")
+    return problems
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_two_stages(ranks2: Ranks, name: str) -> None:
+    assert ranks2.run(_compare, name, 1, 5, {}, timeout=120) == [[]] * 2
+
+
+@pytest.mark.parametrize(("name", "options"), [("v", {}), ("loop", {"parts": 2}), ("v", {"recompute": "block"})])
+def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
+    assert ranks4.run(_compare, name, 2, 3, options, timeout=120) == [[]] * 4
+
+
+def test_one_rank_finds_an_order_for_its_costs() -> None:
+    data, program = models.batch(4), build_schedule("auto", microbatches=4, peak_activations=3, seconds=0.05)
+    losses, expected = models.plain_gradients(models.build(), *data, 4)
+    model = models.build()
+    engine = Engine(model, program, loss_fn=models.loss_fn, costs=COSTS)
+    result = engine.step(data[0], target=data[1])
+    assert not models.equal(models.gradients(model), expected)
+    assert [float(x) for x in result.losses] == [float(x) for x in losses]
+    assert engine.plan.program != program
+    assert result.peak_activations <= 3
+
+
+def _search_sizes_differ(rank: int, size: int) -> str:
+    program = build_schedule("auto", ranks=size, microbatches=3, seconds=0.1 * (1 + rank))
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    try:
+        Engine(build(2), program, mesh=mesh, loss_fn=models.loss_fn, timeout=20)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_search_for_other_times_are_refused(ranks2: Ranks) -> None:
+    for text in ranks2.run(_search_sizes_differ, timeout=60):
+        assert "search" in text, text
