@@ -61,12 +61,16 @@ class RunOptions:
     dp: int = 1
     """Data-parallel ranks, which do not share their experts."""
     schedule: str | None = None
-    """Program to play; by default combined_1f1b, on a single rank sequential."""
+    """Program to play; by default combined_1f1b, on a single rank sequential. auto: an order that is found for the
+    measured costs; with several --chunks the stages are placed in a V."""
     chunks: Annotated[int | None, _CHUNKS] = None
     """Stages of a pipeline rank."""
     extra_warmup: int | None = None
     """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b; by default 1 for
     combined_1f1b on one pipeline rank, otherwise 0."""
+    memory: float | None = None
+    """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
+    model; by default twice the number of pipeline ranks."""
     microbatches: int = 8
     """Microbatches of a step."""
     batch: int = 16
@@ -78,9 +82,9 @@ class RunOptions:
     recompute: Recompute = "none"
     """Activations that blocks free after their forward and compute again before their backward: those inside the
     experts (experts), all others (attention), or both (block). No exchange is repeated."""
-    parts: int = 1
+    parts: int | Literal["auto"] = 1
     """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
-    experts; of use with few microbatches."""
+    experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
     capacity: float | None = None
     """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
     size, and the host waits for no counts. By default sizes are exact."""
@@ -119,7 +123,12 @@ class RunOptions:
         one = self.alone and self.schedule is None and self.extra_warmup is None
         name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
         return build_schedule(
-            name, ranks=self.pp, microbatches=self.microbatches, chunks=self.chunks, extra_warmup=self.extra_warmup
+            name,
+            ranks=self.pp,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            extra_warmup=self.extra_warmup,
+            peak_activations=self.memory,
         )
 
 
@@ -181,6 +190,8 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --ranks 1 --exchange loopback:20    # one rank, through host memory at 20 GB/s
 
       overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --peers    # beside torch's own schedules
+
+      overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --schedule auto --chunks 2 --parts 2
     """
 
     wire: str | None = None

@@ -17,6 +17,7 @@ from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
+from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.choose import reductions_of
@@ -72,7 +73,8 @@ class Engine:
             ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
             experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
-            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more, so try 2 first.
+            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
+            1, 2 and 4 parts, two steps each, and keeps the number whose plan is the fastest, see ``parts_choice``.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
@@ -112,7 +114,7 @@ class Engine:
         weights: Sequence[float] | None = None,
         overlap: Overlap = DEFAULT_OVERLAP,
         recompute: Recompute = "none",
-        parts: int = 1,
+        parts: Parts = 1,
         capacity: float | None = None,
         overflow: Overflow = "raise",
         costs: NodeCosts | None = None,
@@ -132,11 +134,11 @@ class Engine:
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit)
         self.model, placement, ep = model, program.placement, self.mesh.group("ep")
-        self.failures = self.mesh.failures
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
-        self._steps = 0
+        self._steps = self._warm = 0  # all, and those since blocks are cut as they are
+        self.parts_choice = PartsChoice(parts, known=costs is not None or plan is not None)
         self._failed = self._closed = False
-        self._check_parameters = check_parameters and reduce and self.mesh.several
+        self.failures, self._check_parameters = self.mesh.failures, check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             program.check()
@@ -181,7 +183,7 @@ class Engine:
                 reduce_own=own is not None,
                 reduce_experts=experts is not None,
                 recompute=recompute,
-                parts=parts,
+                parts=self.parts_choice.parts,
             )
             self.sharding.limit(limit)
             if self.sharding.groups and not reduce:
@@ -189,6 +191,7 @@ class Engine:
             self.mesh.agree(structure(self.stages))
             self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
             self.shapes = all_shapes(self.stages, placement, self.mesh)
+            self.parts_choice.look_at(self.shapes)
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = self.mesh.combined(
                 any(p.requires_grad for p in self.parameters()), lambda _, every: any(every)
@@ -402,13 +405,28 @@ class Engine:
             # 4. The times of the second step, on a device of a later one, are the costs of the plan to come.
             if looks:
                 self._adopt_exchanges()
-            if measuring and self._steps >= (WARM_STEPS if self._queued else 1):
+            self._warm += 1
+            if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
                 nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
-                self.costs = measured_costs(
-                    nodes, spans, self.mesh, shared_links=self._shared_links, launches=self.player.launches
+                self._adopt_costs(
+                    measured_costs(
+                        nodes, spans, self.mesh, shared_links=self._shared_links, launches=self.player.launches
+                    )
                 )
             self._steps += 1
         return played
+
+    def _adopt_costs(self, costs: NodeCosts) -> None:
+        """Play by measured costs from the next step on, or measure another number of parts first."""
+        self.costs, choice = costs, self.parts_choice
+        if not choice.open:
+            return
+        before, best = choice.parts, choice.note(self._plans)
+        if choice.parts != before:
+            for stage in self.stages.values():
+                stage.cut_into(choice.parts)
+            self.shapes, self._warm = all_shapes(self.stages, self.program.placement, self.mesh), 0
+        self._plans = best or self._new_plans(None)
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""

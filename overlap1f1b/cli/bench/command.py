@@ -104,12 +104,15 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"bound {result['bound_ms']:.0f}"
         + ("" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}")
     )
+    if result["workload"]["parts"] == "auto":
+        screen.print(f"parts: {result['parts']}")
     if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
         screen.print("ranks outnumber processors: products wait for their time instead of computing")
     table = Table(box=None, pad_edge=False)
     for name in ("program", "overlap", "order"):
         table.add_column(name, no_wrap=True)
-    for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", "over contended", "exposed ms"):
+    floor = "over load" if "over_load" in result["rows"][0] else "over contended"
+    for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", floor, "exposed ms"):
         table.add_column(name, justify="right")
     recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
     for name in ("hidden", "predicted ms", "peak MiB", *["without"] * recomputes, "gradients"):
@@ -125,7 +128,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{row['tokens_per_s']:.0f}",
             f"{row['speedup']:.2f}×",
             f"{row['over_bound']:.3f}",
-            _number(row.get("over_contended"), ".3f"),
+            _number(row.get("over_load", row.get("over_contended")), ".3f"),
             _number(row["exposed_ms"], ".0f"),
             _number(row["hidden_fraction"], ".1%"),
             _number(row["predicted_ms"], ".0f"),

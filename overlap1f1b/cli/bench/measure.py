@@ -29,6 +29,7 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
 from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, loss_fn, model_config
 from overlap1f1b.engine import Engine, LossFunction, StepResult
+from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
@@ -76,6 +77,8 @@ class Bench:
         self.real, self.loopback_rate = real_exchange(options, rank)
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
+        self.parts: Parts = 1 if options.parts == "auto" else options.parts
+        self.parts_choice: PartsChoice | None = None
 
     # What differs between kinds of models
 
@@ -109,7 +112,7 @@ class Bench:
             loss_fn=self.loss_fn,
             weights=self.weights,
             recompute=self.options.recompute,
-            parts=self.options.parts,
+            parts=self.parts,
             capacity=self.options.capacity,
             overflow=self.options.overflow,
             plan=default.plan.without_reductions(),
@@ -165,7 +168,14 @@ class Bench:
     def ready(self, variants: Sequence[Variant]) -> Iterator[tuple[dict[str, Engine], float | None]]:
         """Yield engines with measured costs by the variants' keys, and the wire's rate in bits per second."""
         with self._computing():
-            rate = self._shape_wire(self.engine(next(variant for variant in variants if variant.default)))
+            default = next(variant for variant in variants if variant.default)
+            rate = self._shape_wire(self.engine(default))
+            if self.options.parts == "auto":
+                self.report("choosing the number of parts")
+                self.parts = "auto"
+                engine = self.engine(default)
+                self._calibrated(engine)
+                self.parts_choice, self.parts = engine.parts_choice, engine.parts_choice.parts
             costs: dict[Program | None, NodeCosts] = {}
             engines = {}
             for variant in variants:
@@ -185,7 +195,7 @@ class Bench:
             weights=self.weights,
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
-            parts=self.options.parts,
+            parts=self.parts,
             capacity=self.options.capacity,
             overflow=self.options.overflow,
             costs=costs,
@@ -348,7 +358,7 @@ class Bench:
             assert engine.costs is not None
             rows[variant.key] = {
                 "program": variant.name,
-                "overlap": str(variant.overlap),
+                "overlap": str(engine.plan.overlap),
                 "default": variant.default,
                 "order": engine.plan.order,
                 "predicted_ms": 1e3 * simulate(engine.plan, engine.costs).makespan,
@@ -363,14 +373,18 @@ class Bench:
             }
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
         steps = {key: median(samples[key].seconds) for key in rows}
-        over = [name for name in ("bound", "contended") if name in bounds]
+        default = next(engines[variant.key] for variant in variants if variant.default)
         return {
             key: row
             | samples[key].summary()
             | {"tokens_per_s": tokens / steps[key], "speedup": steps[variants[0].key] / steps[key]}
-            | {f"over_{name}": steps[key] / bounds[name] for name in over}
+            | {f"over_{name}": steps[key] / bound for name, bound in self._floors(engines.get(key, default), bounds)}
             for key, row in rows.items()
         }
+
+    def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+        """Yield what the steps of an engine are compared with, by name, in seconds."""
+        return ((name, bounds[name]) for name in ("bound", "contended") if name in bounds)
 
     def _summary(
         self, rows: list[dict[str, Any]], bounds: Mapping[str, float], shaped: float | None, share: float
@@ -387,6 +401,7 @@ class Bench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
+            "parts": str(self.parts_choice or self.parts),
             "processor_share": share,
             "plain_ms": ms.get("plain"),
             "compute_only_ms": ms["compute_only"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,14 +21,17 @@ from overlap1f1b.cli.workload import block_weights, loss_fn
 from overlap1f1b.engine import Engine, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import register
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.plan import Resource
+from overlap1f1b.plan import Op, Resource
 from overlap1f1b.schedule import Placement
+from overlap1f1b.simulation import pipeline_bound
 
 
 class PipelineBench(Bench):
     """One rank's part of the benchmark over several pipeline ranks.
 
-    The bound is the compute of the busiest rank. Gradients are compared with a plain loop over the whole model.
+    Compute only is the compute of the busiest rank. A row's bound is that of any order over its placement, at the costs
+    that were measured for it; its load is the larger of compute, and of exchanges and transfers. Gradients are compared
+    with a plain loop over the whole model.
     """
 
     shared_costs = False
@@ -41,6 +44,13 @@ class PipelineBench(Bench):
             return slowest(sum(span.end - span.start for span in spans), self.rank)
 
         return {"compute_only": compute_only, "exchange_only": lambda: self._exchange_only(replay)}
+
+    def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+        plan, costs = engine.plan, engine.costs
+        assert costs is not None
+        sends = max(sum(costs(node) for node in nodes if node.op is Op.SEND) for nodes in plan.ranks)
+        yield "load", max(bounds["compute_only"], bounds["exchange_only"] + sends)
+        yield "bound", pipeline_bound(plan.program.placement, plan.program.microbatches, plan.shapes, costs)
 
     def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
         self.plain_loop()

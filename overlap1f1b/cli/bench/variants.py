@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.plan import Overlap, parse_overlap
-from overlap1f1b.schedule import DEFAULT_EXTRA_WARMUP, Program, build_schedule
+from overlap1f1b.schedule import AUTO, DEFAULT_EXTRA_WARMUP, Program, build_schedule
 
 
 class Variant(NamedTuple):
@@ -61,8 +61,11 @@ def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
 
 
 def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
-    """Return the best schedules, or the one of ``--schedule``, with Megatron's pattern and with ``--overlap``."""
-    if options.schedule is not None:
+    """Return the best schedules, or the one of ``--schedule``, with Megatron's pattern and with ``--overlap``.
+
+    An order that is found for the costs is shown beside the best schedules.
+    """
+    if options.schedule not in (None, AUTO):
         return [Variant(default.program, kind) for kind in ("serial", "pairs", default.overlap)]
     programs = []
     for name, chunks in (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 2), ("dualpipev", 2)):

@@ -75,6 +75,19 @@ class _Run:
     def _say(self, line: str) -> None:
         self.screen.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    def _step(self, index: int) -> Step:
+        """Make a step; say what the engine has chosen when costs are measured."""
+        engine = self.trainer.engine
+        measures = engine.costs is None
+        step = self.trainer.step(index)
+        if measures and engine.costs is not None:
+            if self.options.parts == "auto":
+                self._say(f"parts: {engine.parts_choice}")
+            if engine.program.search_seconds:
+                plan = engine.plan
+                self._say(f"order: {plan.program.name}, predicted {1e3 * plan.predicted:.0f} ms a step")
+        return step
+
     def _resume(self, checkpoint: Path) -> None:
         self.start = self.trainer.load(checkpoint)
         if self.reference is not None:  # both begin with the same weights
@@ -98,7 +111,7 @@ class _Run:
         ):
             for index in range(self.start, options.steps):
                 number = index + 1
-                step = self.trainer.step(index)
+                step = self._step(index)
                 self.steps.append(step)
                 if self.reference is not None:  # in turn, so that both see the same load of the machine
                     self.reference_steps.append(self.reference.step(index))

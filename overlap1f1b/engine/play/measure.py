@@ -38,9 +38,12 @@ class BackToBack:
         tag: int = 0,
         expected: Expected | None = None,
     ) -> Transfer[Tensor]:
+        # Both receives are posted before anything is sent: a later announcement would wait behind the rows on the link.
         # Both carry the same rows, so either may fill the announced buffer.
-        ahead = self.real.rows(source, send, receive, tag, expected)
-        return replace(self.real.rows(source, send, receive, tag), ahead=ahead)
+        first = expected or self.real.expect_rows(source, receive, tag)
+        second = self.real.expect_rows(source, receive, tag)
+        ahead = self.real.rows(source, send, receive, tag, first)
+        return replace(self.real.rows(source, send, receive, tag, second), ahead=ahead)
 
 
 def measured_costs(

@@ -327,6 +327,15 @@ class Blocks:
         self.shape = tuple(shapes)
         self._find_exchanges()
 
+    def cut_into(self, parts: int) -> None:
+        """Cut calls of experts into another number of parts from the next step on."""
+        self.parts = parse_parts(parts)
+        for block, shape in enumerate(self.shape):
+            if shape.seams:
+                self.uses.forget(block)
+        self.shape = tuple(shape._replace(parts=parts) if shape.seams else shape for shape in self.shape)
+        self._find_exchanges()
+
     def state_of(self, block: int) -> CarriedState | None:
         """Return what a block's forward keeps on modules while it is suspended; None if it keeps nothing."""
         module, attributes = self.blocks[block], self.attributes[block]

@@ -177,6 +177,47 @@ def test_four_expert_ranks(ranks4: Ranks) -> None:
     assert max(ranks4.run(_against_one_part, 1)) < 1e-12
 
 
+def _chosen(rank: int, size: int) -> list[str]:
+    """Steps in which three numbers of parts are measured, and one by the number that is chosen."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+        data, model, problems = models.batch(3, seed=rank), models.build(mesh.get_group("ep"), seams=2), []
+        program, expected = build_schedule("combined_1f1b", microbatches=3), dict[str, torch.Tensor]()
+        engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, parts="auto", timeout=30)
+        for parts in (1, 1, 2, 2, 4, 4, None):
+            if parts != (None if engine.costs else engine.parts_choice.parts):
+                problems.append(f"{engine.parts_choice.parts} instead of {parts} parts")
+            model.zero_grad()
+            with pauses(rank):
+                engine.step(data[0], target=data[1])
+            gradients = models.gradients(model)
+            expected = expected or gradients
+            for name, gradient in gradients.items():
+                if not torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-12):
+                    problems.append(f"{parts} parts: {name} differs")
+        predicted = engine.parts_choice.predicted
+        if list(predicted) != [1, 2, 4] or engine.plan.predicted > min(predicted.values()) / 0.98:
+            problems.append(f"{engine.parts_choice} was chosen")
+        if {block.parts for stage in engine.plan.shapes for block in stage if block.seams} != {
+            engine.parts_choice.parts
+        }:
+            problems.append("the plan has other parts")
+        return problems
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(ranks2: Ranks) -> None:
+    assert ranks2.run(_chosen) == [[], []]
+
+
+def test_costs_of_one_number_choose_none() -> None:
+    program = build_schedule("sequential", microbatches=2)
+    with pytest.raises(ValueError, match="parts='auto' with costs or a plan, which are of one number; allowed: this"):
+        Engine(models.build(), program, loss_fn=models.loss_fn, costs=COSTS, parts="auto")
+
+
 @pytest.mark.parametrize("parts", [0, 9, 1.5, True])
 def test_numbers_of_parts_that_are_refused(parts: Any) -> None:
     with pytest.raises(ValueError, match=f"parts={parts!r}; allowed: 1 to 8"):
