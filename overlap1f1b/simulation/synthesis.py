@@ -40,12 +40,16 @@ from overlap1f1b.schedule import (
     schedule_of,
 )
 from overlap1f1b.schedule.values import check_size
-from overlap1f1b.simulation.bound import bound
+from overlap1f1b.simulation.bound import bound, pipeline_bound
 
 NODES_PER_SECOND = 150_000
 """Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
 LEAST_TRIES = 16
 """Tries of a search, however large the step."""
+MOST_STEPS = 1500
+"""Size of a search in whole steps, however small these are."""
+NEAR = 1.001
+"""A search ends when its best step is so near the bound of all orders."""
 SAMPLED = 1 / 3
 """Share of the tries that are drawn at random; the others change the best ones."""
 OVERLAP = 3
@@ -101,7 +105,8 @@ def synthesize(
         peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
             unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks.
         seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
-            ``LEAST_TRIES`` tries. So the result does not depend on the speed of the machine; its time does.
+            ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
+            does not depend on the speed of the machine; its time does.
         counts_block: Whether the host waits for counts, as on CUDA.
 
     Raises:
@@ -176,7 +181,11 @@ class _Search:
         self.most = [  # live microbatches of every stage
             min(self.limits[rank], microbatches) for rank in placement.pipes[0]
         ]
-        self.budget = int(seconds * NODES_PER_SECOND)  # nodes that may still be scheduled
+        nodes = microbatches * sum(
+            len(chains.of(Action(kind, stage, 0))) for stage in range(placement.stages) for kind in (Kind.F, Kind.I)
+        )
+        self.budget = min(int(seconds * NODES_PER_SECOND), MOST_STEPS * nodes)  # nodes that may still be scheduled
+        self.near = NEAR * pipeline_bound(placement, microbatches, chains.shapes, self.free)
         self.tries = 0
         self.programs = self._programs()
         self.random = Random(SEED)
@@ -190,11 +199,11 @@ class _Search:
             tried = self._play(self._like(program), best * SPREAD)
             best = min(best, tried[0])
             pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
-        while self._goes_on(LEAST_TRIES // 2, whole * (1 - SAMPLED)):
+        while best > self.near and self._goes_on(LEAST_TRIES // 2, whole * (1 - SAMPLED)):
             tried = self._play(self._drawn(), best * SPREAD)
             best = min(best, tried[0])
             pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
-        while self._goes_on(LEAST_TRIES, 0):
+        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES, 0):
             start = pool[min(self.random.randrange(len(pool)), self.random.randrange(len(pool)))]
             changed = self._play(self._changed(start[1]), pool[-1][0])
             if changed[0] <= pool[-1][0]:

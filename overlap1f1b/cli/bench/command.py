@@ -104,8 +104,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"bound {result['bound_ms']:.0f}"
         + ("" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}")
     )
-    if result["workload"]["parts"] == "auto":
-        screen.print(f"parts: {result['parts']}")
+    if result.get("parts_chosen"):
+        screen.print(f"parts: {result['parts_chosen']}")
     if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
         screen.print("ranks outnumber processors: products wait for their time instead of computing")
     table = Table(box=None, pad_edge=False)

@@ -401,7 +401,7 @@ class Bench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
-            "parts": str(self.parts_choice or self.parts),
+            "parts_chosen": None if self.parts_choice is None else str(self.parts_choice),
             "processor_share": share,
             "plain_ms": ms.get("plain"),
             "compute_only_ms": ms["compute_only"],

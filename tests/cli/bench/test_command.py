@@ -143,16 +143,19 @@ def test_half_of_torchruns_environment() -> None:
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="refused: torch's own V schedules cannot run on gloo")
 def test_pipelines_beside_torchs(text: Path) -> None:
     sizes = ("--layers", 4, "--hidden", 32, "--intermediate", 64, "--sequence", 32, "--microbatches", 4, "--batch", 4)
-    pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers")
+    pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers", "--schedule", "auto", "--parts", "auto")
     status, out, err = Run("bench", "--text", text, *sizes, *pipeline, "--json", "-").wait()
     assert status == 0, err
     result = json.loads(out)
     rows = {row["program"]: row for row in result["rows"]}
-    ours = {"combined_1f1b", "combined_1f1b, 2 chunks", "zb_v, 2 chunks", "dualpipev, 2 chunks"}
+    assert result["parts_chosen"].split()[0] in {"1", "2", "4"}
+    ours = {"auto", "combined_1f1b", "combined_1f1b, 2 chunks", "zb_v, 2 chunks", "dualpipev, 2 chunks"}
     torchs = {f"torch {name}" for name in ("1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")}
     assert rows.keys() == ours | torchs | {"torch DualPipeV, registered"}
     assert all(row.keys() >= KEYS for row in rows.values())
     assert all(row["max_grad_diff"] < 1e-6 for row in rows.values())
+    assert rows["auto"]["default"]
+    assert all(row["over_load"] > 0 for row in rows.values())
     best = min(row["step_ms"]["median"] for row in result["rows"] if row["program"] in ours)
     peer = min(rows[name]["step_ms"]["median"] for name in torchs)
     assert result["best_over_peers"] == pytest.approx(peer / best)
