@@ -86,7 +86,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
     >>> shape = (BlockShape(seams=1),)
     >>> [pipeline_bound(Placement.v(2), microbatches, shape, costs) for microbatches in (1, 8)]
-    [161.0, 367.5]
+    [143.0, 377.0]
 
     A rank has to do all of its compute, and all of its exchanges, of every microbatch. Before, the first microbatch
     has to come down to one of its stages; behind, the last one has to go up from one of them to the first stage.
