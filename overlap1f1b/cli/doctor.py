@@ -27,6 +27,7 @@ from rich.table import Table
 from overlap1f1b.cli.launch import STORE, run_ranks
 from overlap1f1b.cli.options import LONGEST
 from overlap1f1b.cli.output import check_json, console, write_json
+from overlap1f1b.cli.status import showing
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 
@@ -272,7 +273,7 @@ def doctor(options: DoctorOptions) -> int:
     """
     check_doctor(options)
     screen = console(options.json)
-    with screen.status("looking"):
+    with showing(screen, "looking"):
         findings = list(_findings(options))
     show(findings, screen)
     write_json(options.json, {"findings": [asdict(finding) for finding in findings]})

@@ -24,6 +24,7 @@ from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, tables_of
+from overlap1f1b.cli.status import showing
 from overlap1f1b.cli.train.trainer import Trainer
 from overlap1f1b.cli.workload import environment, load_corpus
 from overlap1f1b.engine import Engine, Profile
@@ -64,21 +65,21 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
         ValueError: The files cannot be written, or an option does not fit.
     """
     screen = console(options.json, quiet=rank.rank != 0)
-    with screen.status("starting") as status, subject(options, rank, status.update) as (engine, step):
-        status.update("warming up")
+    with showing(screen, "starting") as say, subject(options, rank, say) as (engine, step):
+        say("warming up")
         for _ in range(options.profile_warmup):
             step()
         if not options.nsys:
             with torch_profile():  # the first step under a profiler is slower
                 step()
-        status.update("profiling")
+        say("profiling")
         counters = []
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
         with tool:
             for _ in range(options.profile_steps):
                 step()
                 counters.append(Counters.of(Timeline(engine.player.measured()()), alone=rank.group is None))
-        status.update("writing")
+        say("writing")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
         mine = {
             "rank": rank.rank,

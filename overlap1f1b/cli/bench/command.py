@@ -12,6 +12,7 @@ from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.status import showing
 from overlap1f1b.cli.workload import environment
 
 LEAST_OVER_BOUND = 0.98
@@ -35,8 +36,8 @@ def kind_of(options: BenchOptions) -> type[Bench]:
 def bench(options: BenchOptions, rank: Rank) -> None:
     """Measure every row; the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
-    with screen.status("starting") as status:
-        result = kind_of(options)(options, rank, status.update).run()
+    with showing(screen, "starting") as say:
+        result = kind_of(options)(options, rank, say).run()
     if rank.rank:
         return
     sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}

@@ -292,11 +292,13 @@ class Bench:
         samples = {key: Samples() for key in players}
         busy = lasted = 0.0
         for turn in range(self.options.rounds + 1):  # the first is for warming up
-            self.report(f"round {turn} of {self.options.rounds}" if turn else "warming up")
+            what = f"round {turn} of {self.options.rounds}" if turn else "warming up"
+            self.report(what)
             for name, measure in phases.items():
                 bounds[name].append(measure())
             busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
-            for key, player in players.items():
+            for number, (key, player) in enumerate(players.items(), 1):
+                self.report(f"{what}, row {number} of {len(players)}, {key}")
                 seconds, result = self.step(player)
                 if not turn:
                     continue

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from overlap1f1b.cli import status
 from overlap1f1b.cli.draw.grid import Grid
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of
@@ -40,7 +41,6 @@ DEFAULT_MICROBATCHES = 8
 ROWS = 15
 """Rows of the table of a search."""
 
-SECONDS_BETWEEN_LINES = 5.0
 """Period of the lines about the progress of a search, outside of a terminal."""
 
 STYLES = {
@@ -144,7 +144,7 @@ def _progress(total: int, screen: Console) -> Iterator[Callable[[int], None]]:
 
     def say(done: int) -> None:
         nonlocal said
-        if monotonic() - said >= SECONDS_BETWEEN_LINES:
+        if monotonic() - said >= status.EVERY_S:
             said = monotonic()
             print(f"{done} of {total} schedules tried", file=sys.stderr, flush=True)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from overlap1f1b.cli import status
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
 from overlap1f1b.cli.output import console, write_json
@@ -120,9 +121,6 @@ def _title(recordings: Recordings) -> str:
     return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"
 
 
-EVERY_S = 10.0
-
-
 @contextmanager
 def reading(screen: Console) -> Iterator[Told]:
     """Yield a function that is told the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
@@ -150,10 +148,10 @@ class _Lines:
     """Progress as a line every ten seconds; a file that is read faster gets none."""
 
     def __init__(self, screen: Console) -> None:
-        self.screen, self._next = screen, time.monotonic() + EVERY_S
+        self.screen, self._next = screen, time.monotonic() + status.EVERY_S
 
     def __call__(self, path: Path, read: int, size: int) -> None:
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + EVERY_S
+            self._next = time.monotonic() + status.EVERY_S
             text = f"reading {path.name}: {read / 2**20:.0f} of {size / 2**20:.0f} MiB"
             self.screen.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from overlap1f1b.cli import status
 from overlap1f1b.cli.train.trainer import Step
 
 LINES = 15  # per run without a bar
@@ -36,6 +38,7 @@ class Progress:
         self.screen, self.bar, self.tokens, self.steps = screen, bar, tokens, steps
         self.every = max(1, round((steps - start) / LINES))
         self._recent: deque[Step] = deque(maxlen=RECENT)
+        self._said = time.monotonic()
         self._task = None if bar is None else bar.add_task("", total=steps, completed=start, text="")
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
@@ -45,7 +48,9 @@ class Progress:
         self._recent.append(step)
         text = f"loss {step.loss:.3f}"
         if self.bar is None or self._task is None:
-            if held_out is not None or number % self.every == 0 or number == self.steps:
+            late = time.monotonic() - self._said >= status.EVERY_S
+            if late or held_out is not None or number % self.every == 0 or number == self.steps:
+                self._said = time.monotonic()
                 text += "" if held_out is None else f"  held-out {held_out:.3f}"
                 self.screen.print(
                     f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {self._speed()}",

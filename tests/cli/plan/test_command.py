@@ -149,12 +149,12 @@ def test_search(capsys: Capture) -> None:
 
 
 def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlap1f1b.cli.plan.command.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.0)
     result = plan(capsys, "--search", "--ranks", 2, "--microbatches", 4, "--json", "-")
     count = len(json.loads(result.out)["search"]["rows"] + json.loads(result.out)["search"]["refused"])
     said = [line for line in result.err.splitlines() if line.endswith("schedules tried")]
     assert said == [f"{done} of {count} schedules tried" for done in range(1, count + 1)]
-    monkeypatch.setattr("overlap1f1b.cli.plan.command.SECONDS_BETWEEN_LINES", 3600.0)
+    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 3600.0)
     assert plan(capsys, "--search", "--ranks", 2, "--microbatches", 4).err == ""
 
 

@@ -234,7 +234,7 @@ SPANS = [("node", "dense.f[0] m0", 0.0, 1.0), ("node", "dense.b[0] m0", 1.0, 2.0
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_bytes_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    monkeypatch.setattr(command, "EVERY_S", 0.0)
+    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.0)
     path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
     text = io.StringIO()
     with command.reading(Console(file=text, force_terminal=terminal, width=100)) as progress:
