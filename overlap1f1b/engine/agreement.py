@@ -25,7 +25,9 @@ def options(program: Program, **others: object) -> Facts:
     """Return the options of an engine."""
     order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
     text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
-    return {"program": text, "search": (program.search_seconds, program.peak_activations), **others}
+    if program.search_seconds:
+        text += f", search of {program.search_seconds:g} s within {program.peak_activations}"
+    return {"program": text, **others}
 
 
 def structure(stages: Mapping[int, Blocks]) -> Facts:

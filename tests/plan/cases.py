@@ -74,12 +74,18 @@ def shapes() -> st.SearchStrategy[StageShape]:
         "split": st.booleans(),
         "reduced": st.booleans(),
         "recompute": st.sampled_from(["none", "none", "experts", "attention", "block"]),
-        "parts": st.just(1),  # others: test_parts.py
     }
     exchanges = st.lists(st.sampled_from([Op.DISPATCH, Op.COMBINE]), min_size=1, max_size=4).map(tuple)
     blocks = st.one_of(
-        st.builds(BlockShape, seams=st.sampled_from([0, 1, 1, 1, 2, 3]), exchanges=st.just(()), **options),
-        st.builds(BlockShape, seams=st.just(0), exchanges=exchanges, **options),
+        st.builds(
+            BlockShape,
+            seams=st.sampled_from([1, 1, 1, 2, 3]),
+            exchanges=st.just(()),
+            parts=st.sampled_from([1, 1, 2, 3]),
+            **options,
+        ),
+        st.builds(BlockShape, seams=st.just(0), exchanges=exchanges, parts=st.just(1), **options),
+        st.builds(BlockShape, seams=st.just(0), exchanges=st.just(()), parts=st.just(1), **options),
     )
     return st.lists(blocks, min_size=1, max_size=3).map(tuple)
 
@@ -93,7 +99,7 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
     by_node: dict[CostKey, Cost] = {}
     for key in draw(st.lists(st.sampled_from(sorted(by_op)), max_size=4, unique=True)):
         block = draw(st.integers(0, len(shape) - 1))
-        seam = draw(st.integers(0, max(0, shape[block].seams - 1)))
+        seam = draw(st.integers(0, max(0, shape[block].seams * shape[block].parts - 1)))
         several = RESOURCE_OF[key[0]] is not Resource.COMPUTE
         place = (0, 0, 0) if key[0] is Op.SEND else (0, block, seam)
         by_node[(*key, *place)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from overlap1f1b.plan import BlockShape, Node, Op, Plan
 from overlap1f1b.schedule import Action, Kind
 
-CALL = (Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.AGGREGATE)
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
@@ -26,11 +25,29 @@ def comes_from(plan: Plan, action: Action) -> int:
 
 def inside(block: BlockShape) -> list[tuple[Op, int]]:
     """Sub-ops of a forward behind the block's first, in order, with their numbers."""
-    found = [(op, seam) for seam in range(block.seams) for op in CALL]
+    found = []
+    for call in range(block.seams):
+        parts = range(call * block.parts, (call + 1) * block.parts)
+        found += [(op, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
+        found += [(op, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
+        found.append((Op.AGGREGATE, call))
     number = {Op.DISPATCH: 0, Op.COMBINE: 0}
     for op in block.exchanges:
         found += [(op, number[op]), (Op.EXPERTS if op is Op.DISPATCH else Op.AGGREGATE, number[op])]
         number[op] += 1
+    return found
+
+
+def inside_backward(block: BlockShape) -> list[tuple[Op, int]]:
+    """The same of a backward, before the block's last."""
+    if block.exchanges:
+        return inside(block)[::-1]
+    found = []
+    for call in reversed(range(block.seams)):
+        parts = range(call * block.parts, (call + 1) * block.parts)[::-1]
+        found.append((Op.AGGREGATE, call))
+        found += [(Op.COMBINE, part) for part in parts]
+        found += [(op, part) for part in parts for op in (Op.EXPERTS, Op.DISPATCH)]
     return found
 
 
@@ -48,7 +65,8 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
             yield Node(own, Kind.I, m, block, **at)
             yield from (Node(op, Kind.I, m, block, seam, **at) for op, seam in behind if op is not Op.COUNTS)
             if drops in ("experts", "block"):
-                yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, seam, **at) for seam in range(shape.seams))
+                again = range(shape.seams * shape.parts)
+                yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, seam, **at) for seam in again)
             if drops in ("attention", "block"):
                 yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
         if action.kind in (Kind.B, Kind.W):
@@ -56,6 +74,8 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
             if shape.split:
                 yield Node(own, Kind.W, m, block, **at)
                 apart |= {Op.AGGREGATE} if shape.exchanges or shape.seams > 1 else set()
+            if shape.seams:  # the parts of a call have one
+                behind = [(op, call) for call in range(shape.seams) for op in (Op.EXPERTS, Op.AGGREGATE)]
             yield from (Node(op, Kind.W, m, block, seam, **at) for op, seam in behind if op in apart)
     if action.kind is Kind.W:
         return
@@ -112,7 +132,9 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         own = node.op in (Op.ATTENTION, Op.DENSE)
         place: tuple[float, ...]
         if node.kind is Kind.W:
-            if node.op is not Op.REDUCE and position < at[node._replace(kind=Kind.I)]:
+            parts = plan.shapes[node.stage][node.block].parts if node.op is Op.EXPERTS else 1
+            inputs = (node._replace(kind=Kind.I, seam=node.seam * parts + part) for part in range(parts))
+            if node.op is not Op.REDUCE and position < max(at[other] for other in inputs):
                 yield f"{node} before its input gradient"
             continue
         if node.op in (Op.RECEIVE, Op.SEND):
@@ -121,8 +143,10 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
             place = (node.block, -1) if node.kind is Kind.F else (-node.block, 1 if own else float("-inf"))
         else:
             op, before = (Op.EXPERTS, 0.5) if node.op is Op.RECOMPUTE_EXPERTS else (node.op, 0)
-            index = inside(plan.shapes[node.stage][node.block]).index((op, node.seam))
-            place = (node.block, index) if node.kind is Kind.F else (-node.block, -index - before)
+            shape = plan.shapes[node.stage][node.block]
+            order = inside(shape) if node.kind is Kind.F else inside_backward(shape)
+            index = order.index((op, node.seam)) - before
+            place = (node.block, index) if node.kind is Kind.F else (-node.block, index - len(order))
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
         positions = [at[node] for _, node in sorted(chain)]
