@@ -61,12 +61,14 @@ class MicrobatchBlock(nn.Module):
         state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
         apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
         delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
+        whole: Layers whose weight gradients are not computed apart, because the block runs their backward by itself.
     """
 
     input_names: tuple[str, ...] = ()
     state: CarriedState | None = None
     apart: Collection[nn.Parameter] = ()
     delays: bool = False
+    whole: Collection[nn.Module] = ()
 
 
 class ParameterUses:
@@ -197,7 +199,14 @@ class Blocks:
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
         self.linears = [
-            [m for m in block.modules() if _splits(m) and m.weight not in self.tied] for block in self.blocks
+            [
+                m
+                for m in block.modules()
+                if _splits(m)
+                and m.weight not in self.tied
+                and not (isinstance(block, MicrobatchBlock) and m in block.whole)
+            ]
+            for block in self.blocks
         ]
         """Layers of each block whose weight gradients are computed apart."""
         self.carriers = [[m for m in block.modules() if isinstance(m, AuxiliaryCarrier)] for block in self.blocks]
