@@ -89,7 +89,7 @@ class Sharding:
             _state(root)._lazy_init()
         # Each root has a context with three streams of high priority; torch has 32, and then gives them out again.
         share_comm_ctx(self._modules)
-        self.sliced: set[nn.Parameter] = set()
+        self.sliced: set[Tensor] = set()
         self._check(tops, ranks, sharing)
 
     def _check(self, tops: Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int]) -> None:

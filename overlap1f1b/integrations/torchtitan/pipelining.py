@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
-from overlap1f1b.integrations.torchtitan.schedule import Part, Schedule
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.integrations.torchtitan.schedule import Schedule
+from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -38,11 +38,13 @@ def pipelining_fn(
     training: Any,
     parallelism: Any,
     compile_config: Any,
+    ac_config: Any,
     loss_fn: Callable[..., Any],
     split: Callable[..., Any] | None = None,
     schedule: str | None = None,
     overlap: Overlap = DEFAULT_OVERLAP,
     extra_warmup: int | None = None,
+    recompute: Recompute | None = None,
     costs: NodeCosts | None = None,
     dynamic_shapes: bool = False,
     timeout: float = DEFAULT_LIMIT_S,
@@ -61,12 +63,16 @@ def pipelining_fn(
         training: Its ``TrainingConfig``.
         parallelism: Its ``ParallelismConfig``.
         compile_config: Its ``CompileConfig``.
+        ac_config: Its activation checkpointing.
         loss_fn: Its loss.
         split: The model's own ``pipelining_fn``, which cuts it; by default torchtitan's ``pipeline_llm``.
         schedule: Name of a program, see :func:`build_schedule`, in place of the one in ``SCHEDULES``. It must put the
             same stages on each rank.
         overlap: See :class:`~overlap1f1b.engine.Engine`.
         extra_warmup: See :func:`build_schedule`.
+        recompute: See :class:`~overlap1f1b.engine.Engine`, in place of ``ac_config``. By default ``"block"`` if there
+            is an ``ac_config`` and ranks share experts, since torchtitan's would exchange rows a second time; else
+            torchtitan's own is applied.
         costs: Seconds of every node, instead of measuring them.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank.
@@ -81,10 +87,14 @@ def pipelining_fn(
             microbatches that does not fit it.
     """
     _check(parallel_dims, training, parallelism, compile_config)
+    if recompute is None:
+        recompute = "block" if ac_config is not None and parallel_dims.ep > 1 else "none"
+    if recompute != "none":
+        ac_config = None
     program_of = _program_of(training, parallelism, schedule, extra_warmup)
     given = {
         "parallel_dims": parallel_dims, "training": training, "parallelism": parallelism,
-        "compile_config": compile_config, **others,
+        "compile_config": compile_config, "ac_config": ac_config, **others,
     }  # fmt: skip
     if parallel_dims.pp_enabled and parallel_dims.pp > 1:
         cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
@@ -104,12 +114,13 @@ def pipelining_fn(
             "allowed: schedules that agree"
         )
 
-    def make_engine(stages: Mapping[int, list[Part]]) -> Engine:
+    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:
         return Engine(
             stages,
             program,
             mesh=_mesh(parallel_dims),
             overlap=overlap,
+            recompute=recompute,
             costs=costs,
             dynamic_shapes=dynamic_shapes,
             timeout=timeout,

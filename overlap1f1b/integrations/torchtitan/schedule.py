@@ -39,7 +39,7 @@ class Schedule:
         parts: Mapping[int, nn.Module],
         program: Program,
         loss_fn: Callable[..., Any],
-        make_engine: Callable[[Mapping[int, list[Part]]], Engine],
+        make_engine: Callable[[Mapping[int, list[nn.Module]]], Engine],
     ) -> None:
         self.program, self.loss_fn = program, loss_fn
         self.result: StepResult | None = None
@@ -52,10 +52,12 @@ class Schedule:
     def engine(self) -> Engine:
         """The engine. All ranks must come to its first use, when the weights are there."""
         if self._engine is None:
+            stages: dict[int, list[nn.Module]] = {number: [part] for number, part in self._parts.items()}
             head = self._head()
             if head is not None and self._last in self._parts:
                 self._parts[self._last].whole = (head,)
-            self._engine = self._make_engine({number: [part] for number, part in self._parts.items()})
+                stages[self._last].append(LossWithHead())
+            self._engine = self._make_engine(stages)
         return self._engine
 
     def step(
@@ -110,7 +112,7 @@ class Schedule:
         *,
         grad: bool,
     ) -> Tensor | None:
-        needed = {"kwarg_mbs": kwargs} if kwargs is not None else {}
+        needed: dict[str, Sequence[Any] | None] = {"kwarg_mbs": kwargs} if kwargs is not None else {}
         needed |= {"arg_mbs": args} if 0 in self._parts else {}
         needed |= {"target_mbs": targets} if self._last in self._parts else {}
         count = self.program.microbatches
@@ -125,6 +127,11 @@ class Schedule:
                         "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size"
                     )
 
+            def positions(index: int) -> dict[str, Any]:
+                # On one pipeline rank torchtitan's trainer gives them to the loss.
+                held = kwargs[index] if kwargs and grad and self._last == 0 else {}
+                return {name: held[name] for name in ("positions",) if name in held}
+
             def given_to(stage: int, index: int) -> dict[str, Any]:
                 arguments: dict[str, Any] = {}
                 if stage == 0 and args is not None:
@@ -132,7 +139,7 @@ class Schedule:
                 if stage == self._last and targets is not None:
                     arguments |= {
                         "target": targets[index],
-                        "loss_fn": partial(self._loss, loss_kwargs or {}),
+                        "loss_fn": partial(self._loss, {**positions(index), **(loss_kwargs or {})}),
                         "keep_outputs": return_outputs,
                     }
                 return arguments
@@ -194,3 +201,13 @@ class Part(MicrobatchBlock):
         """Call the part for a microbatch."""
         assert microbatch is not None
         return self.module(*inputs, **self.arguments[microbatch.index])
+
+
+class LossWithHead(MicrobatchBlock):
+    """The block of a loss that calls the model's head by itself: behind the part, it runs once."""
+
+    keeps = True
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch | None = None) -> Tensor:
+        """Return what the loss is given."""
+        return hidden
