@@ -140,6 +140,11 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
             raise ValueError(f"parallelism.{field}={size}; allowed: 1 (the engine knows pp, dp and ep)")
     if parallelism.spmd_backend == "full_dtensor":
         raise ValueError("parallelism.spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'")
+    if parallelism.spmd_backend != "partial_dtensor" and parallel_dims.ep > 1:
+        raise ValueError(
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r} with expert_parallel_degree={parallel_dims.ep}; "
+            "allowed: 'partial_dtensor', whose exchanges the engine finds"
+        )
     if compile_config.enable and "model" in compile_config.components:
         raise ValueError(
             f"compile.components={list(compile_config.components)}; allowed: without 'model' (torchtitan compiles "

@@ -161,7 +161,9 @@ class Schedule:
         return torch.cat(outputs) if outputs else None
 
     def _loss(self, loss_kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
-        loss, _ = self.loss_fn(*given, **loss_kwargs)
+        *outputs, labels = given
+        prediction: Any = outputs[0] if len(outputs) == 1 else outputs
+        loss, _ = self.loss_fn(prediction, labels, **loss_kwargs)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -198,9 +200,10 @@ class Part(MicrobatchBlock):
         self.arguments: Arguments = ()
 
     def forward(self, *inputs: Tensor, microbatch: Microbatch | None = None) -> Any:
-        """Call the part for a microbatch."""
+        """Call the part for a microbatch; several outputs, as of multi-token prediction, become a tuple."""
         assert microbatch is not None
-        return self.module(*inputs, **self.arguments[microbatch.index])
+        returned = self.module(*inputs, **self.arguments[microbatch.index])
+        return tuple(returned) if isinstance(returned, list) else returned
 
 
 class LossWithHead(MicrobatchBlock):
@@ -208,6 +211,6 @@ class LossWithHead(MicrobatchBlock):
 
     keeps = True
 
-    def forward(self, hidden: Tensor, microbatch: Microbatch | None = None) -> Tensor:
+    def forward(self, *outputs: Tensor, microbatch: Microbatch | None = None) -> tuple[Tensor, ...]:
         """Return what the loss is given."""
-        return hidden
+        return outputs
