@@ -128,7 +128,11 @@ def stages_of(
     tops = [model[stage] if isinstance(model, Mapping) else held_blocks[stage] for stage in sorted(held_blocks)]
     if isinstance(model, nn.Module) and placement.ranks == 1:
         tops = [model]
-    sharding = Sharding(*tops, ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")))
+    sharding = Sharding(
+        *tops,
+        ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")),
+        sharing=mesh.ranks(pp=[mesh.rank("pp")], over=("ep",)),
+    )
     with sharding.gathered():
         stages = {
             stage: Stage(blocks, exchange, number=stage, first=first[stage], **options)

@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from overlap1f1b.integrations import dualpipe, megatron, torch_pipelining, transformers
+    from overlap1f1b.integrations import dualpipe, megatron, torch_pipelining, torchtitan, transformers
 
-__all__ = ["dualpipe", "megatron", "torch_pipelining", "transformers"]
+__all__ = ["dualpipe", "megatron", "torch_pipelining", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -59,6 +59,7 @@ class Sharding:
         models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order on all ranks
             that hold them.
         ranks: Ranks of the engine, by their numbers in the default group.
+        sharing: Ranks that share the experts, this one among them. Experts may be DTensors, sliced over these ranks.
 
     Raises:
         ValueError: A parameter is a DTensor that FSDP2 does not hold, as under tensor parallelism, or over other ranks;
@@ -68,9 +69,12 @@ class Sharding:
     Attributes:
         ahead: Gathers under way or not copied yet, beside that of the running module; None for all at once. Ranks that
             gather together must then reach their modules in the same order.
+        sliced: Sharded parameters that are sliced over the ranks that share the experts, too.
     """
 
-    def __init__(self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int]) -> None:
+    def __init__(
+        self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int] = ()
+    ) -> None:
         tops = [m for model in models for m in ([model] if isinstance(model, nn.Module) else model)]
         roots = [root for top in tops for root in _outermost(top)]
         self._roots = _by_state(roots)
@@ -85,16 +89,21 @@ class Sharding:
             _state(root)._lazy_init()
         # Each root has a context with three streams of high priority; torch has 32, and then gives them out again.
         share_comm_ctx(self._modules)
-        self._check(tops, ranks)
+        self.sliced: set[Tensor] = set()
+        self._check(tops, ranks, sharing)
 
-    def _check(self, tops: Sequence[nn.Module], ranks: Collection[int]) -> None:
+    def _check(self, tops: Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int]) -> None:
         held = {id(p.sharded_param): group for group in self.groups for p in group.fsdp_params}
         for top in tops:
             for path, module in top.named_modules():
                 for label, parameter in module.named_parameters(recurse=False):
                     if isinstance(parameter, DTensor):
                         name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
-                        _check_parameter(parameter.device_mesh, held.get(id(parameter)), module, ranks, name)
+                        group = held.get(id(parameter))
+                        slicing = _slicing(parameter, group, sharing)
+                        _check_parameter(parameter.device_mesh, slicing, group, module, ranks, name)
+                        if slicing:
+                            self.sliced.add(parameter)
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         for group in self.groups:
             if group.mp_policy.param_dtype is not None and version < _PASSIVE_CASTS:
@@ -195,14 +204,29 @@ class Sharding:
                     held._unsharded_param.grad = None
 
 
+def _slicing(parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int]) -> set[int]:
+    """Return the dimensions of a DTensor's mesh along which the ranks that share the experts hold slices of it."""
+    own = set() if group is None else set(_ranks_of(group))
+    return {
+        at
+        for at, (line, placement) in enumerate(zip(_lines(parameter.device_mesh), parameter.placements, strict=True))
+        if placement.is_shard() and set(line) == set(sharing) and not set(line) <= own
+    }
+
+
 def _check_parameter(
-    mesh: DeviceMesh, group: ParameterGroup | None, module: nn.Module, ranks: Collection[int], name: str
+    mesh: DeviceMesh,
+    slicing: Collection[int],
+    group: ParameterGroup | None,
+    module: nn.Module,
+    ranks: Collection[int],
+    name: str,
 ) -> None:
     """Raise ValueError unless FSDP2 holds a module's DTensor over the engine's ranks."""
     # Other ranks have other engines: they would measure other costs and play another plan.
     foreign = _beyond(mesh, ranks)
     if not foreign and group is not None:  # FSDP2 may hold tensors that are sharded over another dimension already
-        foreign = _beyond(mesh, group.mesh_info.mesh.mesh.flatten().tolist())
+        foreign = _beyond(mesh, _ranks_of(group), slicing)
         if not foreign:
             return
     elif not foreign and getattr(module, "_is_fsdp_managed_module", False):
@@ -216,13 +240,26 @@ def _check_parameter(
     )
 
 
-def _beyond(mesh: DeviceMesh, ranks: Collection[int]) -> str:
+def _ranks_of(group: ParameterGroup) -> list[int]:
+    """Return the ranks that hold shards or copies of a group's parameters."""
+    ranks: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _lines(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks that this rank meets along each dimension of a mesh."""
+    at = mesh.get_coordinate() or [0] * mesh.ndim
+    return [
+        mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
+        for dimension in range(mesh.ndim)
+    ]
+
+
+def _beyond(mesh: DeviceMesh, ranks: Collection[int], slicing: Collection[int] = ()) -> str:
     """Return the dimensions of a mesh along which this rank meets other ranks than these, in words, or nothing."""
-    at, found = mesh.get_coordinate() or [0] * mesh.ndim, []
-    for dimension in range(mesh.ndim):
-        line = mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
-        if not set(line) <= set(ranks):
-            names = mesh.mesh_dim_names
+    names, found = mesh.mesh_dim_names, []
+    for dimension, line in enumerate(_lines(mesh)):
+        if dimension not in slicing and not set(line) <= set(ranks):
             found.append(f"{repr(names[dimension]) if names else f'dimension {dimension}'} of ranks {line}")
     return ", ".join(found)
 
@@ -304,6 +341,7 @@ class ShardedReducer:
         """Parameters that FSDP2 reduces, gathered."""
         for group in sharding.groups:
             parameters = [p for held in group.fsdp_params if (p := held.unsharded_param) in places]
+            experts.update(held.unsharded_param for held in group.fsdp_params if held.sharded_param in sharding.sliced)
             self.parameters.update(parameters)
             if parameters:
                 self._places.append((group, {place for p in parameters for place in places[p]}))
@@ -419,7 +457,7 @@ def _set(group: ParameterGroup, settings: Mapping[str, Any]) -> None:
 
 
 def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
-    over = sorted(group.mesh_info.mesh.mesh.flatten().tolist())
+    over = sorted(_ranks_of(group))
     if over != sorted(ranks):
         what = "experts" if expert else "parameters outside the experts"
         raise ValueError(

@@ -61,12 +61,16 @@ class MicrobatchBlock(nn.Module):
         state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
         apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
         delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
+        whole: Layers whose weight gradients are not computed apart, as their backward runs inside the forward.
+        keeps: Whether it keeps its activations, whatever is computed again in other blocks.
     """
 
     input_names: tuple[str, ...] = ()
     state: CarriedState | None = None
     apart: Collection[nn.Parameter] = ()
     delays: bool = False
+    whole: Collection[nn.Module] = ()
+    keeps: bool = False
 
 
 class ParameterUses:
@@ -197,7 +201,14 @@ class Blocks:
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
         self.linears = [
-            [m for m in block.modules() if _splits(m) and m.weight not in self.tied] for block in self.blocks
+            [
+                m
+                for m in block.modules()
+                if _splits(m)
+                and m.weight not in self.tied
+                and not (isinstance(block, MicrobatchBlock) and m in block.whole)
+            ]
+            for block in self.blocks
         ]
         """Layers of each block whose weight gradients are computed apart."""
         self.carriers = [[m for m in block.modules() if isinstance(m, AuxiliaryCarrier)] for block in self.blocks]
@@ -209,7 +220,7 @@ class Blocks:
                 reduced=bool(
                     (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
                 ),
-                recompute=parse_recompute(recompute),
+                recompute=parse_recompute("none" if self._keeps(index) else recompute),
                 parts=parts if self.experts_of(index) else 1,
             )
             for index in range(len(self.blocks))
@@ -266,6 +277,10 @@ class Blocks:
     def _delays(self, block: int) -> bool:
         module = self.blocks[block]
         return isinstance(module, MicrobatchBlock) and module.delays
+
+    def _keeps(self, block: int) -> bool:
+        module = self.blocks[block]
+        return isinstance(module, MicrobatchBlock) and module.keeps
 
     def _find_exchanges(self) -> None:
         self.segments = [segments_of(shape) for shape in self.shape]

@@ -25,6 +25,7 @@ from overlap1f1b.engine.run.foreign import (
     functional_operations,
     group_named,
     watched,
+    watched_parts,
 )
 from overlap1f1b.engine.run.graph import LAST, apply_function
 from overlap1f1b.transport.suspend import uncompiled
@@ -40,7 +41,8 @@ class Replaces(Protocol):
 
     Attributes:
         exchanging: Functions of its model that are an all-to-all, by the forms of their calls.
-        watching: Calls of ``all_to_all_single`` inside the Function that runs; None if nobody looks for new ones.
+        watching: Calls of ``all_to_all_single`` and ``all_to_all`` inside the Function that runs; None if nobody looks
+            for new ones.
     """
 
     exchanging: dict[Form, Arguments]
@@ -75,8 +77,9 @@ class CrossingMode(TorchFunctionMode):
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
-        if run.watching is not None and func is dist.all_to_all_single:
-            run.watching.append(watched(*args, **kwargs))
+        if run.watching is not None and func in (dist.all_to_all_single, dist.all_to_all):
+            call = watched(*args, **kwargs) if func is dist.all_to_all_single else watched_parts(*args, **kwargs)
+            run.watching += [] if call is None else [call]
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -113,7 +113,7 @@ class Foreign:
         Args:
             function: The Function.
             args: Its arguments.
-            calls: Calls of ``all_to_all_single`` in its forward.
+            calls: Calls of ``all_to_all_single`` and ``all_to_all`` in its forward.
             result: Its result.
         """
         results = result if isinstance(result, tuple) else (result,)
@@ -257,13 +257,31 @@ class Trial:
 
 
 class Watched(NamedTuple):
-    """A call of ``all_to_all_single``."""
+    """A call of ``all_to_all_single``, or of ``all_to_all`` with a tensor for each rank.
 
-    output: Tensor
+    Args:
+        output: Received rows; of ``all_to_all`` in parts, which are filled by the call.
+        input: Sent rows.
+        receive: Rows from each rank.
+        send: Rows to each rank.
+        group: Ranks of the exchange.
+    """
+
+    output: Tensor | Sequence[Tensor]
     input: Tensor
     receive: Any
     send: Any
     group: dist.ProcessGroup
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether rows travelled as a tensor for each rank: a Function then sees other tensors of the same values."""
+        return not isinstance(self.output, Tensor)
+
+    @property
+    def received(self) -> Tensor:
+        """Received rows, after the call."""
+        return self.output if isinstance(self.output, Tensor) else torch.cat(list(self.output))
 
     @property
     def splits(self) -> Splits:
@@ -288,6 +306,15 @@ def watched(
     return Watched(output, input, output_split_sizes, input_split_sizes, _or_world(group))
 
 
+def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
+    """Return a call of ``all_to_all``; None if its tensors are not parts of one."""
+    output, input = list(output), list(input)
+    kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
+    if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
+        return None
+    return Watched(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], _or_world(group))
+
+
 def _or_world(group: Any) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     assert isinstance(group, dist.ProcessGroup)
@@ -297,19 +324,20 @@ def _or_world(group: Any) -> dist.ProcessGroup:
 def places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
     """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
     differs = [at for at, argument in enumerate(args) if _differs(argument)]
-    if len(differs) != 1 or not _same(call.input, args[differs[0]]) or not _same(call.output, result):
+    output, parts = call.received, call.in_parts
+    if len(differs) != 1 or not _same(call.input, args[differs[0]], parts) or not _same(output, result, parts):
         return ()
     send, receive, group = (
-        frozenset([at for at, argument in enumerate(args) if argument is value])
+        frozenset([at for at, argument in enumerate(args) if argument is value or (parts and _equal(argument, value))])
         for value in (call.send, call.receive, call.group)
     )
-    filled = frozenset([at for at, argument in enumerate(args) if at not in differs and _same(call.output, argument)])
+    filled = frozenset([at for at, argument in enumerate(args) if at not in differs and _same(output, argument)])
     return (
         frozenset(differs),
         _NOWHERE if call.send is None else send,
         _NOWHERE if call.receive is None else receive,
         group or (_NOWHERE if call.group is dist.group.WORLD else group),
-        filled if filled and len(call.output) else filled | _NOWHERE,  # tensors without rows look all the same
+        filled if filled and len(output) else filled | _NOWHERE,  # tensors without rows look all the same
     )
 
 
@@ -395,7 +423,11 @@ def _empty(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
-def _same(tensor: Any, argument: Any) -> bool:
+def _equal(argument: Any, sizes: Any) -> bool:
+    return isinstance(sizes, list) and isinstance(argument, list | tuple) and list(argument) == sizes
+
+
+def _same(tensor: Any, argument: Any, copied: bool = False) -> bool:
     """Return whether two tensors are the same values: a Function may see another object, or a contiguous copy."""
     return (
         isinstance(tensor, Tensor)
@@ -403,7 +435,8 @@ def _same(tensor: Any, argument: Any) -> bool:
         and tensor.shape == argument.shape
         and tensor.dtype == argument.dtype
         and (
-            tensor.data_ptr() == argument.data_ptr() or (not argument.is_contiguous() and torch.equal(tensor, argument))
+            tensor.data_ptr() == argument.data_ptr()
+            or ((copied or not argument.is_contiguous()) and torch.equal(tensor, argument))
         )
     )
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.reduce.fsdp import AHEAD
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, compile
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.ranks import Ranks
@@ -528,3 +529,71 @@ def _tensor_parallel_inside(rank: int, size: int) -> None:
 
 def test_tensor_parallelism_over_the_engines_ranks_is_refused(ranks2: Ranks) -> None:
     ranks2.run(_tensor_parallel_inside)
+
+
+class Slice(nn.Module):
+    """One expert a rank along "ep", a slice of a DTensor."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        whole = torch.randn(mesh["ep"].size(), models.H, models.H)
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh["ep"], [placement]))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weight: Any = self.weight
+        made: Tensor = (rows @ weight.to_local()[0]).tanh()
+        return made
+
+
+class Sliced(nn.Module):
+    """Every rank along "ep" gets an equal part of the tokens."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        self.group, self.norm, self.experts = mesh.get_group("ep"), nn.LayerNorm(models.H), Slice(mesh, placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = exchange(self.norm(x).flatten(0, -2), None, None, self.group)
+        return x + exchange(self.experts(rows), None, None, self.group).view_as(x)
+
+
+def sliced(mesh: DeviceMesh, placement: Placement) -> nn.Sequential:
+    torch.manual_seed(2)
+    model = nn.Sequential(Sliced(mesh, placement), Sliced(mesh, placement))
+    every = mesh["dp", "ep"]._flatten()
+    for block in model:
+        fully_shard(block.experts, mesh=mesh["dp"])
+        fully_shard(block, mesh=every)
+    return model
+
+
+def _slices(rank: int, size: int) -> list[str]:
+    mesh, generator = meshed(size, 2), torch.Generator().manual_seed(rank)
+    x, y = torch.randn(2, 4 * 2, 6, models.H, generator=generator)
+
+    def loss_fn(found: Tensor, wanted: Tensor) -> Tensor:
+        return (found - wanted).square().mean()
+
+    plain = sliced(mesh, Shard(0))
+    for module in sharded(plain):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for index, (part, wanted) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+        for module in sharded(plain):
+            module.set_requires_gradient_sync(index == 3)
+        (loss_fn(plain(part), wanted) / (4 * size)).backward()  # type: ignore[no-untyped-call]
+    expected, model = gradients(plain), sliced(mesh, Shard(0))
+    engine = engine_over(model, build_schedule("combined_1f1b", microbatches=4), mesh, loss_fn=loss_fn)
+    problems = []
+    for step in range(3):  # the first finds the exchanges
+        model.zero_grad()
+        engine.step(x, target=y)
+        problems += [f"step {step}: {name}" for name in models.equal(gradients(model), expected)]
+    with pytest.raises(ValueError, match=r"experts\.weight of Sequential is a DTensor over 'ep' of ranks"):
+        engine_over(sliced(mesh, Replicate()), build_schedule("combined_1f1b", microbatches=4), mesh, loss_fn=loss_fn)
+    return problems
+
+
+def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(ranks4: Ranks) -> None:
+    """Their gradients are summed over the ranks along "dp" alone; a copy on each rank along "ep" is refused."""
+    assert ranks4.run(_slices) == [[]] * 4

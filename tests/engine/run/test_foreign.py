@@ -25,6 +25,7 @@ from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from tests import models
+from tests.all_to_all import any_sizes
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, batch, compare, engine_of, loss_fn
 from tests.ranks import Ranks
 
@@ -48,6 +49,21 @@ class Own(torch.autograd.Function):
 
 
 own = Own.apply
+
+
+class InParts(torch.autograd.Function):
+    """An all-to-all by a tensor for each rank, as in spmd_types."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, receive: Any, send: Any) -> Tensor:
+        ctx.group, ctx.receive, ctx.send = group, receive, send
+        brought = [rows.new_empty((size, *rows.shape[1:])) for size in receive]
+        dist.all_to_all(brought, [part.contiguous() for part in rows.split(send)], group=group)
+        return torch.cat(brought)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return InParts.apply(grads[0], ctx.group, ctx.send, ctx.receive), None, None, None
 
 
 def into_a_buffer(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
@@ -76,6 +92,9 @@ WAYS: dict[str, Way] = {
     "torch.distributed.nn": returned,
     "a Function of its own": lambda rows, receive, send, group: Own.apply(group, rows, receive, send),
     "a Function whose apply has another name": lambda rows, receive, send, group: own(group, rows, receive, send),
+    "a Function by a tensor for each rank": lambda rows, receive, send, group: InParts.apply(
+        rows, group, receive, send
+    ),
     "exchange": lambda rows, receive, send, group: exchange(rows, send, receive, group),
 }
 
@@ -165,14 +184,15 @@ def _compare(rank: int, size: int, cases: Sequence[tuple[str, str, Any, Any]]) -
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     problems = []
     for way, kind, overlap, recompute in cases:
-        problems += compare(
-            f"{way}, {kind}, {overlap}, recompute {recompute}",
-            lambda way=way, kind=kind: build(mesh.get_group("ep"), way, kind),  # type: ignore[misc]
-            mesh,
-            exchanges=2 * 2 * 2 * MICROBATCHES,
-            overlap=overlap,
-            recompute=recompute,
-        )
+        with any_sizes():
+            problems += compare(
+                f"{way}, {kind}, {overlap}, recompute {recompute}",
+                lambda way=way, kind=kind: build(mesh.get_group("ep"), way, kind),  # type: ignore[misc]
+                mesh,
+                exchanges=2 * 2 * 2 * MICROBATCHES,
+                overlap=overlap,
+                recompute=recompute,
+            )
     return problems
 
 

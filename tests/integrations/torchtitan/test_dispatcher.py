@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
+from tests.integrations.torchtitan import on_cpu
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -44,9 +45,10 @@ class Block(nn.Module):
 
 
 def _compare(rank: int, size: int) -> list[str]:
+    on_cpu.install()
     from torchtitan.distributed.utils import set_spmd_backend
 
-    set_spmd_backend("default")  # the other one exchanges by a collective that gloo has not
+    set_spmd_backend("partial_dtensor")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
     def build() -> nn.Sequential:

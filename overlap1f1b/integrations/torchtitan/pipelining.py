@@ -1,0 +1,206 @@
+"""torchtitan's ``pipelining_fn``: it cuts the model as torchtitan does, and has the engine play the schedule."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.integrations.torchtitan.schedule import Schedule
+from overlap1f1b.plan import NodeCosts, Overlap, Recompute
+from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+SCHEDULES: Mapping[str, str] = MappingProxyType(
+    {
+        "1F1B": "combined_1f1b",
+        "Interleaved1F1B": "combined_1f1b",
+        "GPipe": "afab",
+        "LoopedBFS": "afab",
+        "InterleavedZeroBubble": "zb_h1",
+        "ZBVZeroBubble": "zb_v",
+        "DualPipeV": "dualpipev",
+    }
+)
+"""The program in place of each of torchtitan's schedules, with the same stages on each rank."""
+
+
+def pipelining_fn(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    loss_fn: Callable[..., Any],
+    split: Callable[..., Any] | None = None,
+    schedule: str | None = None,
+    overlap: Overlap = DEFAULT_OVERLAP,
+    extra_warmup: int | None = None,
+    recompute: Recompute | None = None,
+    costs: NodeCosts | None = None,
+    dynamic_shapes: bool = False,
+    timeout: float = DEFAULT_LIMIT_S,
+    **others: Any,
+) -> tuple[Schedule, list[nn.Module], bool, bool]:
+    """Cut a model into the parts of this rank; return a schedule that the engine plays, the parts, and what they hold.
+
+    >>> spec = dataclasses.replace(spec, pipelining_fn=o1.integrations.torchtitan.pipelining_fn)  # of a Trainer.Config
+
+    torchtitan's trainer calls it with its own keyword arguments. The options are given beforehand, by
+    ``functools.partial(pipelining_fn, overlap=2)``.
+
+    Args:
+        model: The whole model, on the device "meta".
+        parallel_dims: torchtitan's mesh.
+        training: Its ``TrainingConfig``.
+        parallelism: Its ``ParallelismConfig``.
+        compile_config: Its ``CompileConfig``.
+        ac_config: Its activation checkpointing.
+        loss_fn: Its loss.
+        split: The model's own ``pipelining_fn``, which cuts it; by default torchtitan's ``pipeline_llm``.
+        schedule: Name of a program, see :func:`build_schedule`, in place of the one in ``SCHEDULES``. It must put the
+            same stages on each rank.
+        overlap: See :class:`~overlap1f1b.engine.Engine`.
+        extra_warmup: See :func:`build_schedule`.
+        recompute: See :class:`~overlap1f1b.engine.Engine`, in place of ``ac_config``. By default ``"block"`` if there
+            is an ``ac_config`` and ranks share experts, since torchtitan's would exchange rows a second time; else
+            torchtitan's own is applied.
+        costs: Seconds of every node, instead of measuring them.
+        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank.
+        others: Further arguments of torchtitan's, for ``split``.
+
+    Returns:
+        The schedule; the parts of the model on this rank, in torchtitan's order; whether they hold the first stage, and
+        the last.
+
+    Raises:
+        ValueError: A setting of torchtitan's that the engine cannot carry out, an unknown schedule, or a number of
+            microbatches that does not fit it.
+    """
+    _check(parallel_dims, training, parallelism, compile_config)
+    if recompute is None:
+        recompute = "block" if ac_config is not None and parallel_dims.ep > 1 else "none"
+    if recompute != "none":
+        ac_config = None
+    program_of = _program_of(training, parallelism, schedule, extra_warmup)
+    given = {
+        "parallel_dims": parallel_dims, "training": training, "parallelism": parallelism,
+        "compile_config": compile_config, "ac_config": ac_config, **others,
+    }  # fmt: skip
+    if parallel_dims.pp_enabled and parallel_dims.pp > 1:
+        cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
+        program_of(1 if _single(parallelism) else 2)  # tell what does not fit before torchtitan cuts anything
+        made, parts, first, last = cut(model, loss_fn=loss_fn, **given)
+        numbers = [stage.stage_index for stage in getattr(made, "_stages", None) or [made._stage]]
+    else:
+        given = {name: value for name, value in given.items() if name in _OF_PARALLELIZE}
+        parts, first, last, numbers = [others["parallelize_fn"](model, **given)], True, True, [0]
+    program = program_of(len(parts))
+    rank = parallel_dims.get_mesh("pp").get_local_rank() if parallel_dims.pp > 1 else 0
+    held = [stage for _, stage in program.placement.places(rank)]
+    if sorted(held) != sorted(numbers):
+        raise ValueError(
+            f"schedule={program.name!r} puts stages {sorted(held)} on pipeline rank {rank}, "
+            f"pipeline_parallel_schedule={parallelism.pipeline_parallel_schedule!r} {sorted(numbers)}; "
+            "allowed: schedules that agree"
+        )
+
+    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:
+        return Engine(
+            stages,
+            program,
+            mesh=_mesh(parallel_dims),
+            overlap=overlap,
+            recompute=recompute,
+            costs=costs,
+            dynamic_shapes=dynamic_shapes,
+            timeout=timeout,
+        )
+
+    return Schedule(dict(zip(numbers, parts, strict=True)), program, loss_fn, make_engine), parts, first, last
+
+
+_OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config", "ac_config", "dump_folder")
+
+
+def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
+    """Raise ValueError for settings that the engine would ignore or break."""
+    for dimension, field in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
+        size = getattr(parallel_dims, dimension)
+        if size > 1:
+            raise ValueError(f"parallelism.{field}={size}; allowed: 1 (the engine knows pp, dp and ep)")
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ValueError("parallelism.spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'")
+    if parallelism.spmd_backend != "partial_dtensor" and parallel_dims.ep > 1:
+        raise ValueError(
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r} with expert_parallel_degree={parallel_dims.ep}; "
+            "allowed: 'partial_dtensor', whose exchanges the engine finds"
+        )
+    if compile_config.enable and "model" in compile_config.components:
+        raise ValueError(
+            f"compile.components={list(compile_config.components)}; allowed: without 'model' (torchtitan compiles "
+            "whole layers, which cannot be cut at their exchanges)"
+        )
+    if training.enable_cpu_offload:
+        raise ValueError("training.enable_cpu_offload=True; allowed: False (parameters stay gathered during a step)")
+
+
+def _single(parallelism: Any) -> bool:
+    """Return whether torchtitan's schedule has one stage a rank."""
+    return parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")
+
+
+def _program_of(
+    training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None
+) -> Callable[[int], Program]:
+    """Return a function that makes the program from the number of stages a rank.
+
+    Raises:
+        ValueError: torchtitan's schedule is unknown.
+    """
+    named = {name.lower(): name for name in SCHEDULES}
+    asked = parallelism.pipeline_parallel_schedule
+    if asked.lower() not in named:
+        raise ValueError(f"parallelism.pipeline_parallel_schedule={asked!r}; allowed: {', '.join(SCHEDULES)}")
+    ranks = parallelism.pipeline_parallel_degree
+    microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+
+    def program_of(chunks: int) -> Program:
+        if parallelism.pipeline_parallel_schedule_csv:
+            program = Program.from_csv(parallelism.pipeline_parallel_schedule_csv)
+            if program.microbatches != microbatches:
+                raise ValueError(
+                    f"pipeline_parallel_schedule_csv of {program.microbatches} microbatches, "
+                    f"local_batch_size / pipeline_parallel_microbatch_size is {microbatches}; allowed: as many"
+                )
+            return program
+        return build_schedule(
+            schedule or SCHEDULES[named[asked.lower()]],
+            ranks=ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            extra_warmup=extra_warmup,
+        )
+
+    return program_of
+
+
+def _mesh(parallel_dims: Any) -> DeviceMesh | None:
+    """Return the engine's mesh of torchtitan's ranks: "ep" is the fastest dimension, as in its mesh of experts."""
+    world = parallel_dims.world_mesh
+    ep = parallel_dims.ep
+    sizes = {"pp": parallel_dims.pp, "dp": parallel_dims.dp_replicate * parallel_dims.dp_shard // ep, "ep": ep}
+    several = {name: size for name, size in sizes.items() if size > 1}
+    if not several:
+        return None
+    ranks = torch.as_tensor(world.mesh).view(*several.values())
+    return DeviceMesh(world.device_type, ranks, mesh_dim_names=tuple(several))

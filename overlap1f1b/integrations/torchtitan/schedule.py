@@ -1,0 +1,216 @@
+"""The schedule that torchtitan's trainer and validator call: ``step`` and ``eval`` of an engine over model parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from overlap1f1b.engine import Engine, Feed, StepResult
+from overlap1f1b.engine.run.blocks import MicrobatchBlock
+from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.schedule import Program
+
+Arguments = Sequence[Mapping[str, Any]]
+
+
+class Schedule:
+    """A pipeline schedule as torchtitan calls it, played by an engine; made by :func:`pipelining_fn`.
+
+    The engine is made at the first call, when torchtitan has given the parts their weights.
+
+    Args:
+        parts: Parts of the model that this rank holds, by the number of their stage.
+        program: Schedule of the step.
+        loss_fn: torchtitan's, ``(prediction, labels, **loss_kwargs) → (loss, metrics)``.
+        make_engine: Makes the engine over the stages of this rank.
+
+    Attributes:
+        result: Result of the last call; ``result.overlap.hidden_fraction`` says how much of the exchange was hidden.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        program: Program,
+        loss_fn: Callable[..., Any],
+        make_engine: Callable[[Mapping[int, list[nn.Module]]], Engine],
+    ) -> None:
+        self.program, self.loss_fn = program, loss_fn
+        self.result: StepResult | None = None
+        self._parts = {number: Part(module) for number, module in parts.items()}
+        self._last = program.placement.stages - 1
+        self._make_engine = make_engine
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. All ranks must come to its first use, when the weights are there."""
+        if self._engine is None:
+            stages: dict[int, list[nn.Module]] = {number: [part] for number, part in self._parts.items()}
+            head = self._head()
+            if head is not None and self._last in self._parts:
+                self._parts[self._last].whole = (head,)
+                stages[self._last].append(LossWithHead())
+            self._engine = self._make_engine(stages)
+        return self._engine
+
+    def step(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
+        kwarg_mbs: Arguments | None = None,
+        target_mbs: Sequence[Tensor] | None = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
+    ) -> Tensor | None:
+        """Run forwards and backwards of all microbatches; add the gradients of the sum of their losses to ``.grad``.
+
+        Each list has an entry a microbatch.
+
+        Args:
+            arg_mbs: Positional arguments of the first stage, on the rank that holds it.
+            kwarg_mbs: Keyword arguments of every stage, such as positions and the masks that follow from them.
+            target_mbs: Labels, on the rank with the last stage.
+            losses: Is filled with the loss of each microbatch there.
+            loss_kwargs: Keyword arguments of the loss, such as the number of tokens that count.
+            return_outputs: Whether to return the outputs of the last stage, ``[B, …]``, on the rank that holds it.
+
+        Raises:
+            ValueError: Another number of microbatches than the program has, or a list that a stage needs is missing.
+            RuntimeError: Another rank failed, or did not answer within the limit.
+        """
+        return self._play(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs, grad=True)
+
+    def eval(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
+        kwarg_mbs: Arguments | None = None,
+        target_mbs: Sequence[Tensor] | None = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
+    ) -> Tensor | None:
+        """Run the forwards alone, without gradients; the arguments are those of :meth:`step`."""
+        return self._play(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs, grad=False)
+
+    def _play(
+        self,
+        args: Sequence[tuple[Tensor, ...]] | None,
+        kwargs: Arguments | None,
+        targets: Sequence[Tensor] | None,
+        losses: list[Tensor] | None,
+        loss_kwargs: Mapping[str, Any] | None,
+        return_outputs: bool,
+        *,
+        grad: bool,
+    ) -> Tensor | None:
+        needed: dict[str, Sequence[Any] | None] = {"kwarg_mbs": kwargs} if kwargs is not None else {}
+        needed |= {"arg_mbs": args} if 0 in self._parts else {}
+        needed |= {"target_mbs": targets} if self._last in self._parts else {}
+        count = self.program.microbatches
+
+        def feed() -> Feed:
+            for name, given in needed.items():
+                if given is None:
+                    raise ValueError(f"no {name} on a rank that needs them; allowed: a list of {count}")
+                if len(given) != count:
+                    raise ValueError(
+                        f"{name} of {len(given)} microbatches; allowed: {count}, which is "
+                        "training.local_batch_size / parallelism.pipeline_parallel_microbatch_size"
+                    )
+
+            def positions(index: int) -> dict[str, Any]:
+                # On one pipeline rank torchtitan's trainer gives them to the loss.
+                held = kwargs[index] if kwargs and grad and self._last == 0 else {}
+                return {name: held[name] for name in ("positions",) if name in held}
+
+            def given_to(stage: int, index: int) -> dict[str, Any]:
+                arguments: dict[str, Any] = {}
+                if stage == 0 and args is not None:
+                    arguments["inputs"] = args[index]
+                if stage == self._last and targets is not None:
+                    arguments |= {
+                        "target": targets[index],
+                        "loss_fn": partial(self._loss, {**positions(index), **(loss_kwargs or {})}),
+                        "keep_outputs": return_outputs,
+                    }
+                return arguments
+
+            return Feed(given_to, dict.fromkeys(range(count), 1.0), auxiliary=None)
+
+        engine = self.engine
+        try:
+            for part in self._parts.values():
+                part.arguments = kwargs or [{}] * count
+            with self._head_gathered():
+                self.result = engine.play(feed, grad=grad).result
+        finally:
+            for part in self._parts.values():
+                part.arguments = ()
+        if losses is not None:
+            losses[:] = self.result.losses
+        outputs = [output for output in self.result.outputs if isinstance(output, Tensor)]
+        return torch.cat(outputs) if outputs else None
+
+    def _loss(self, loss_kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
+        *outputs, labels = given
+        prediction: Any = outputs[0] if len(outputs) == 1 else outputs
+        loss, _ = self.loss_fn(prediction, labels, **loss_kwargs)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _head(self) -> nn.Module | None:
+        """Return the head that the loss calls by itself, and whose backward it runs, as torchtitan's chunked loss."""
+        head = getattr(self.loss_fn, "lm_head", None)
+        return head if isinstance(head, nn.Module) else None
+
+    @contextmanager
+    def _head_gathered(self) -> Iterator[None]:
+        """Keep the loss from freeing the head's gathered weights: several microbatches are open, the norm's too."""
+        head = self._head()
+        if not isinstance(head, FSDPModule):
+            yield
+            return
+        held: Any = self.loss_fn
+        held.lm_head = head.__call__  # no FSDPModule
+        try:
+            yield
+        finally:
+            held.lm_head = head
+
+
+class Part(MicrobatchBlock):
+    """A part of a torchtitan model as one block of a stage, called with the keyword arguments of its microbatch.
+
+    Args:
+        module: The part.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.arguments: Arguments = ()
+
+    def forward(self, *inputs: Tensor, microbatch: Microbatch | None = None) -> Any:
+        """Call the part for a microbatch; several outputs, as of multi-token prediction, become a tuple."""
+        assert microbatch is not None
+        returned = self.module(*inputs, **self.arguments[microbatch.index])
+        return tuple(returned) if isinstance(returned, list) else returned
+
+
+class LossWithHead(MicrobatchBlock):
+    """The block of a loss that calls the model's head by itself: behind the part, it runs once."""
+
+    keeps = True
+
+    def forward(self, *outputs: Tensor, microbatch: Microbatch | None = None) -> tuple[Tensor, ...]:
+        """Return what the loss is given."""
+        return outputs

@@ -1,0 +1,34 @@
+"""``dist.all_to_all`` with parts of any sizes on gloo, which sends equal parts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+@contextmanager
+def any_sizes() -> Iterator[None]:
+    """Let ``dist.all_to_all`` take parts of any sizes inside the context; function modes see it as torch's own."""
+    before = dist.all_to_all
+
+    def all_to_all(output: list[Tensor], input: list[Tensor], group: Any = None, async_op: bool = False) -> None:
+        if has_torch_function(tuple(input)):
+            handle_torch_function(all_to_all, tuple(input), output, input, group=group, async_op=async_op)
+            return
+        sizes = [len(part) for part in output], [len(part) for part in input]
+        brought = input[0].new_empty((sum(sizes[0]), *input[0].shape[1:]))
+        dist.all_to_all_single(brought, torch.cat(list(input)), *sizes, group=group)
+        for part, came in zip(output, brought.split(sizes[0]), strict=True):
+            part.copy_(came)
+
+    dist.all_to_all = all_to_all
+    try:
+        yield
+    finally:
+        dist.all_to_all = before

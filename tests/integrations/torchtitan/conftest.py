@@ -1,0 +1,58 @@
+"""Processes that keep torchtitan imported, and what its own trainer gives on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.integrations.torchtitan.trainers import FAMILIES, SEQUENCES, train
+from tests.ranks import Ranks
+
+Plain = Callable[..., dict[str, Any]]
+
+
+def _kept(size: int) -> Iterator[Ranks]:
+    workers = Ranks(size, timeout=240, few=True)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def titan1() -> Iterator[Ranks]:
+    yield from _kept(1)
+
+
+@pytest.fixture(scope="session")
+def titan2() -> Iterator[Ranks]:
+    yield from _kept(2)
+
+
+@pytest.fixture(scope="session")
+def titan4() -> Iterator[Ranks]:
+    yield from _kept(4)
+
+
+@pytest.fixture(scope="session")
+def folder(titan1: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a checkpoint of the first weights of each family."""
+    made = str(tmp_path_factory.mktemp("torchtitan"))
+    titan1.run(train, [{"folder": made, "family": family, "seed": True} for family in FAMILIES])
+    return made
+
+
+@pytest.fixture(scope="session")
+def plain(titan1: Ranks, folder: str) -> Plain:
+    """Returns what torchtitan's own trainer logs on one rank, a microbatch after the other."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def result(**case: Any) -> dict[str, Any]:
+        name = "plain " + " ".join(f"{key}={case[key]}" for key in sorted(case))
+        if name not in known:
+            micro = case.get("micro", 1)
+            given = {"folder": folder, "run": name, "batch": micro, "total": SEQUENCES, **case}
+            known[name] = titan1.run(train, [given])[0][0] | {"run": name}
+        return known[name]
+
+    return result

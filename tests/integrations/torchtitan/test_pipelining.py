@@ -1,0 +1,170 @@
+"""torchtitan's own trainer with our ``pipelining_fn``, beside the same trainer without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from overlap1f1b.integrations.torchtitan import SCHEDULES, pipelining_fn
+from tests.integrations.torchtitan import on_cpu
+from tests.integrations.torchtitan.conftest import Plain
+from tests.integrations.torchtitan.trainers import SEQUENCES, train, weights_of
+from tests.ranks import Ranks
+
+installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
+
+
+def equal(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    return len(found) == len(expected) and torch.allclose(
+        torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=0
+    )
+
+
+def assert_close(found: Sequence[float], expected: Sequence[float]) -> None:
+    """Compare the norms of steps: sums of another order differ in the last bits, and AdamW enlarges this."""
+    assert equal(found[:1], expected[:1], 1e-6)
+    assert equal(found, expected, 1e-4)
+
+
+@installed
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"family": "qwen3", "tokens": 20, "chunked": True},
+        {"schedule": "Interleaved1F1B", "chunked": True, "micro": 2},
+        {"schedule": "DualPipeV", "backend": "spmd_types"},
+        {"schedule": "ZBVZeroBubble", "checkpointing": "selective", "chunked": True},
+        {"schedule": "GPipe", "batch": SEQUENCES // 2, "total": SEQUENCES, "checkpointing": "full"},
+        {"options": {"schedule": "zb_h1", "overlap": 2}},
+    ],
+    ids=str,
+)
+def test_two_stages(titan2: Ranks, folder: str, plain: Plain, case: dict[str, Any]) -> None:
+    same = {key: case[key] for key in ("family", "tokens", "micro") if key in case}
+    expected, last = plain(**same), 0 if case.get("schedule") in ("DualPipeV", "ZBVZeroBubble") else 1
+    found = titan2.run(train, [{"folder": folder, "run": str(case), "by": "pipelining_fn", "pp": 2, **case}])
+    assert equal(found[last][0]["loss"], expected["loss"], 1e-6)
+    for rank in found:
+        assert_close(rank[0]["norm"], expected["norm"])
+
+
+@installed
+def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
+    expected = plain(dtype="bfloat16")
+    found = titan2.run(train, [{"folder": folder, "run": "bf16", "by": "pipelining_fn", "pp": 2, "dtype": "bfloat16"}])[
+        1
+    ][0]
+    assert equal(found["loss"][:1], expected["loss"][:1], 1e-6)
+    assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
+    assert equal(found["loss"], expected["loss"], 1e-3)
+    assert equal(found["norm"], expected["norm"], 1e-2)
+
+
+@installed
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"family": "qwen3", "chunked": True, "checkpointing": "selective", "schedule": "Interleaved1F1B"}],
+    ids=str,
+)
+def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain: Plain, case: dict[str, Any]) -> None:
+    """Loss, norm and weights are those of torchtitan's trainer with its FSDP2 over the same ranks."""
+    name, family = str(case), {key: case[key] for key in ("family",) if key in case}
+    own: dict[str, Any] = {"run": f"own {name}", "ep": 2, "batch": 1, "total": SEQUENCES, **family}
+    ours = {"run": f"ours {name}", "pp": 2, "ep": 2, "batch": SEQUENCES // 2, **case}
+    expected = titan2.run(train, [{"folder": folder, **own}])[0][0]
+    found = titan4.run(train, [{"folder": folder, "by": "pipelining_fn", **ours}])
+    assert equal(found[2][0]["loss"], expected["loss"], 1e-6)
+    assert equal(expected["norm"], plain(**family)["norm"], 1e-4)
+    for rank in found:
+        assert_close(rank[0]["norm"], expected["norm"])
+        assert sum(rank[0]["cut"]) == 2 * 2  # two layers with experts, there and back
+        assert rank[0]["ops"]["DISPATCH"] == rank[0]["ops"]["COMBINE"] > 0
+    weights = weights_of(folder, own)
+    written = weights_of(folder, ours)
+    assert written.keys() == weights.keys()
+    for key, value in weights.items():
+        assert float((written[key] - value).norm()) <= 1e-3 * float(value.norm()), key
+
+
+def _given(**changed: Any) -> dict[str, Any]:
+    dims = {"pp": 2, "tp": 1, "cp": 1, "ep": 1, "pp_enabled": True}
+    training = {"local_batch_size": 8, "enable_cpu_offload": False}
+    parallelism = {
+        "spmd_backend": "spmd_types",
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "1F1B",
+        "pipeline_parallel_microbatch_size": 1,
+        "pipeline_parallel_schedule_csv": "",
+    }
+    compiling = {"enable": False, "components": ["model", "loss"]}
+    held = {"parallel_dims": dims, "training": training, "parallelism": parallelism, "compile_config": compiling}
+    for values in held.values():
+        values.update({key: value for key, value in changed.items() if key in values})  # type: ignore[attr-defined]
+    given: dict[str, Any] = {name: SimpleNamespace(**values) for name, values in held.items()}  # type: ignore[arg-type]
+    return given | {"ac_config": None, "loss_fn": None}
+
+
+def _cut(*_: Any, **__: Any) -> Any:
+    raise AssertionError("nothing is cut")
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"tp": 2}, {}, "parallelism.tensor_parallel_degree=2; allowed: 1"),
+        ({"cp": 4}, {}, "parallelism.context_parallel_degree=4; allowed: 1"),
+        ({"spmd_backend": "full_dtensor"}, {}, "spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'"),
+        ({"ep": 2}, {}, "spmd_backend='spmd_types' with expert_parallel_degree=2; allowed: 'partial_dtensor'"),
+        ({"enable": True}, {}, r"compile.components=\['model', 'loss'\]; allowed: without 'model'"),
+        ({"enable_cpu_offload": True}, {}, "training.enable_cpu_offload=True; allowed: False"),
+        ({"pipeline_parallel_schedule": "Zigzag"}, {}, "pipeline_parallel_schedule='Zigzag'; allowed: 1F1B, Interleav"),
+        (
+            {"pipeline_parallel_schedule": "dualpipev", "local_batch_size": 3},
+            {},
+            "dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
+        ),
+        ({}, {"schedule": "zigzag"}, "unknown program 'zigzag'; allowed: sequential"),
+        ({}, {"schedule": "zb_v"}, "chunks=1 with zb_v; allowed: 2"),
+    ],
+)
+def test_refused(changed: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        pipelining_fn(nn.Identity(), split=_cut, **options, **_given(**changed))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_program_with_other_stages_is_refused() -> None:
+    given = _given(pipeline_parallel_schedule="Interleaved1F1B")
+    given["parallel_dims"].get_mesh = lambda name: SimpleNamespace(get_local_rank=lambda: 0)
+    made = SimpleNamespace(_stages=[SimpleNamespace(stage_index=index) for index in (0, 2)])
+    with pytest.raises(ValueError, match=r"puts stages \[0, 3\] on pipeline rank 0.*\[0, 2\]; allowed: sch"):
+        pipelining_fn(
+            nn.Identity(), split=lambda *_, **__: (made, [nn.Identity()] * 2, True, False), schedule="zb_v", **given
+        )
+
+
+def test_a_table(tmp_path: Path) -> None:
+    """A table of torch's may be given; it must have as many microbatches as the batch."""
+    (tmp_path / "table.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    given = _given(pipeline_parallel_schedule_csv=str(tmp_path / "table.csv"), local_batch_size=2)
+    given["parallel_dims"].get_mesh = lambda name: SimpleNamespace(get_local_rank=lambda: 1)
+    part = nn.Identity()
+    made = SimpleNamespace(_stage=SimpleNamespace(stage_index=1))
+    schedule, parts, first, last = pipelining_fn(part, split=lambda *_, **__: (made, [part], False, True), **given)
+    assert (schedule.program.microbatches, parts, first, last) == (2, [part], False, True)
+    given["training"].local_batch_size = 8
+    with pytest.raises(ValueError, match=r"schedule_csv of 2 microbatches, .* is 8; allowed: as many"):
+        pipelining_fn(part, split=_cut, **given)
+
+
+def test_schedules_are_those_of_torch() -> None:
+    for name in SCHEDULES:
+        assert issubclass(get_schedule_class(name), PipelineScheduleSingle | PipelineScheduleMulti)

@@ -1,0 +1,146 @@
+"""The schedule by itself, over modules without torchtitan: what its calls take, give and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.torchtitan import Schedule
+from overlap1f1b.schedule import build_schedule
+
+HIDDEN, VOCABULARY, MICROBATCHES = 12, 20, 3
+
+
+class Decoder(nn.Module):
+    """Calls its head, or leaves this to the loss; adds a keyword argument of its microbatch."""
+
+    def __init__(self, *, heads: bool = True) -> None:
+        super().__init__()
+        self.layer, self.lm_head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.heads = heads
+
+    def forward(self, x: Tensor, shift: Tensor) -> Any:
+        h = (self.layer(x) + shift).tanh()
+        return self.lm_head(h) if self.heads else h
+
+
+class Several(Decoder):
+    """Returns a list, as models of multi-token prediction do."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Any:
+        logits = super().forward(x, shift)
+        return [logits, 2 * logits]
+
+
+def plain_loss(prediction: Any, labels: Tensor, tokens: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
+    outputs = prediction if isinstance(prediction, list) else [prediction]
+    losses = [nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum") for out in outputs]
+    return torch.stack(losses).sum() / tokens, {}
+
+
+class PartedLoss:
+    """Calls the head on parts of the sequence, and runs their backwards in its own forward."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.lm_head = head
+
+    def __call__(self, hidden: Tensor, labels: Tensor, tokens: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
+        grad, total = torch.zeros_like(hidden), torch.zeros(())
+        for part, target, into in zip(hidden.chunk(2, 1), labels.chunk(2, 1), grad.chunk(2, 1), strict=True):
+            leaf = part.detach().requires_grad_(hidden.requires_grad)
+            loss, _ = plain_loss(self.lm_head(leaf), target, tokens)
+            total = total + loss.detach()
+            if hidden.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+                into.copy_(leaf.grad)
+        return Bridge.apply(hidden, grad, total) if hidden.requires_grad else total, {}
+
+
+class Bridge(torch.autograd.Function):
+    """The loss, whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, grad: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.saved_tensors[0], None, None
+
+
+def schedule_of(model: nn.Module, loss_fn: Any, **options: Any) -> Schedule:
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+
+    def make(stages: Mapping[int, list[nn.Module]]) -> Engine:
+        return Engine(stages, program, **options)
+
+    return Schedule({0: model}, program, loss_fn, make)
+
+
+def given(count: int = MICROBATCHES) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(index + 1, 4) for index in range(count)]
+    return {
+        "arg_mbs": [(torch.randn(*size, HIDDEN, generator=generator),) for size in sizes],
+        "kwarg_mbs": [{"shift": torch.randn(HIDDEN, generator=generator)} for _ in sizes],
+        "target_mbs": [torch.randint(VOCABULARY, size, generator=generator) for size in sizes],
+    }
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("kind", ["plain", "list", "parted"])
+def test_steps(kind: str, recompute: str) -> None:
+    """Gradients, losses and outputs of each of two steps are those of a plain loop."""
+    torch.manual_seed(0)
+    model = Several() if kind == "list" else Decoder(heads=kind != "parted")
+    loss_fn: Any = PartedLoss(model.lm_head) if kind == "parted" else plain_loss
+    schedule, batch = schedule_of(model, loss_fn, recompute=recompute), given()
+    for tokens in (7.0, 9.0):
+        model.zero_grad()
+        expected = []
+        for (x,), kwargs, labels in zip(*batch.values(), strict=True):
+            loss, _ = loss_fn(model(x, **kwargs), labels, tokens)
+            loss.backward()
+            expected.append(loss.detach())
+        wanted = [grad.clone() for grad in gradients(model)]
+        model.zero_grad()
+        losses = [torch.zeros(())]
+        assert schedule.step(**batch, losses=losses, loss_kwargs={"tokens": tokens}) is None
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+        assert [torch.equal(a, b) for a, b in zip(gradients(model), wanted, strict=True)] == [True] * len(wanted)
+        evaluated = list[Tensor]()
+        schedule.eval(**batch, losses=evaluated, loss_kwargs={"tokens": tokens})
+        assert torch.equal(torch.stack(evaluated), torch.stack(expected))
+        assert gradients(model)[0].equal(wanted[0])
+
+
+def test_outputs() -> None:
+    model, batch = Decoder(), given()
+    outputs = schedule_of(model, plain_loss).step(**batch, return_outputs=True)
+    assert outputs is not None
+    assert outputs.shape == (1 + 2 + 3, 4, VOCABULARY)
+    assert torch.equal(outputs[1:3], model(*batch["arg_mbs"][1], **batch["kwarg_mbs"][1]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (given(2), "arg_mbs of 2 microbatches; allowed: 3, which is training.local_batch_size"),
+        (given() | {"kwarg_mbs": given(4)["kwarg_mbs"]}, "kwarg_mbs of 4 microbatches; allowed: 3"),
+        (given() | {"arg_mbs": None}, "no arg_mbs on a rank that needs them; allowed: a list of 3"),
+        (given() | {"target_mbs": None}, "no target_mbs on a rank that needs them; allowed: a list of 3"),
+    ],
+)
+def test_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule_of(Decoder(), plain_loss).step(**changed)

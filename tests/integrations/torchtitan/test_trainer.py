@@ -1,0 +1,59 @@
+"""torchtitan's trainer under the mixin, on one pipeline rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overlap1f1b.integrations.torchtitan import Overlapped
+from tests.integrations.torchtitan import on_cpu
+from tests.integrations.torchtitan.conftest import Plain
+from tests.integrations.torchtitan.test_pipelining import assert_close, equal
+from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, train
+from tests.ranks import Ranks
+
+installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
+MICROBATCHES, LAYERS = 4, 2
+
+
+@installed
+def test_one_rank(titan1: Ranks, folder: str, plain: Plain) -> None:
+    case = {"folder": folder, "run": "mixin", "by": "mixin", "checkpointing": "selective"}
+    found, expected = titan1.run(train, [case])[0][0], plain()
+    assert equal(found["loss"], expected["loss"], 1e-6)
+    assert_close(found["norm"], expected["norm"])
+
+
+@installed
+@pytest.mark.parametrize(
+    "case", [{}, {"chunked": True, "checkpointing": "selective"}, {"family": "qwen3", "tokens": 40}], ids=str
+)
+def test_experts_over_two_ranks(titan2: Ranks, folder: str, case: dict[str, Any]) -> None:
+    """Loss, validation and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes."""
+    same = {key: case[key] for key in ("family", "tokens") if key in case}
+    own = {"run": f"own 1 {case}", "batch": 1, "total": SEQUENCES, **same}
+    ours = {"run": f"mixin {case}", "by": "mixin", "batch": SEQUENCES // 2, "validates": True, **case}
+    found = titan2.run(train, [{"folder": folder, "ep": 2, **given} for given in (own, ours)])
+    for expected, by_us in found:
+        assert equal(by_us["loss"], expected["loss"], 1e-6)
+        assert_close(by_us["norm"], expected["norm"])
+        assert by_us["cut"] == [2 * LAYERS]
+        assert by_us["ops"]["DISPATCH"] == by_us["ops"]["COMBINE"] == 2 * MICROBATCHES * LAYERS
+        assert len(by_us["valid"]) == STEPS
+
+
+@installed
+def test_validation(titan1: Ranks, folder: str) -> None:
+    cases = [{"run": f"validation {by}", "by": by} for by in ("torchtitan", "mixin")]
+    own, ours = titan1.run(train, [{"folder": folder, "validates": True, **case} for case in cases])[0]
+    assert equal(ours["valid"], own["valid"], 1e-5)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    config = SimpleNamespace(
+        parallelism=SimpleNamespace(pipeline_parallel_microbatch_size=3), training=SimpleNamespace(local_batch_size=8)
+    )
+    with pytest.raises(ValueError, match=r"local_batch_size=8 with .*microbatch_size=3; allowed: a multiple of 3"):
+        Overlapped(config)

@@ -1,0 +1,263 @@
+"""torchtitan's own trainer over its debug models, and the same under the engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import overlap1f1b as o1
+from overlap1f1b.plan import Op, StageShape
+from tests.integrations.torchtitan import on_cpu
+
+SEQUENCES, TOKENS, STEPS, EXPERTS = 8, 24, 3, 8
+
+FAMILIES = {"deepseek_v3": ("debugmodel", 3), "qwen3": ("debugmodel_moe", 2)}
+"""The debug model with experts of each family, and how many of its layers are used."""
+
+
+def train(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what torchtitan's trainer logs in each case, and what the engine has played."""
+    on_cpu.install_trainer()
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    return [_train(rank, **case) for case in cases]
+
+
+def _train(rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None = None, **case: Any) -> dict[str, Any]:
+    """Train, or write a checkpoint of the first weights.
+
+    Args:
+        rank: Number of this rank.
+        by: "torchtitan", "pipelining_fn", or "mixin".
+        options: Of ``pipelining_fn``.
+        case: See :func:`config_of`.
+    """
+    from torchtitan.trainer import Trainer
+
+    class OverlapTrainer(o1.integrations.torchtitan.Overlapped, Trainer):  # type: ignore[misc]
+        pass
+
+    config = config_of(**case)
+    if by == "pipelining_fn":
+        ours = partial(o1.integrations.torchtitan.pipelining_fn, **(options or {}))
+        config = replace(config, model_spec=replace(config.model_spec, pipelining_fn=ours))
+    trainer = OverlapTrainer(config) if by == "mixin" else config.build()
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+            return {}
+        logged: dict[str, Any] = {"loss": [], "norm": [], "valid": []}
+
+        def log(step: int, mean: float, largest: float, norm: float, extra_metrics: Any = None) -> None:
+            logged["loss"].append(mean)
+            logged["norm"].append(norm)
+
+        trainer.metrics_processor.log = log
+        trainer.metrics_processor.log_validation = lambda loss, step: logged["valid"].append(loss)
+        trainer.train()
+        if by != "torchtitan":
+            engine = trainer.pp_schedule.engine
+            logged["ops"] = Counter(node.op.name for node in engine.plan.ranks[engine.rank])
+            logged["cut"] = [exchanges_of(shape) for shape in engine.shapes]
+            engine.close()
+        return logged
+    finally:
+        trainer.close()
+        gc.enable()  # torchtitan collects at steps of its own
+
+
+def exchanges_of(shape: StageShape) -> int:
+    """Return how often a stage's forward exchanges rows."""
+    return sum(op in (Op.DISPATCH, Op.COMBINE) for block in shape for op in block.exchanges)
+
+
+def config_of(
+    *,
+    folder: str,
+    run: str = "seed",
+    family: str = "deepseek_v3",
+    seed: bool = False,
+    steps: int = STEPS,
+    batch: int = SEQUENCES,
+    total: int = -1,
+    micro: int = 1,
+    tokens: int = TOKENS,
+    dtype: str = "float32",
+    chunked: bool = False,
+    checkpointing: str = "",
+    validates: bool = False,
+    pp: int = 1,
+    ep: int = 1,
+    schedule: str = "1F1B",
+    backend: str = "partial_dtensor",
+) -> Any:
+    """Return a config of torchtitan's trainer over packed documents, from the weights that a seed checkpoint has.
+
+    Args:
+        folder: Of the checkpoints.
+        run: Name of the folder of this run in it.
+        family: One of ``FAMILIES``.
+        seed: Whether to write the first weights instead.
+        steps: Steps of the optimizer.
+        batch: Sequences of a rank and call.
+        total: Sequences of a step of the optimizer over all ranks; -1 for one call.
+        micro: Sequences of a microbatch.
+        tokens: Of a sequence.
+        dtype: Of parameters in forwards and backwards.
+        chunked: Whether the loss calls the head by parts.
+        checkpointing: "", "full" or "selective".
+        validates: Whether to validate after each step.
+        pp: Pipeline ranks.
+        ep: Ranks that share experts.
+        schedule: torchtitan's name.
+        backend: Of torchtitan's parallelism.
+    """
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config.configs import DebugConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.trainer import Trainer
+
+    flavour, layers = FAMILIES[family]
+    spec = import_module(f"torchtitan.models.{family}").model_registry(flavour)
+    spec.model.layers = spec.model.layers[:layers]
+    for layer in spec.model.layers:
+        if layer.moe is not None:
+            _with_fewer_experts(layer.moe)
+    loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+    data = _packed_documents()
+    where = Path(folder) / family
+    return Trainer.Config(
+        model_spec=spec,
+        loss=ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=4) if chunked else loss,
+        dump_folder=str(where if seed else where / run),
+        tokenizer=_tokenizer(),
+        dataloader=data(),
+        validator=Validator.Config(enable=validates, freq=1, steps=1, dataloader=data(first=1000)),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        training=TrainingConfig(
+            local_batch_size=batch,
+            global_batch_size=total,
+            seq_len=tokens,
+            steps=steps,
+            mixed_precision_param=dtype,
+            mixed_precision_reduce="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            pipeline_parallel_degree=pp,
+            expert_parallel_degree=ep,
+            data_parallel_shard_degree=-1,
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_microbatch_size=micro,
+            spmd_backend=backend,
+        ),
+        activation_checkpoint={"": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[checkpointing],
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            create_seed_checkpoint=seed,
+            interval=1000,
+            initial_load_path=None if seed else str(where / "checkpoint" / "step-0"),
+        ),
+        debug=DebugConfig(seed=1),
+    )
+
+
+def _with_fewer_experts(moe: Any) -> None:
+    moe.num_experts = moe.router.num_experts = moe.router.gate.out_features = EXPERTS
+    moe.routed_experts.inner_experts.num_experts = moe.routed_experts.token_dispatcher.num_experts = EXPERTS
+    moe.router.top_k = moe.routed_experts.token_dispatcher.top_k = min(moe.router.top_k, 3)
+
+
+def _tokenizer() -> Any:
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, **_: Any) -> None:
+            self.eos_id = 0
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
+            return []
+
+        def decode(self, *_: Any, **__: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return 0
+
+    return NoTokenizer.Config()
+
+
+def _packed_documents() -> Any:
+    """Return the config of a loader: the same sequences in each step, however many ranks share them."""
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    class PackedDocuments(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            first: int = 0
+            infinite: bool = True
+
+        def __init__(
+            self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+        ) -> None:
+            share = SEQUENCES // dp_world_size
+            self.first, self.rows = config.first, range(dp_rank * share, (dp_rank + 1) * share)
+            self.tokens, self.batch = seq_len, local_batch_size
+
+        def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+            step = self.first
+            while True:
+                every = [_document(step * SEQUENCES + row, self.tokens) for row in self.rows]
+                step += 1
+                for at in range(0, len(every), self.batch):
+                    tokens, positions, labels = map(torch.stack, zip(*every[at : at + self.batch], strict=True))
+                    yield {"input": tokens, "positions": positions}, labels
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    return PackedDocuments.Config
+
+
+def _document(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, positions of two documents in one sequence, and labels, some of which do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(1, 2048, (tokens + 1,), generator=generator)
+    second = int(torch.randint(1, tokens, (), generator=generator))
+    positions = torch.arange(tokens)
+    positions[second:] -= second
+    labels = text[1:].clone()
+    labels[torch.rand(tokens, generator=generator) < seed % 5 / 6] = -100
+    return text[:-1], positions, labels
+
+
+def weights_of(folder: str, case: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights in the checkpoint that a run has written at its end."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    path = Path(folder) / case.get("family", "deepseek_v3") / case["run"] / "checkpoint" / f"step-{STEPS}"
+    held: dict[str, Any] = _load_state_dict_from_keys(checkpoint_id=path)
+    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
