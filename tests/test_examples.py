@@ -107,3 +107,16 @@ def test_train_trainer_with_its_defaults_and_on_over_two_stages(tmp_path: Path) 
     again = [float(loss) for loss in logged.findall(forked(script, *on, ranks=2))]
     assert again == pytest.approx(alone[2:], abs=2e-3)
     assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_train_sft_on_one_rank_and_over_two_stages(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    logged = re.compile(r"^\{'loss': '(\S+)', 'grad_norm'", re.MULTILINE)
+    script, saved = EXAMPLES / "train_sft.py", ("--output_dir", tmp_path)
+    alone = [float(loss) for loss in logged.findall(forked(script, *saved))]
+    assert len(alone) == 4
+    assert alone[-1] < alone[0] - 0.5
+    over_two = [float(loss) for loss in logged.findall(forked(script, *saved, "--pp", "2", ranks=2))]
+    assert over_two == pytest.approx(alone, abs=2e-3)
+    assert (tmp_path / "config.json").exists()
