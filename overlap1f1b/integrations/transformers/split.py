@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers.checkpoint import load_stages, save_stage, write_index
-from overlap1f1b.integrations.transformers.experts import Found, adapter_in, adopt, find
+from overlap1f1b.integrations.transformers.adapters import adapter_in
+from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
