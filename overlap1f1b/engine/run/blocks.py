@@ -222,6 +222,8 @@ class Blocks:
                 ),
                 recompute=parse_recompute("none" if self._keeps(index) else recompute),
                 parts=parts if self.experts_of(index) else 1,
+                experts_split=not self.experts_of(index)
+                or any(p.requires_grad for m in self.experts_of(index) for p in m.weights()),
             )
             for index in range(len(self.blocks))
         )

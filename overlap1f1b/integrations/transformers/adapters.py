@@ -208,3 +208,27 @@ def second_factors(root: nn.Module) -> dict[str, int]:
         if is_wrapper(module) and module.get_param().dim() == 3
         for adapter in module.lora_B
     }
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
+    """Return, for each adapter of a model, the key of each of its tensors in PEFT's files, by the tensor's id.
+
+    The model may be PEFT's, or one of transformers with ``add_adapter``. Tensors are those of the model's modules.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: {id(value): key for key, value in get_peft_model_state_dict(model, state, name).items()}
+        for name in model.peft_config
+    }
+
+
+def writes_adapters(model: Any) -> bool:
+    """Return whether ``save_pretrained`` of a model writes its adapters alone."""
+    return hasattr(model, "peft_config") and (
+        hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    )

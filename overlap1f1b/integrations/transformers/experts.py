@@ -213,6 +213,10 @@ class OwnExperts(Experts):
     def reads_counts_late(self) -> bool:
         return self.grouped
 
+    def weights(self) -> Iterator[nn.Parameter]:
+        inside: nn.Module = adapters.within(self)
+        return inside.parameters()
+
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         own, added = adapters.within(self), adapters.additions(self)
         if self.grouped:

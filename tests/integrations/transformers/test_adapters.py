@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.integrations.transformers.experts import adapter_in
+from overlap1f1b.integrations.transformers.adapters import adapter_in
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
