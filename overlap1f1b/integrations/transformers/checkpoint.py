@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.integrations.transformers.adapters import adapter_keys, by_expert, second_factors
+from overlap1f1b.integrations.transformers.adapters import adapter_keys, by_expert
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 from overlap1f1b.moe import Experts
 
@@ -203,7 +203,7 @@ class _Slot:
 
 
 def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
-    shared, tied, columns = shared_experts(stage), stage.tied, second_factors(stage)
+    shared, tied, columns = shared_experts(stage), stage.tied, stage.columns
     modules = dict(stage.named_modules(remove_duplicate=False))
     slots: dict[int, _Slot] = {}
     for name in stage.state_dict():
@@ -334,7 +334,7 @@ def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage
 
 def _whole(stage: LanguageModelStage, keeps: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
     """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts."""
-    shared, columns = shared_experts(stage), second_factors(stage)
+    shared, columns = shared_experts(stage), stage.columns
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in stage.state_dict(keep_vars=True).items():
