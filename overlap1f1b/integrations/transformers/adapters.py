@@ -1,8 +1,8 @@
 """Adapters of PEFT in a model: which are honoured, and how LoRA's weights are divided with the experts.
 
 LoRA on stacked parameters of experts (``target_parameters``) is a chain of PEFT's ``ParamWrapper`` around the experts
-module, one for each parameter. Of a parameter ``[E, ., .]`` the first factor ``lora_A [E·r, in]`` has its rows sorted by
-expert, and the second, ``lora_B [out, r·E]``, its columns by rank and then by expert.
+module, one for each parameter. Of a parameter ``[E, ., .]`` the first factor ``lora_A [E·r, in]`` has its rows sorted
+by expert. The second, ``lora_B [out, r·E]``, has r equal parts of its columns, each sorted by expert.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def check_method(model: Any) -> None:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or "peft" not in sys.modules:
         return
+    from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
     for config in configs.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        tuner = getattr(model, "base_model", None) if any("peft" in k.__module__ for k in type(model).__mro__) else None
-        # PEFT's own class of the model is beside the tuner; other modules have injected layers alone.
-        changes = tuner is not None and getattr(type(tuner), "forward", None) is not BaseTuner.forward
-        if changes or config.is_prompt_learning or not issubclass(_tuner_of(config), BaseTuner):
+        # Without PEFT's model around it, a model has the adapters in its layers alone.
+        tuner = type(model.base_model) if isinstance(model, PeftModel | PeftMixedModel) else BaseTuner
+        if not issubclass(_tuner_of(config), BaseTuner) or tuner.forward is not BaseTuner.forward:
             raise ValueError(
                 f"peft_type={kind!r} changes the call of the whole model, which is divided into stages; allowed: "
                 "LORA, and other methods that change single layers outside the experts"

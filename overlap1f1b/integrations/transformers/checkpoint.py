@@ -406,7 +406,8 @@ def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStag
                 value = slot.cut(opened.get_tensor(key))
                 if value.shape != slot.value.shape:
                     raise ValueError(
-                        f"{file} has {key} of shape {list(value.shape)} for this rank; allowed: {list(slot.value.shape)}"
+                        f"{file} has {key} of shape {list(value.shape)} for this rank; "
+                        f"allowed: {list(slot.value.shape)}"
                     )
                 slot.fill(value, device)
 

@@ -226,7 +226,9 @@ class OwnExperts(Experts):
             gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
             return self._product(gated, own.down_proj, counts, added.get("down_proj", ()))
         if not len(rows) and len(self.own_names) != 2:  # some models' forwards fail without rows
-            return rows.detach()
+            # As with rows, the result requires a gradient: so do the rows that come back, which others have computed.
+            trained = [p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad]
+            return rows + sum(trained, rows.sum())
         transposed = getattr(own, "is_transposed", False)
         weights = {
             name: adapters.adapted(getattr(own, name), several, transposed=transposed)
