@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.integrations.transformers import adapters
+from overlap1f1b.integrations.transformers.compiled import leave_experts
 from overlap1f1b.kernels.grouped_mm import GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
@@ -299,8 +301,8 @@ def adopt(
     names = routing_names(module)
     assert names is not None
     own, module = type(module), model.get_submodule(adapters.around(model, name))
-    given = type(module)
-    module.__class__ = type(given.__name__, (OwnExperts, given), {"__module__": given.__module__, "own_class": own})
+    leave_experts(module, name)
+    module.__class__ = _kind_of(type(module), own)
     assert isinstance(module, OwnExperts)
     inside = adapters.within(module)
     module.own_names = names
@@ -316,6 +318,12 @@ def adopt(
     if (ranks := module.exchange.ranks) > 1:
         adapters.divide(module, count, module.exchange.rank, ranks, name)
         _shard(inside, count, module.exchange.rank, ranks, name)
+
+
+@cache
+def _kind_of(given: Any, own: Any) -> Any:
+    """Return the class of the engine's experts; one for all layers, or a compiler compiles each layer's graph anew."""
+    return type(given.__name__, (OwnExperts, given), {"__module__": given.__module__, "own_class": own})
 
 
 def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> None:

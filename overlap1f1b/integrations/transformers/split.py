@@ -22,6 +22,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
     save_stage,
     write_index,
 )
+from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
 from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
@@ -176,6 +177,8 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
+    Layers under ``torch.compile`` stay compiled, in place; those of a compiled model are compiled one by one.
+
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
     (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
     model's classes stay unchanged. Each layer gets the arguments that the model's own forward gives it: every stage
@@ -204,6 +207,7 @@ def split_model(
             adapter.
     """
     # 1. Find layers and experts, and the modules around the layers.
+    model = unwrapped(model)
     found = find(model)
     placement = program.placement
     if placement.stages > len(found.layers):
@@ -211,6 +215,7 @@ def split_model(
     names = tuple(inputs)
     if not names or names[0] != "input_ids":
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
+    pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
     around = shell.trace()
     # 2. Split the layers over the stages, and the experts over the ranks.

@@ -128,7 +128,7 @@ class Overlapped(Trainer):
 
     def _built(self) -> _Parts:
         """Return the split model and its engine; made again where ``model_init`` has made another model."""
-        if self._parts is None or self._parts.stages.model is not self.model:
+        if self._parts is None or self._parts.given is not self.model:
             if self._parts is not None:
                 self._parts.engine.close()
             self._parts = _Parts(
@@ -370,6 +370,7 @@ class _Parts:
     ) -> None:
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
+        self.given = model
         self.parameters = model.num_parameters(exclude_embeddings=True)
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in _arguments(model))
         self.stages = split_model(model, program, mesh, inputs=self.names)
