@@ -300,9 +300,11 @@ def adopt(
         )
     names = routing_names(module)
     assert names is not None
-    own, module = type(module), model.get_submodule(adapters.around(model, name))
+    own: Any = type(module)
+    module = model.get_submodule(adapters.around(model, name))
     leave_experts(module, name)
-    module.__class__ = _kind_of(type(module), own)
+    given: Any = type(module)
+    module.__class__ = _kind_of(given, own)
     assert isinstance(module, OwnExperts)
     inside = adapters.within(module)
     module.own_names = names
