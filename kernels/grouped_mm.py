@@ -147,7 +147,7 @@ class GroupedMM(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         ctx.counts, ctx.dtype, ctx.rows_dtype = counts, product_dtype(weight), rows.dtype
         rows = rows.to(ctx.dtype)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
         return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod

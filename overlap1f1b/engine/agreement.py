@@ -41,6 +41,7 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
         for name, shape in zip(stage.names, stage.shape, strict=True):
             facts[f"the number of experts' calls in {name} of stage {number}"] = shape.seams
             facts[f"whether {name} of stage {number} has layers with weight gradients apart"] = shape.split
+            facts[f"whether experts of {name} of stage {number} are trained"] = shape.experts_split
     return facts
 
 

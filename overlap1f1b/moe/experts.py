@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -79,6 +79,10 @@ class Experts(nn.Module):
     def row_kind(self) -> object:
         """Key of the rows' shape and cost: experts with equal keys have equal exchanges."""
         return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
+
+    def weights(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that :meth:`compute` may give to :attr:`product`."""
+        return self.parameters()
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the local experts to ``rows [R, H]``, which are grouped by expert, ``counts [E_local]`` rows each."""

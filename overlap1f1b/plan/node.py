@@ -132,6 +132,7 @@ class BlockShape(NamedTuple):
             the sizes of the rows are known when they start.
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: the exchange of one part
             travels behind the experts of another.
+        experts_split: Whether weight gradients of the experts can be computed apart; frozen experts have none.
     """
 
     seams: int
@@ -140,6 +141,7 @@ class BlockShape(NamedTuple):
     recompute: Recompute = "none"
     exchanges: tuple[Op, ...] = ()
     parts: int = 1
+    experts_split: bool = True
 
     def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""
@@ -156,7 +158,9 @@ class BlockShape(NamedTuple):
     def defers(self, op: Op) -> bool:
         """Return whether a sub-op of the backward leaves weight gradients to a node of their own."""
         several = bool(self.exchanges) or self.seams > 1  # then there is more between exchanges than a sum
-        return op is Op.EXPERTS or (self.split and (op is self.own or (op is Op.AGGREGATE and several)))
+        if op is Op.EXPERTS:
+            return self.experts_split or bool(self.exchanges)
+        return self.split and (op is self.own or (op is Op.AGGREGATE and several))
 
     def drops(self, op: Op) -> bool:
         """Return whether the forward of a sub-op keeps nothing for the backward."""

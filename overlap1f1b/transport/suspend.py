@@ -143,7 +143,24 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with :data:`OUTSIDE` in the message.
     """
     # Loading the compiler takes seconds; a process that has compiled anything has loaded it.
-    return torch.compiler.disable(function, reason=OUTSIDE) if "torch._dynamo" in sys.modules else function
+    if "torch._dynamo" not in sys.modules:
+        return function
+    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._dynamo.eval_frame import skip_code
+
+    disabled: Any = torch.compiler.disable(function, reason=OUTSIDE)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = disabled(*args, **kwargs)
+        if torch._C._len_torch_function_stack():
+            # Compiled code goes past a function mode: what follows in the caller's region, until its end, is eager.
+            set_eval_frame(None)
+        return result
+
+    skip_code(call.__code__)
+    marks: Any = call
+    marks._torchdynamo_disable, marks._torchdynamo_disable_msg = True, OUTSIDE
+    return call
 
 
 _autograd: Any = torch._C._autograd

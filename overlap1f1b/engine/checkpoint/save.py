@@ -83,6 +83,7 @@ def save_checkpoint(
     *,
     config: Mapping[str, Any] | None = None,
     keep: int = 2,
+    frozen: bool = True,
 ) -> Path:
     """Write the model and the optimizer's state to ``directory/step-00000100``, and return that path.
 
@@ -99,6 +100,8 @@ def save_checkpoint(
             which a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
         config: JSON values that a run must share with this one to resume from it.
         keep: Number of checkpoints that stay in the directory.
+        frozen: Whether parameters that require no gradient are stored, too. Without them, the run that loads the
+            checkpoint keeps its own.
 
     Raises:
         ValueError: ``keep`` is below 1, the mesh does not have all ranks, or parameters are sharded by FSDP2, which has
@@ -111,7 +114,7 @@ def save_checkpoint(
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         together = Together(engine.mesh, f"checkpoint {directory / name} cannot be written")
-        writing = _Writing(engine, optimizer, together, step, config or {}, keep)
+        writing = _Writing(engine, optimizer, together, step, config or {}, keep, frozen)
         writing.accept(together.each(writing.describe))
         writing.begin(together.first(lambda: begin(directory, step)))
         plans = together.each(writing.plan)
@@ -179,6 +182,8 @@ class _Held:
         self.optimizer, self.mesh, given = optimizer, engine.mesh, engine.model
         self.blocks: Collection[str] | None = None  # children that this rank trains; None for all
         ties: dict[nn.Parameter, str] = {}
+        self.columns: dict[str, int] = {}
+        """Number of this rank's experts in parameters whose columns, in each of equal parts, are sorted by expert."""
         if isinstance(given, Mapping):
             self.model = nn.Module()
             for number, stage in given.items():
@@ -187,6 +192,7 @@ class _Held:
                 else:
                     self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
                 ties |= {p: name for name, p in getattr(stage, "__dict__", {}).get("tied", {}).items()}
+                self.columns |= getattr(stage, "__dict__", {}).get("columns", {})
         else:
             self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
             own = {block for stage in engine.stages.values() for block in stage.blocks}
@@ -221,8 +227,8 @@ class _Held:
             if self.holds(name):
                 yield name, parameter, self.optimizer.state.get(parameter) or {}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors as they are stored, by name."""
+    def tensors(self, *, frozen: bool = True) -> dict[str, Tensor]:
+        """Return the model's tensors as they are stored, by name; perhaps without frozen parameters."""
         state = self.model.state_dict()
         renamed = sorted(self.sliced - state.keys())
         if renamed:
@@ -230,7 +236,12 @@ class _Held:
                 f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
                 "state_dict with the parameters' names"
             )
-        return {f"model.{name}": self.whole(tensor, name) for name, tensor in state.items() if self.holds(name)}
+        left = set() if frozen else {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        return {
+            f"model.{name}": self.whole(tensor, name)
+            for name, tensor in state.items()
+            if self.holds(name) and name not in left
+        }
 
     @property
     def stored_names(self) -> dict[nn.Parameter, str]:
@@ -246,11 +257,16 @@ class _Held:
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return ``tensor``, or the DTensor whose slice on this rank it is. Both share its memory."""
-        devices = self.mesh.devices
+        """Return ``tensor``, or the DTensor whose slice on this rank it is. Both share its memory.
+
+        Columns that are sorted by expert are stored as rows: ``[out, r·E]`` as ``[E, out·r]``.
+        """
+        devices, tensor = self.mesh.devices, tensor.detach()
+        if (experts := self.columns.get(name)) is not None:
+            tensor = tensor.view(-1, experts).t()
         if devices is None or name not in self.sliced:
-            return tensor.detach()
-        return DTensor.from_local(tensor.detach(), devices["ep"], [Shard(0)], run_check=False)
+            return tensor
+        return DTensor.from_local(tensor, devices["ep"], [Shard(0)], run_check=False)
 
     def has_rows(self, name: str, parameter: Tensor, entry: str, value: Tensor) -> bool:
         """Return whether a tensor of the optimizer's state is sliced as its parameter is.
@@ -258,13 +274,15 @@ class _Held:
         Raises:
             ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
         """
-        rows = value.shape == parameter.shape or (value.numel() > 1 and value.shape[:1] == parameter.shape[:1])
+        rows = value.shape == parameter.shape or (
+            name not in self.columns and value.numel() > 1 and value.shape[:1] == parameter.shape[:1]
+        )
         if name in self.sliced and value.numel() > 1 and not rows:
             raise ValueError(
                 f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a slice along 'ep' of "
                 f"shape {list(parameter.shape)}: {parameter.shape[0]} rows, or a single number"
             )
-        return name in self.sliced and rows
+        return rows and (name in self.sliced or name in self.columns)
 
 
 class _Slice(NamedTuple):
@@ -319,9 +337,10 @@ class _Writing:
         step: int,
         config: Mapping[str, Any],
         keep: int,
+        frozen: bool,
     ) -> None:
         self.engine, self.optimizer, self.together = engine, optimizer, together
-        self.step, self.config, self.keep = step, config, keep
+        self.step, self.config, self.keep, self.frozen = step, config, keep, frozen
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
@@ -335,7 +354,7 @@ class _Writing:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
         self.held = held = _Held(self.engine, self.optimizer)
-        self.tensors = held.tensors()
+        self.tensors = held.tensors(frozen=self.frozen)
         found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {})
         for name, parameter, state in held.states():
             stored_name = held.stored_name(name)
@@ -366,6 +385,8 @@ class _Writing:
                 if name not in self._leads or self._leads[name].slice.rank == rank:
                     numbers.setdefault(name, entries)
         self._added = {"groups": describe_groups([one.groups for one in every]), "state": numbers}
+        if not self.frozen:
+            self._added["frozen"] = False
 
     def begin(self, folder: Path) -> None:
         """Prepare to write into ``folder``."""
@@ -444,13 +465,14 @@ class _Reading:
             ValueError: The checkpoint has a tensor of another name, shape or dtype, or is damaged.
         """
         self.held = held = _Held(self.engine, self.optimizer)
-        self.tensors = held.tensors()
+        added = self.contents.added
+        self.tensors = held.tensors(frozen=not isinstance(added, dict) or added.get("frozen", True) is True)
         self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
         for name in held.parameters:
             self._copies.setdefault(held.stored_name(name), []).append(name)
         self._state: dict[str, State] = {name: {} for name in held.parameters}
         numbers: dict[str, dict[str, Json]] = {}
-        if (added := self.contents.added) is not None:  # absent in checkpoints of early versions
+        if added is not None:  # absent in checkpoints of early versions
             try:
                 self._groups, numbers = StoredGroups.read(added["groups"]), dict(added["state"])
             except (KeyError, TypeError, ValueError) as error:
@@ -545,10 +567,11 @@ class _Reading:
             parameter = held.parameters[name]
             whole = held.whole(parameter, name).shape
             rows = meta.size == whole or (meta.size.numel() > 1 and name in held.sliced)
+            whole_rows = (*parameter.shape[:1], *meta.size[1:]) if name not in held.columns else parameter.shape
             if rows and meta.size[:1] != whole[:1]:
                 raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
             value = torch.empty(
-                (*parameter.shape[:1], *meta.size[1:]) if rows else meta.size,
+                whole_rows if rows else meta.size,
                 dtype=meta.properties.dtype,
                 device=parameter.device if rows else "cpu",
             )

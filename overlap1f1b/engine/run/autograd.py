@@ -155,7 +155,7 @@ class SplitGroupedMM(torch.autograd.Function):
         ctx.counts, ctx.queue, ctx.weight, ctx.kernels = counts, queue, weight, kernels
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = rows.to(ctx.dtype)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
         return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -222,6 +223,8 @@ class Blocks:
                 ),
                 recompute=parse_recompute("none" if self._keeps(index) else recompute),
                 parts=parts if self.experts_of(index) else 1,
+                experts_split=not self.experts_of(index)
+                or any(p.requires_grad for m in self.experts_of(index) for p in m.weights()),
             )
             for index in range(len(self.blocks))
         )
@@ -337,6 +340,12 @@ class Blocks:
             if not exchanges:
                 continue
             self.foreign.hidden[block] = exchanges
+            if _compiled(self.blocks[block]):
+                warnings.warn(
+                    f"torch.compile of {self.names[block]} does nothing in an engine: a block that exchanges rows by "
+                    "itself runs eagerly there; allowed: a block that calls Experts",
+                    stacklevel=2,
+                )
             shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
             self.uses.forget(block)
         self.shape = tuple(shapes)
@@ -421,6 +430,11 @@ class Blocks:
 
 
 _MISSING = object()
+
+
+def _compiled(block: nn.Module) -> bool:
+    """Return whether anything of a block is under ``torch.compile``."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in block.modules())
 
 
 class _SplitForward:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap1f1b.integrations.transformers.adapters import adapter_keys, by_expert
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 from overlap1f1b.moe import Experts
 
@@ -162,13 +163,17 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
 
 @dataclass(eq=False)
 class _Slot:
-    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it."""
+    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it.
+
+    Of a second factor of LoRA, ``experts`` is this rank's number of experts; of others it is 0.
+    """
 
     names: list[str]
     holders: list[tuple[nn.Module, str]]
     tied: dict[str, nn.Parameter]
     rank: int
     ranks: int
+    experts: int
 
     @property
     def value(self) -> Tensor:
@@ -177,8 +182,11 @@ class _Slot:
         return value
 
     def cut(self, value: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
-        return value if self.ranks == 1 or value.shape == self.value.shape else value.chunk(self.ranks)[self.rank]
+        """Return this rank's part of a whole tensor; of LoRA's second factors the columns of its experts."""
+        if self.ranks == 1 or value.shape == self.value.shape:
+            return value
+        parts = by_expert(value, self.experts * self.ranks).chunk(self.ranks)
+        return by_expert(parts[self.rank], self.experts, back=True)
 
     @torch.no_grad()
     def fill(self, value: Tensor, device: torch.device) -> None:
@@ -195,7 +203,7 @@ class _Slot:
 
 
 def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
-    shared, tied = shared_experts(stage), stage.tied
+    shared, tied, columns = shared_experts(stage), stage.tied, stage.columns
     modules = dict(stage.named_modules(remove_duplicate=False))
     slots: dict[int, _Slot] = {}
     for name in stage.state_dict():
@@ -205,7 +213,7 @@ def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
             exchange = shared[name].exchange if name in shared else None
             rank, ranks = (exchange.rank, exchange.ranks) if exchange else (0, 1)
             elsewhere = [other for other, parameter in tied.items() if parameter is value and other != name]
-            slots[id(value)] = _Slot(elsewhere, [], tied, rank, ranks)
+            slots[id(value)] = _Slot(elsewhere, [], tied, rank, ranks, columns.get(name, 0))
         slots[id(value)].names.append(name)
         slots[id(value)].holders.append((modules[path], label))
     yield from slots.values()
@@ -315,9 +323,18 @@ def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    shared = shared_experts(stage)
     copies = {id(p) for p in stage.tied.values()} if number else set()
     tied = {name for name, p in stage.named_parameters() if id(p) in copies}  # transformers ties them again
+    tensors = _whole(stage, lambda name, _: writes and name not in tied)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
+        save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
+
+
+def _whole(stage: LanguageModelStage, keeps: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
+    """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts."""
+    shared, columns = shared_experts(stage), stage.columns
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in stage.state_dict(keep_vars=True).items():
@@ -326,19 +343,73 @@ def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage
         seen.add(id(value))
         whole = value.detach()
         if (experts := shared.get(name)) is not None:
+            whole = by_expert(whole, columns.get(name, 0)).contiguous()
             parts = [torch.empty_like(whole) for _ in range(experts.exchange.ranks)]
-            dist.all_gather(parts, whole.contiguous(), group=experts.group)
-            whole = torch.cat(parts)
-        if writes and name not in tied:
+            dist.all_gather(parts, whole, group=experts.group)
+            whole = by_expert(torch.cat(parts), columns.get(name, 0), back=True)
+        if keeps(name, value):
             tensors[name] = whole.cpu().contiguous()
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
-        save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
+    return tensors
 
 
 def _file_of(number: int, stages: int) -> str:
     return f"model-{number + 1:05d}-of-{stages:05d}.safetensors"
+
+
+def save_adapter_part(folder: Path, number: int, stage: LanguageModelStage, model: Any, *, writes: bool) -> None:
+    """Write a stage's part of the adapters to a file for :func:`join_adapter`. Collective as :func:`save_stage` is."""
+    from safetensors.torch import save_file
+
+    wanted = {tensor for keys in adapter_keys(model).values() for tensor in keys}
+    tensors = _whole(stage, lambda _, value: writes and id(value) in wanted)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / _part_of(number))
+
+
+def _part_of(number: int) -> str:
+    return f".adapter-part-{number:05d}.safetensors"
+
+
+def join_adapter(folder: Path, stages: int, model: Any) -> None:
+    """Let PEFT write the adapters from the parts of all stages, and delete the parts."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for number in range(stages):
+        tensors |= load_file(folder / _part_of(number))
+    model.save_pretrained(str(folder), state_dict=tensors)
+    for number in range(stages):
+        (folder / _part_of(number)).unlink()
+
+
+def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
+    """Fill the adapters of stages from a folder that PEFT or :func:`join_adapter` has written.
+
+    Raises:
+        ValueError: The folder lacks an adapter or a tensor, or has one of another shape.
+    """
+    from safetensors import safe_open
+
+    slots = [slot for stage in stages for slot in _slots(stage)]
+    for adapter, keys in adapter_keys(model).items():
+        file = (folder if adapter == "default" else folder / adapter) / "adapter_model.safetensors"
+        if not file.exists():
+            raise ValueError(f"{folder}: looked for {file.name} of adapter {adapter!r}; found none")
+        with safe_open(file, framework="pt") as opened:
+            known = set(opened.keys())
+            for slot in slots:
+                if (key := keys.get(id(slot.value))) is None:
+                    continue
+                if key not in known:
+                    raise ValueError(f"{file} has nothing for {slot.names[0]}; allowed: an adapter of the same targets")
+                value = slot.cut(opened.get_tensor(key))
+                if value.shape != slot.value.shape:
+                    raise ValueError(
+                        f"{file} has {key} of shape {list(value.shape)} for this rank; "
+                        f"allowed: {list(slot.value.shape)}"
+                    )
+                slot.fill(value, device)
 
 
 def write_index(folder: Path, stages: int, model: Any) -> None:

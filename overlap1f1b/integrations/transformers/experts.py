@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import parametrize
 
+from overlap1f1b.integrations.transformers import adapters
+from overlap1f1b.integrations.transformers.compiled import leave_experts
+from overlap1f1b.kernels.grouped_mm import GroupedMM
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
@@ -54,6 +57,7 @@ def find(model: nn.Module) -> Found:
             are not recognised. The message compares the search with the result.
     """
     _refuse(model)
+    adapters.check_method(model)
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
     if not experts:
         raise ValueError(f"{type(model).__name__}: looked for {LOOKED_FOR}; found {_instead(model)}")
@@ -151,38 +155,6 @@ def _some(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
-
-
-def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the name and module of a model's first adapter: the model itself if it is one of PEFT's."""
-    for name, module in model.named_modules():
-        if _is_adapter(module) or any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
-            return name, module
-    return None
-
-
-def _adapter_around(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
-    """Return the name and module of the outermost adapter around a module, else of the first adapter inside it."""
-    path = name.split(".")
-    for length in range(len(path)):
-        outer = ".".join(path[:length])
-        if _is_adapter(module := model.get_submodule(outer)):
-            return outer, module
-    for inner, module in model.get_submodule(name).named_modules(prefix=name):
-        if _is_adapter(module):
-            return inner, module
-    return None
-
-
-def _is_adapter(module: nn.Module) -> bool:
-    """Return whether a module adds weights to a module that it holds, or to itself, as PEFT's adapters do."""
-    held = (getattr(module, name, None) for name in ("base_layer", "original_module"))
-    names = (*module._parameters, *module._modules)
-    added = any(name.startswith("lora_") for name in names) or parametrize.is_parametrized(module)
-    return added or any(isinstance(inner, nn.Module) for inner in held)
-
-
 # ------------------------------------------------------------------------------------------------------------ adopting
 
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
@@ -243,26 +215,54 @@ class OwnExperts(Experts):
     def reads_counts_late(self) -> bool:
         return self.grouped
 
+    def weights(self) -> Iterator[nn.Parameter]:
+        inside: nn.Module = adapters.within(self)
+        return inside.parameters()
+
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        own: Any = self
+        own, added = adapters.within(self), adapters.additions(self)
         if self.grouped:
-            gate_up = self.product(rows, own.gate_up_proj, counts)
+            gate_up = self._product(rows, own.gate_up_proj, counts, added.get("gate_up_proj", ()))
             # No flag of the module names SwiGLU. Kernels compute SwiGLU; torch's ops give equal results.
             plain = own._apply_gate.__name__ == "_default_apply_gate" and type(own.act_fn).__name__ in SILU
             gated = swiglu(gate_up, self.kernels) if plain else own._apply_gate(gate_up)
-            return self.product(gated, own.down_proj, counts)
+            return self._product(gated, own.down_proj, counts, added.get("down_proj", ()))
         if not len(rows) and len(self.own_names) != 2:  # some models' forwards fail without rows
-            return rows.detach()
+            # As with rows, the result requires a gradient: so do the rows that come back, which others have computed.
+            trained = [p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad]
+            return rows + sum(trained, rows.sum())
+        transposed = getattr(own, "is_transposed", False)
+        weights = {
+            name: adapters.adapted(getattr(own, name), several, transposed=transposed)
+            for name, several in added.items()
+        }
+        own.__dict__ |= weights  # before the parameters of these names
+        try:
+            return self._by_own_forward(own, rows, counts)
+        finally:
+            for name in weights:
+                del own.__dict__[name]
+
+    def _product(
+        self, rows: Tensor, weight: Tensor, counts: Sequence[int], added: Sequence[adapters.Addition]
+    ) -> Tensor:
+        result = self.product(rows, weight, counts)
+        for one in added:  # never the weights' sum, which is as large as the weights, and its gradient
+            inner = GroupedMM.apply(rows, one.down, counts) * one.scaling
+            result = result + GroupedMM.apply(inner, one.up, counts)
+        return result
+
+    def _by_own_forward(self, own: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
         result: Tensor
         if self.takes_sorted:
-            result = self.own_class.forward(self, rows, *([list(counts)] if len(self.own_names) == 2 else []))
+            result = self.own_class.forward(own, rows, *([list(counts)] if len(self.own_names) == 2 else []))
             if result.dim() != 2 or len(result) != len(rows):
                 raise ValueError(
                     f"{self.own_class.__name__} returns {list(result.shape)} for sorted rows {list(rows.shape)}; "
                     "allowed: a row for each"
                 )
             return result
-        result = self.own_class.forward(self, rows, *_one_expert_a_row(rows, counts))
+        result = self.own_class.forward(own, rows, *_one_expert_a_row(rows, counts))
         return result.reshape(rows.shape)
 
 
@@ -287,36 +287,48 @@ def adopt(
         grouped: Whether to compute with grouped products if the weights have the usual layout: ``gate_up_proj
             [E, 2·I, H]`` and ``down_proj [E, H, I]``.
 
+    LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine.
+
     Raises:
-        ValueError: The experts have an adapter, such as LoRA's; their number is not divisible by the ranks; or a
-            parameter has no part for each expert.
+        ValueError: The experts have an adapter other than LoRA of stacked parameters; their number is not divisible by
+            the ranks; or a parameter has no part for each expert.
     """
-    if (adapter := _adapter_around(model, name)) is not None:
+    if (other := adapters.other_adapter(model, name)) is not None:
         raise ValueError(
-            f"{adapter[0]} ({type(adapter[1]).__name__}) is an adapter of experts, whose weights are not divided by "
-            "experts and which the engine would not call; allowed: adapters of other layers, or merged into the experts"
+            f"{other[0]} ({type(other[1]).__name__}) is an adapter that changes the call of experts; allowed: LoRA of "
+            "their stacked parameters (target_parameters), adapters of other layers, or merged into the experts"
         )
     names = routing_names(module)
     assert names is not None
-    own = type(module)
-    module.__class__ = type(own.__name__, (OwnExperts, own), {"__module__": own.__module__, "own_class": own})
+    own: Any = type(module)
+    module = model.get_submodule(adapters.around(model, name))
+    leave_experts(module, name)
+    given: Any = type(module)
+    module.__class__ = _kind_of(given, own)
     assert isinstance(module, OwnExperts)
+    inside = adapters.within(module)
     module.own_names = names
     module.grouped = (
         grouped
-        and all(getattr(module, flag, None) is wanted for flag, wanted in GROUPED.items())
-        and {label: p.dim() for label, p in module.named_parameters()} == {"gate_up_proj": 3, "down_proj": 3}
+        and all(getattr(inside, flag, None) is wanted for flag, wanted in GROUPED.items())
+        and {label: p.dim() for label, p in inside.named_parameters()} == {"gate_up_proj": 3, "down_proj": 3}
     )
     try:
         module.share(count, group)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if module.local_experts < count:
-        _shard(module, count, name)
+    if (ranks := module.exchange.ranks) > 1:
+        adapters.divide(module, count, module.exchange.rank, ranks, name)
+        _shard(inside, count, module.exchange.rank, ranks, name)
 
 
-def _shard(module: OwnExperts, count: int, name: str) -> None:
-    rank, ranks = module.exchange.rank, module.exchange.ranks
+@cache
+def _kind_of(given: Any, own: Any) -> Any:
+    """Return the class of the engine's experts; one for all layers, or a compiler compiles each layer's graph anew."""
+    return type(given.__name__, (OwnExperts, given), {"__module__": given.__module__, "own_class": own})
+
+
+def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> None:
     for part in module.modules():
         for label, parameter in part.named_parameters(recurse=False):
             size = parameter.shape[0] if parameter.dim() else 0
@@ -329,7 +341,7 @@ def _shard(module: OwnExperts, count: int, name: str) -> None:
             part.register_parameter(label, nn.Parameter(mine, requires_grad=parameter.requires_grad))
         for attribute, value in list(_counters(part)):
             if value == count and attribute not in ("experts", "local_experts"):
-                setattr(part, attribute, module.local_experts)
+                setattr(part, attribute, count // ranks)
 
 
 # ----------------------------------------------------------------------------------- transformers' expert parallelism

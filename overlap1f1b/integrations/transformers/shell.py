@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from overlap1f1b.integrations.transformers.adapters import is_adapter, outermost
 from overlap1f1b.integrations.transformers.experts import Found
 
 
@@ -99,8 +100,9 @@ class Shell:
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
         outside = {
             name: module
-            for name, module in self.model.named_modules()
-            if not f"{name}.".startswith(f"{self.prefix}.") and list(module.parameters(recurse=False))
+            for name, module in outermost(self.model)
+            if not f"{name}.".startswith(f"{self.prefix}.")
+            and any(True for _ in module.parameters(recurse=bool(name) and is_adapter(module)))
         }
 
         def note(name: str, module: nn.Module, _: Any) -> None:
@@ -144,7 +146,7 @@ class Shell:
         for name, module in outside.items():
             holds = not name or f"{self.prefix}.".startswith(f"{name}.")
             if holds or (name not in before and name not in after):
-                label = f"{name}.{next(iter(module._parameters))}".lstrip(".")
+                label = f"{name}.{next(iter(dict(module.named_parameters())))}".lstrip(".")
                 raise ValueError(
                     f"parameter {label} belongs to {type(module).__name__}, which "
                     f"{'holds the layers' if holds else 'is not called'}; allowed: "
@@ -262,7 +264,9 @@ class Shell:
 
         with ExitStack() as replaced:
             for module in self.around.before.values():
-                forward = embedded(module) if isinstance(module, nn.Embedding) else _same
+                inside = module.modules() if is_adapter(module) else (module,)
+                embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
+                forward = _same if embedding is None else embedded(embedding)
                 replaced.enter_context(_put(module.__dict__, "forward", forward))
             yield
 

@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
-from overlap1f1b.integrations.transformers.checkpoint import load_stages, save_stage, write_index
-from overlap1f1b.integrations.transformers.experts import Found, adapter_in, adopt, find
+from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, writes_adapters
+from overlap1f1b.integrations.transformers.checkpoint import (
+    join_adapter,
+    load_adapters,
+    load_stages,
+    save_adapter_part,
+    save_stage,
+    write_index,
+)
+from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
+from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
@@ -51,8 +60,9 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def loss_fn(loss: Tensor, *_: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
 
-        It is the mean over the tokens whose next token has a label other than −100. To use another loss, write a
-        function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
+        It is the mean over the tokens whose next token has a label other than −100, so not a number if there are none:
+        where that can be, give the engine :meth:`count_tokens`, too. To use another loss, write a function
+        ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
         """
         return loss
 
@@ -76,6 +86,11 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """Return the parameters of this rank."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as a module's ``zero_grad``."""
+        for stage in self._stages.values():
+            stage.zero_grad(set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the model's state dict."""
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
@@ -84,24 +99,31 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """Write the whole model to a folder that ``from_pretrained`` opens. All ranks must call this.
 
         There is one file for each stage. No rank holds more than its stages, one of them with all its experts. Weights
-        of an earlier save in the folder are replaced.
+        of an earlier save in the folder are replaced. Of PEFT's model only its adapters are written, as PEFT does.
 
         Raises:
-            ValueError: The model has adapters, such as LoRA's.
+            ValueError: The model has adapters, but is not PEFT's.
         """
-        if (adapter := adapter_in(self.model)) is not None:  # in the whole model, so that all ranks raise
+        adapters = writes_adapters(self.model)
+        # Look in the whole model, so that all ranks raise.
+        if not adapters and (adapter := adapter_in(self.model)) is not None:
             raise ValueError(
                 f"{adapter[0] or 'the model'} ({type(adapter[1]).__name__}) is an adapter, and the folder would hold "
-                "neither an adapter nor a model; allowed: adapters that are merged first, or state_dict() of each rank"
+                "neither an adapter nor a model; allowed: PEFT's model around it, adapters that are merged first, or "
+                "state_dict() of each rank"
             )
         folder, at = Path(folder), _coordinate(self._mesh)
+        count = self._placement.stages
         for number, stage in self._stages.items():
             if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                save_stage(folder, number, self._placement.stages, stage, self.model, writes=at.get("ep", 0) == 0)
+                if adapters:
+                    save_adapter_part(folder, number, stage, self.model, writes=at.get("ep", 0) == 0)
+                else:
+                    save_stage(folder, number, count, stage, self.model, writes=at.get("ep", 0) == 0)
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):
-            write_index(folder, self._placement.stages, self.model)
+            (join_adapter if adapters else write_index)(folder, count, self.model)
         if self._mesh is not None:
             dist.barrier()
 
@@ -115,14 +137,15 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
         Args:
             folder: Folder with ``model.safetensors.index.json`` or ``model.safetensors``, in the layout of the model's
-                published checkpoints or of its modules.
+                published checkpoints or of its modules; or one that PEFT has written, for the adapters of its model.
             device: Device for parameters on the meta device; by default the mesh's, or the CPU without a mesh.
 
         Raises:
             ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
         """
         device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
-        load_stages(Path(folder), self.model, self._stages.values(), device)
+        load = load_adapters if (Path(folder) / CONFIG).exists() else load_stages
+        load(Path(folder), self.model, self._stages.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict that :meth:`state_dict` of the same rank returned.
@@ -160,6 +183,8 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
+    Layers under ``torch.compile`` stay compiled, in place; those of a compiled model are compiled one by one.
+
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
     (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
     model's classes stay unchanged. Each layer gets the arguments that the model's own forward gives it: every stage
@@ -188,6 +213,7 @@ def split_model(
             adapter.
     """
     # 1. Find layers and experts, and the modules around the layers.
+    model = unwrapped(model)
     found = find(model)
     placement = program.placement
     if placement.stages > len(found.layers):
@@ -195,6 +221,7 @@ def split_model(
     names = tuple(inputs)
     if not names or names[0] != "input_ids":
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
+    pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
     around = shell.trace()
     # 2. Split the layers over the stages, and the experts over the ranks.

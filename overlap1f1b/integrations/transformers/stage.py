@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
 from overlap1f1b.engine.run.graph import graph_nodes
 from overlap1f1b.engine.run.microbatch import OptionalTensors
+from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
@@ -201,12 +202,14 @@ class LanguageModelStage(nn.Module):
         blocks: The modules that the engine plays.
         kept: The model's modules that the stage holds, by their names in the model.
         tied: Parameters that another stage also holds, by their names there.
+        columns: Number of this rank's experts in second factors of LoRA ``[out, r·E]``, by name.
     """
 
     part: StageRange
     blocks: list[Layer]
     kept: dict[str, nn.Module]
     tied: dict[str, nn.Parameter]
+    columns: dict[str, int]
 
     def __init__(
         self, part: StageRange, blocks: list[Layer], kept: Mapping[str, nn.Module], tied: Mapping[str, nn.Parameter]
@@ -215,7 +218,7 @@ class LanguageModelStage(nn.Module):
         self.__dict__["kept"] = dict(kept)
         self.hang(self)
         # Not by assignment: a model may have modules of these names, which are registered here.
-        self.__dict__ |= {"part": part, "blocks": blocks, "tied": dict(tied)}
+        self.__dict__ |= {"part": part, "blocks": blocks, "tied": dict(tied), "columns": second_factors(self)}
 
     def hang(self, root: nn.Module) -> None:
         """Register the modules of this stage in another module, by their names in the model."""

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.batch import split_batch
+from overlap1f1b.integrations.transformers.adapters import writes_adapters
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments
 from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
 from overlap1f1b.integrations.transformers.split import SplitModel, split_model
@@ -127,7 +128,7 @@ class Overlapped(Trainer):
 
     def _built(self) -> _Parts:
         """Return the split model and its engine; made again where ``model_init`` has made another model."""
-        if self._parts is None or self._parts.stages.model is not self.model:
+        if self._parts is None or self._parts.given is not self.model:
             if self._parts is not None:
                 self._parts.engine.close()
             self._parts = _Parts(
@@ -301,7 +302,9 @@ class Overlapped(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = _of_torch(self.optimizer)
-        save_checkpoint(self.engine, Path(output_dir) / CHECKPOINT, self.state.global_step, optimizer, keep=1)
+        folder = Path(output_dir) / CHECKPOINT
+        frozen = not writes_adapters(self.model)  # of adapters' model the base is where it was
+        save_checkpoint(self.engine, folder, self.state.global_step, optimizer, keep=1, frozen=frozen)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -367,6 +370,7 @@ class _Parts:
     ) -> None:
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
+        self.given = model
         self.parameters = model.num_parameters(exclude_embeddings=True)
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in _arguments(model))
         self.stages = split_model(model, program, mesh, inputs=self.names)
@@ -438,7 +442,8 @@ class _Rest(nn.Module):
 def _arguments(model: Any) -> set[str]:
     from inspect import signature
 
-    return set(signature(type(model).forward).parameters)
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's passes most on by **kwargs
+    return set(signature(type(own).forward).parameters)
 
 
 def _first(value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -183,10 +184,11 @@ def _exchanging(rank: int, size: int, backend: str) -> list[bool]:
             block.compile(backend=backend)
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
         engine = Engine(model, program, mesh=mesh, loss_fn=nn.MSELoss(), costs=COSTS, reduce=False, timeout=60)
-        for _ in range(3):
-            model.zero_grad()
-            engine.step(data[0], target=data[1])
-            found.append(models.gradients(model))
+        with pytest.warns(UserWarning, match="does nothing in an engine") if compiles else nullcontext():
+            for _ in range(3):
+                model.zero_grad()
+                engine.step(data[0], target=data[1])
+                found.append(models.gradients(model))
     return [not models.equal(found[0], other) for other in found[1:]]
 
 

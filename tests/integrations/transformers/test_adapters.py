@@ -1,7 +1,8 @@
-"""Models with adapters: what is refused of them, with PEFT's and with modules of the same structure."""
+"""Models with adapters: PEFT's LoRA against PEFT on one process, what is saved of it, and what is refused."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.integrations.transformers import split_model
-from overlap1f1b.integrations.transformers.experts import adapter_in
+from overlap1f1b.integrations.transformers import OverlapArguments, split_model
+from overlap1f1b.integrations.transformers.adapters import adapter_in
 from overlap1f1b.schedule import build_schedule
-from tests.integrations.transformers import tiny
+from tests.integrations.transformers import loops, tiny
 from tests.ranks import Ranks
 
 
@@ -86,33 +88,23 @@ def peft_inside(model: Any) -> Any:
     return peft_linear(model).base_model.model
 
 
-def peft_experts(model: Any) -> Any:
-    peft_linear(model, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    return model
-
-
-ADAPTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stand-in": (linear, "model.layers.1.self_attn.q_proj (LowRank)"),
     "experts": (experts, "model.layers.1.mlp.experts (AroundExperts)"),
     "parametrized": (parametrized, "model.layers.1.mlp.experts (ParametrizedMixtralExperts)"),
-    "peft": (peft_linear, "the model (PeftModel)"),
     "peft inside": (peft_inside, "model.layers.1.self_attn.q_proj (Linear)"),
-    "peft experts": (peft_experts, "model.layers.0.mlp.experts (ParamWrapper)"),
 }
 
 
-@pytest.mark.parametrize("kind", ADAPTED)
-def test_adapters_are_not_saved(kind: str, tmp_path: Path) -> None:
-    adapt, name = ADAPTED[kind]
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_that_nobody_can_write_are_not_saved(kind: str, tmp_path: Path) -> None:
+    adapt, name = REFUSED[kind]
     stages = split_model(adapt(tiny.build("mixtral")), build_schedule("sequential", microbatches=1))
-    if kind == "peft experts":
-        name = next(n for n, m in stages.model.named_modules() if type(m).__module__.startswith("peft.")) + " ("
     with pytest.raises(ValueError, match="is an adapter") as caught:
         stages.save_pretrained(tmp_path / "saved")
-    assert str(caught.value).startswith(name)
-    assert str(caught.value).endswith(
-        " is an adapter, and the folder would hold neither an adapter nor a model; allowed: adapters that are merged "
-        "first, or state_dict() of each rank"
+    assert str(caught.value) == (
+        f"{name} is an adapter, and the folder would hold neither an adapter nor a model; allowed: PEFT's model around "
+        "it, adapters that are merged first, or state_dict() of each rank"
     )
     assert not (tmp_path / "saved").exists()
 
@@ -142,7 +134,6 @@ def test_a_merged_model_is_saved(tmp_path: Path) -> None:
 SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "experts": (experts, "model.layers.1.mlp.experts (AroundExperts)"),
     "parametrized": (parametrized, "model.layers.1.mlp.experts (ParametrizedMixtralExperts)"),
-    "peft experts": (peft_experts, "model.layers.0.mlp.experts (ParamWrapper)"),
 }
 
 
@@ -155,14 +146,43 @@ def _adopted(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_adapters_of_shared_experts_are_refused(ranks2: Ranks, kind: str) -> None:
-    if "peft" in kind:
-        pytest.importorskip("peft")
+def test_adapters_that_change_the_call_of_experts_are_refused(ranks2: Ranks, kind: str) -> None:
     message = (
-        f"{SHARED[kind][1]} is an adapter of experts, whose weights are not divided by experts and which the engine "
-        "would not call; allowed: adapters of other layers, or merged into the experts"
+        f"{SHARED[kind][1]} is an adapter that changes the call of experts; allowed: LoRA of their stacked parameters "
+        "(target_parameters), adapters of other layers, or merged into the experts"
     )
     assert [*ranks2.run(_adopted, kind), _adopted(0, 1, kind)] == [message] * 3
+
+
+def _peft_message(rank: int, size: int, method: str) -> str:
+    import peft
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    config = {
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "adalora": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, task_type="CAUSAL_LM"),
+        "whole experts": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]),
+        "bias": lambda: peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj_bias"]),
+    }[method]()
+    model = tiny.build("gpt_oss" if method == "bias" else "mixtral")
+    with pytest.raises(ValueError, match="allowed") as caught:
+        split_model(peft.get_peft_model(model, config), build_schedule("1f1b", microbatches=2), mesh)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+METHODS = {
+    "prompt": "peft_type='PROMPT_TUNING' changes the call of the whole model",
+    "adalora": "peft_type='ADALORA' changes the call of the whole model",
+    "whole experts": "mlp.experts (ModulesToSaveWrapper) is an adapter that changes the call of experts",
+    "bias": "down_proj_bias of shape [4, 32], whose factors have no part for each of 4 experts",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_peft_that_cannot_be_honoured(ranks2: Ranks, method: str) -> None:
+    pytest.importorskip("peft")
+    assert all(METHODS[method] in text for text in ranks2.run(_peft_message, method))
 
 
 def _trained(rank: int, size: int) -> list[float]:
@@ -180,3 +200,180 @@ def test_adapters_of_other_layers_train_beside_shared_experts(ranks2: Ranks) -> 
     for norms in ranks2.run(_trained):
         assert len(norms) == 2
         assert min(norms) > 0
+
+
+# --------------------------------------------------------------------------------------------------------- PEFT's LoRA
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "everything": {
+        "target_modules": "all-linear",
+        "target_parameters": ["gate.weight", "router.weight", "experts.gate_up_proj", "experts.down_proj"],
+    },
+    "experts": {"target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True},
+    "dora": {"target_modules": ["o_proj"], "use_dora": True},
+    "ends": {"target_modules": ["o_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+    "last": {"target_modules": ["o_proj"], "layers_to_transform": [3]},
+}
+
+
+def adapted(name: str, targets: str) -> Any:
+    """Return PEFT's model with factors that are not zero, the same every time."""
+    import peft
+
+    model = tiny.build(name)
+    torch.manual_seed(11)
+    options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "task_type": "CAUSAL_LM", **TARGETS[targets]}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def part(name: str, value: Tensor, found: Tensor, rank: int, ranks: int, experts: int = 4) -> Tensor:
+    """Return a rank's part of a gradient of the whole model."""
+    if value.shape == found.shape:
+        return value
+    if ".lora_B." in name:  # columns: rank by rank, in each the experts
+        return value.unflatten(1, (-1, experts)).chunk(ranks, 2)[rank].flatten(1)
+    return value.chunk(ranks)[rank]
+
+
+def _gradients(
+    rank: int, size: int, name: str, targets: str, pp: int, schedule: str, grouped: bool | None, options: dict[str, Any]
+) -> tuple[float, list[str], set[str]]:
+    """Return the worst gradient, parameters with a gradient that they should not have, and the plan's nodes."""
+    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+    at, ranks = mesh.get_local_rank("ep"), size // pp
+    plain = adapted(name, targets)
+    data = [tiny.batch(4, seed=seed) for seed in range(ranks)]
+    for tokens, labels in data:
+        tiny.own_gradients(plain, {"input_ids": tokens}, labels, 4, 1 / ranks)
+    expected = {label: p.grad for label, p in plain.named_parameters()}
+    program = build_schedule(schedule, ranks=pp, microbatches=4)
+    stages = split_model(adapted(name, targets), program, mesh, grouped=grouped)
+    engine = Engine(
+        stages, program, mesh=mesh, loss_fn=stages.loss_fn, **({"costs": tiny.COSTS, "timeout": 60} | options)
+    )
+    tokens, labels = data[at]
+    engine.step(tokens, target=labels)
+    worst, wrong = 0.0, []
+    for label, parameter in stages.named_parameters():
+        whole, grad = expected[label], parameter.grad
+        if (whole is None) != (grad is None):
+            wrong.append(label)
+        elif whole is not None and grad is not None:
+            worst = max(worst, tiny.difference(grad, part(label, whole, grad, at, ranks)))
+    engine.step(tokens, target=labels)
+    return worst, wrong, {node.name for node in engine.plan.ranks[mesh.get_local_rank("pp")]}
+
+
+@pytest.mark.parametrize("targets", ["everything", "experts", "dora", "ends", "last"])
+def test_gradients_are_those_of_peft(ranks4: Ranks, targets: str) -> None:
+    pytest.importorskip("peft")
+    for worst, wrong, nodes in ranks4.run(_gradients, "mixtral", targets, 2, "1f1b", None, {}, timeout=120):
+        assert worst <= 1e-5
+        assert wrong == []
+        assert "experts.b" in nodes
+        assert "experts.w" not in nodes  # the base is frozen; LoRA's factors come with experts.b
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "schedule", "grouped", "options"),
+    [
+        ("deepseek_v3", 2, "dualpipev", None, {"recompute": "block"}),
+        ("gpt_oss", 1, "combined_1f1b", None, {}),  # transposed weights, one expert a rank
+        ("qwen3_moe", 1, "zb_h1", False, {"parts": 2}),
+        ("qwen3_moe", 2, "combined_1f1b", True, {"parts": 2, "recompute": "experts"}),
+    ],
+)
+def test_models_ranks_and_options(
+    ranks4: Ranks, name: str, pp: int, schedule: str, grouped: bool | None, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("peft")
+    found = ranks4.run(_gradients, name, "everything", pp, schedule, grouped, options, timeout=120)
+    assert max(worst for worst, _, _ in found) <= 1e-5
+    assert [wrong for _, wrong, _ in found] == [[]] * 4
+
+
+def _saved(rank: int, size: int, targets: str, folder: Path) -> bool:
+    """Save, change the adapters, load; return whether they are again as they were."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    stages = split_model(adapted("mixtral", targets), build_schedule("1f1b", ranks=2, microbatches=2), mesh)
+    stages.save_pretrained(folder)
+    before = {name: p.detach().clone() for name, p in stages.named_parameters()}
+    with torch.no_grad():
+        for parameter in stages.parameters():
+            parameter.add_(float(parameter.requires_grad))
+    stages.load_pretrained(folder)
+    return all(torch.equal(before[name], p) for name, p in stages.named_parameters())
+
+
+@pytest.mark.parametrize("targets", ["everything", "dora", "ends"])
+def test_peft_opens_what_was_saved(ranks4: Ranks, tmp_path: Path, targets: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = adapted("mixtral", targets)
+    model.save_pretrained(tmp_path / "own")
+    assert ranks4.run(_saved, targets, tmp_path / "ours") == [True] * 4
+    names = {path.name for path in (tmp_path / "own").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("own", "ours")]
+    for config in configs:
+        for name in ("target_modules", "target_parameters"):  # PEFT keeps sets
+            config[name] = sorted(config[name] or ())
+    assert configs[0] == configs[1]
+    opened = peft.PeftModel.from_pretrained(tiny.build("mixtral"), tmp_path / "ours").state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in model.state_dict().items())
+
+
+def test_an_adapter_of_other_targets_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    adapted("mixtral", "last").save_pretrained(tmp_path)
+    stages = split_model(adapted("mixtral", "everything"), build_schedule("sequential", microbatches=1))
+    with pytest.raises(ValueError, match=r"has nothing for .*; allowed: an adapter of the same targets"):
+        stages.load_pretrained(tmp_path)
+
+
+def test_adapters_that_transformers_has_added_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.build("mixtral")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path)
+    opened = tiny.build("mixtral")
+    opened.load_adapter(str(tmp_path))
+    assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
+
+
+# -------------------------------------------------------------------------------------------------------------- Trainer
+
+
+def _lora() -> Any:
+    return adapted("mixtral", "everything")
+
+
+def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+
+    def spec(name: str, **more: Any) -> loops.Spec:
+        given = {"model": None, "arguments": EVALUATED, "trainer": {"model_init": _lora}, **more}
+        return loops.Spec(tmp_path / name, **given)
+
+    plain = loops.alone(spec("plain", accumulation=8, kind=transformers.Trainer))
+    layout = OverlapArguments(pp=2, ep=2)
+    saving = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
+    lines = ranks4.run(loops.train, spec("four", layout=layout, arguments=saving), timeout=120)
+    expected = loops.history(plain)
+    for rank in lines:
+        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in rank]
+        for ours, theirs in zip([line for line in found if line], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=5e-6)
+    wanted = loops.weights(tmp_path / "plain")
+    last = loops.weights(tmp_path / "four")
+    assert wanted.keys() == last.keys()
+    assert all(float((last[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+    # The middle of it, on one process: the layout of experts' factors differs.
+    checkpoint = tmp_path / "four" / "checkpoint-2"
+    assert not list(checkpoint.glob("model*.safetensors"))
+    loops.alone(spec("again", accumulation=8, layout=OverlapArguments(), resume=str(checkpoint)))
+    again = loops.weights(tmp_path / "again")
+    assert all(float((again[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

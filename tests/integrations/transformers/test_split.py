@@ -213,6 +213,24 @@ def test_mean_over_tokens() -> None:
     assert problems_of(stages, tiny.gradients(model), 1e-5) == []
 
 
+def test_microbatches_without_a_label_and_stages_as_a_module() -> None:
+    tokens, labels = tiny.batch(4)
+    labels[2:] = -100
+    model, plain = tiny.build("mixtral"), tiny.build("mixtral")
+    loss = plain(tokens, labels=labels, use_cache=False).loss
+    loss.backward()
+    program = build_schedule("combined_1f1b", microbatches=2)
+    stages = split_model(model, program).train()
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, count_tokens=stages.count_tokens, costs=tiny.COSTS)
+    result = engine.step(tokens, target=labels)
+    torch.testing.assert_close(result.loss, loss.detach())
+    assert problems_of(stages, tiny.gradients(plain), 1e-5) == []
+    stages.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    stages.eval()
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_loss_of_ones_own_sees_the_logits() -> None:
     tokens, labels = tiny.batch(4)
     program = build_schedule("sequential", microbatches=2)

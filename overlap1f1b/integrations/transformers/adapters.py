@@ -1,0 +1,234 @@
+"""Adapters of PEFT in a model: which are honoured, and how LoRA's weights are divided with the experts.
+
+LoRA on stacked parameters of experts (``target_parameters``) is a chain of PEFT's ``ParamWrapper`` around the experts
+module, one for each parameter. Of a parameter ``[E, ., .]`` the first factor ``lora_A [E·r, in]`` has its rows sorted
+by expert. The second, ``lora_B [out, r·E]``, has r equal parts of its columns, each sorted by expert.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+CONFIG = "adapter_config.json"
+"""File of a folder that holds an adapter."""
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether a module adds weights to a module that it holds, or to itself, as PEFT's adapters do."""
+    held = (getattr(module, name, None) for name in ("base_layer", "original_module"))
+    names = (*module._parameters, *module._modules)
+    added = any(name.startswith("lora_") for name in names) or parametrize.is_parametrized(module)
+    return added or any(isinstance(inner, nn.Module) for inner in held)
+
+
+def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and module of a model's first adapter: the model itself if it is one of PEFT's."""
+    for name, module in model.named_modules():
+        if is_adapter(module) or any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
+            return name, module
+    return None
+
+
+def outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their names; adapters as one module, without the modules inside them."""
+    inside: tuple[str, ...] = ()
+    for name, module in root.named_modules():
+        if name.startswith(inside):
+            continue
+        if name and is_adapter(module):
+            inside = (*inside, f"{name}.")
+        yield name, module
+
+
+def check_method(model: Any) -> None:
+    """Refuse a method of PEFT that changes the model's own call.
+
+    Raises:
+        ValueError: The method adds tokens or keys, or has a forward of its own around the model.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or "peft" not in sys.modules:
+        return
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    for config in configs.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        # Without PEFT's model around it, a model has the adapters in its layers alone.
+        tuner = type(model.base_model) if isinstance(model, PeftModel | PeftMixedModel) else BaseTuner
+        if not issubclass(_tuner_of(config), BaseTuner) or tuner.forward is not BaseTuner.forward:
+            raise ValueError(
+                f"peft_type={kind!r} changes the call of the whole model, which is divided into stages; allowed: "
+                "LORA, and other methods that change single layers outside the experts"
+            )
+
+
+def _tuner_of(config: Any) -> type:
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+
+    kind: type = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+    return kind
+
+
+# ------------------------------------------------------------------------------------------------- LoRA of parameters
+
+
+def is_wrapper(module: object) -> bool:
+    """Return whether a module is PEFT's LoRA of one parameter of the module inside it."""
+    layers = sys.modules.get("peft.tuners.lora.layer")  # loading PEFT takes seconds; without it there is no wrapper
+    kind = getattr(layers, "ParamWrapper", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def wrappers_around(module: Any) -> list[Any]:
+    """Return the wrappers of parameters that a module begins with, outermost first."""
+    found = []
+    while is_wrapper(module):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def within(module: Any) -> Any:
+    """Return the module inside the wrappers of parameters that a module begins with."""
+    found = wrappers_around(module)
+    return found[-1].base_layer if found else module
+
+
+def around(model: nn.Module, name: str) -> str:
+    """Return the name of the outermost wrapper of parameters around a module; its own name without one."""
+    while name:
+        parent = name.rpartition(".")[0]
+        if not is_wrapper(model.get_submodule(parent)):
+            return name
+        name = parent
+    return name
+
+
+def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """Return the name and module of an adapter around a module or inside it, other than wrappers of its parameters.
+
+    The outermost one around it is first.
+    """
+    path = around(model, name).split(".")
+    for length in range(len(path)):
+        outer = ".".join(path[:length])
+        if is_adapter(module := model.get_submodule(outer)):
+            return outer, module
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if is_adapter(module):
+            return inner, module
+    return None
+
+
+class Addition(NamedTuple):
+    """What an adapter adds to the weights of each expert, ``scaling · up[e] @ down[e]``.
+
+    Args:
+        down: ``[E, r, in]``.
+        up: ``[E, out, r]``.
+        scaling: Its factor.
+    """
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+    @classmethod
+    def of(cls, wrapper: Any, adapter: str, dtype: torch.dtype) -> Addition:
+        """Return what an adapter of a wrapper adds."""
+        down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        experts = wrapper.num_experts
+        down = down.reshape(experts, -1, down.shape[-1])
+        up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1).contiguous()
+        return cls(down.to(dtype), up.to(dtype), wrapper.scaling[adapter])
+
+
+def additions(module: Any) -> dict[str, list[Addition]]:
+    """Return what the active adapters around an experts module add, by the name of its parameter."""
+    found: dict[str, list[Addition]] = {}
+    for wrapper in wrappers_around(module):
+        if not wrapper.disable_adapters and not wrapper.merged:
+            name, dtype = wrapper.parameter_name, wrapper.get_param().dtype
+            names = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+            found.setdefault(name, []).extend(Addition.of(wrapper, adapter, dtype) for adapter in names)
+    return found
+
+
+def adapted(weight: Tensor, added: Sequence[Addition], *, transposed: bool) -> Tensor:
+    """Return the weights ``[E, out, in]`` with what adapters add; ``[E, in, out]`` if they are transposed."""
+    for one in added:
+        pair = (one.down.mT, one.up.mT) if transposed else (one.up, one.down)
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, *pair, alpha=one.scaling)
+    return weight
+
+
+def divide(module: Any, count: int, rank: int, ranks: int, name: str) -> None:
+    """Keep one rank's part of the factors of all wrappers around an experts module.
+
+    Raises:
+        ValueError: A wrapped parameter is not stacked by expert.
+    """
+    for wrapper in wrappers_around(module):
+        if wrapper.num_experts != count:
+            raise ValueError(
+                f"LoRA of {name}.{wrapper.parameter_name} of shape {list(wrapper.get_param().shape)}, whose factors "
+                f"have no part for each of {count} experts; allowed on several ranks along 'ep': parameters "
+                f"[{count}, ., .]"
+            )
+        for adapter in wrapper.lora_A:
+            for factor, columns in ((wrapper.lora_A[adapter], 0), (wrapper.lora_B[adapter], count)):
+                old = factor.weight
+                mine = by_expert(by_expert(old.detach(), columns).chunk(ranks)[rank], columns, back=True).clone()
+                factor.weight = nn.Parameter(mine, requires_grad=old.requires_grad)
+        wrapper.num_experts = count // ranks
+
+
+def by_expert(value: Tensor, experts: int, *, back: bool = False) -> Tensor:
+    """View a second factor ``[out, r·E]`` as ``[E, out, r]``, or back; with 0 experts return the value as it is."""
+    if not experts:
+        return value
+    if back:
+        return value.permute(1, 2, 0).flatten(1)
+    return value.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
+def second_factors(root: nn.Module) -> dict[str, int]:
+    """Return the number of experts in each second factor of LoRA of stacked parameters, by the factor's name."""
+    return {
+        f"{name}.lora_B.{adapter}.weight": module.num_experts
+        for name, module in root.named_modules()
+        if is_wrapper(module) and module.get_param().dim() == 3
+        for adapter in module.lora_B
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
+    """Return, for each adapter of a model, the key of each of its tensors in PEFT's files, by the tensor's id.
+
+    The model may be PEFT's, or one of transformers with ``add_adapter``. Tensors are those of the model's modules.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: {id(value): key for key, value in get_peft_model_state_dict(model, state, name).items()}
+        for name in model.peft_config
+    }
+
+
+def writes_adapters(model: Any) -> bool:
+    """Return whether ``save_pretrained`` of a model writes its adapters alone."""
+    return hasattr(model, "peft_config") and (
+        hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    )

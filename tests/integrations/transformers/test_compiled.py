@@ -1,0 +1,148 @@
+"""Models with compiled parts: gradients and plans are those of the model without, and what does nothing says so."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.schedule import build_schedule
+from tests.integrations.transformers import tiny
+from tests.ranks import Ranks
+
+BACKEND = "aot_eager"
+
+
+def attention(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend=BACKEND)
+    return model
+
+
+def in_place(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend=BACKEND)
+    return model
+
+
+def wrapped(model: Any) -> Any:
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, backend=BACKEND)
+    return model
+
+
+def whole(model: Any) -> Any:
+    model.compile(backend=BACKEND)
+    return model
+
+
+def whole_wrapped(model: Any) -> Any:
+    return torch.compile(model, backend=BACKEND)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "attention": attention,
+    "in place": in_place,
+    "wrapped": wrapped,
+    "model": whole,
+    "model wrapped": whole_wrapped,
+}
+
+
+def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, list[str], int]:
+    """Return the worst gradient, whether plans are equal, names that differ, and the number of compiled graphs."""
+    from torch._dynamo.utils import counters
+
+    mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), tiny.batch(6, seed=rank)
+    found: list[dict[str, Tensor]] = []
+    plans = []
+    for change in (lambda model: model, WAYS[way]):
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        counters.clear()
+        program = build_schedule("combined_1f1b", microbatches=3)
+        stages = split_model(change(tiny.build(name, num_hidden_layers=3)), program, mesh)
+        engine = Engine(
+            stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, recompute="block", timeout=100
+        )
+        for _ in range(2):
+            for parameter in stages.parameters():
+                parameter.grad = None
+            engine.step(data[0], target=data[1])
+        found.append({label: p.grad for label, p in stages.named_parameters() if p.grad is not None})
+        plans.append(engine.plan.ranks)
+    plain, compiled = found
+    names = sorted(plain.keys() ^ compiled.keys())
+    worst = max(tiny.difference(compiled[label], grad) for label, grad in plain.items()) if not names else 1.0
+    return worst, plans[0] == plans[1], names, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str) -> None:
+    for worst, planned, names, graphs in ranks2.run(_compared, way, "mixtral", timeout=200):
+        assert names == []
+        assert worst <= 1e-5
+        assert planned
+        assert graphs > 0
+
+
+def test_a_dense_layer_and_shared_experts(ranks2: Ranks) -> None:
+    for worst, planned, names, graphs in ranks2.run(_compared, "wrapped", "deepseek_v3", timeout=200):
+        assert (names, planned) == ([], True)
+        assert worst <= 1e-5
+        assert graphs > 0
+
+
+def _graphs(layers: int) -> int:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    counters.clear()
+    program = build_schedule("combined_1f1b", microbatches=2)
+    stages = split_model(in_place(tiny.build("mixtral", num_hidden_layers=layers)), program, grouped=True)
+    engine = Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS)
+    tokens, labels = tiny.batch(4)
+    for _ in range(2):
+        engine.step(tokens, target=labels)
+    count: int = counters["stats"]["unique_graphs"]
+    return count
+
+
+def test_layers_share_their_graphs() -> None:
+    assert _graphs(10) == _graphs(5)  # a graph a layer would soon reach torch's limit, and run eagerly from there
+
+
+def test_a_model_of_wrapped_layers_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = wrapped(tiny.build("mixtral"))
+    split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    expected = tiny.build("mixtral").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in expected.items())
+
+
+def test_a_compilation_that_does_nothing_says_so() -> None:
+    model = tiny.build("mixtral")
+    model.model.layers[1].mlp.experts.compile(backend=BACKEND)
+    message = re.escape(
+        "torch.compile of model.layers.1.mlp.experts does nothing: ranks share the experts, and their call leaves the "
+        "graph; allowed: layer.compile() of the layers around them"
+    )
+    with pytest.warns(UserWarning, match=message):
+        split_model(model, build_schedule("sequential", microbatches=1), grouped=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        split_model(whole(tiny.build("mixtral")), build_schedule("sequential", microbatches=1), grouped=True)
