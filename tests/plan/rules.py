@@ -70,7 +70,7 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
             if drops in ("attention", "block"):
                 yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
         if action.kind in (Kind.B, Kind.W):
-            apart = {Op.EXPERTS}
+            apart = {Op.EXPERTS} if shape.experts_split or shape.exchanges else set()
             if shape.split:
                 yield Node(own, Kind.W, m, block, **at)
                 apart |= {Op.AGGREGATE} if shape.exchanges or shape.seams > 1 else set()
