@@ -322,8 +322,13 @@ class _Held:
         """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
 
         Raises:
-            ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
+            ValueError: The tensor is neither a single number nor has a row for each row of the parameter, or it is a
+                DTensor that ranks have not summed yet.
         """
+        if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+            raise ValueError(
+                f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or copies"
+            )
         rows = value.shape == parameter.shape or (value.numel() > 1 and value.shape[:1] == parameter.shape[:1])
         if self.is_shared(name) and value.numel() > 1 and not rows:
             raise ValueError(
