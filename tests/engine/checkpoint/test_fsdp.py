@@ -131,7 +131,7 @@ def test_a_checkpoint_goes_round_over_other_layouts(ranks4: Ranks, tmp_path: Pat
 
 
 def _not_summed(rank: int, size: int, folder: Path) -> str:
-    run = Run("root", FOUR, "rows")
+    run = Run("blocks", FOUR, "rows")
     run.train(1)
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         run.save(folder)
@@ -140,9 +140,7 @@ def _not_summed(rank: int, size: int, folder: Path) -> str:
 
 def test_a_state_that_ranks_have_not_summed(ranks4: Ranks, tmp_path: Path) -> None:
     for text in ranks4.run(_not_summed, tmp_path):
-        assert re.search(
-            r"the optimizer's sum of \S+ has placements \(Partial\(sum\),\); allowed: shards or copies", text
-        )
+        assert re.search(r"the optimizer's sum of \S+ has placements \(.*\); allowed: shards or copies$", text)
 
 
 def _few_experts(rank: int, size: int, folder: Path) -> bool:
