@@ -132,7 +132,7 @@ def test_a_checkpoint_goes_round_over_other_layouts(ranks4: Ranks, tmp_path: Pat
 
 def _not_summed(rank: int, size: int, folder: Path) -> str:
     run = Run("blocks", FOUR, "rows")
-    run.train(1)
+    run.train(2)
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         run.save(folder)
     return str(refused.value)
