@@ -262,9 +262,10 @@ class _Held:
             f"{path}.{label}".lstrip(".")
             for path, module in self.model.named_modules()
             if isinstance(module, Experts) and self.mesh.size("ep") > 1
-            for label, _ in module.named_parameters()
+            for label, parameter in module.named_parameters()
+            if parameter not in engine.sharding.sliced
         }
-        """Names of parameters that are sliced over the ranks along "ep"."""
+        """Names of parameters that are sliced over the ranks along "ep", without a DTensor that says so."""
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.engine import load_checkpoint, save_checkpoint
+from overlap1f1b.engine import consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.checkpoint.test_resuming import OPTIMIZERS
-from tests.engine.reduce.test_fsdp import engine_over, wrapped
+from tests.engine.reduce.test_fsdp import engine_over, sliced, wrapped
 from tests.ranks import Ranks
 
 
@@ -173,3 +174,32 @@ def _background(rank: int, size: int, folder: Path) -> bool:
 
 def test_in_the_background(ranks4: Ranks, tmp_path: Path) -> None:
     assert ranks4.run(_background, tmp_path) == [True] * 4
+
+
+def _slices_of_a_tensor(rank: int, size: int, folder: Path) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    x = torch.randn(4, 6, models.H, generator=torch.Generator().manual_seed(rank))
+    parts = []
+    for number in range(2):
+        model = sliced(mesh, Shard(0))
+        program = build_schedule("1f1b", microbatches=2)
+        engine = engine_over(model, program, mesh, overlap="serial", loss_fn=lambda x, y: (x - y).square().mean())
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
+        if number == 1:
+            load_checkpoint(engine, folder, optimizer)
+        for step in range(3):  # the first finds the exchanges
+            engine.step(x, target=-x)
+            optimizer.step()
+            optimizer.zero_grad()
+            if (number, step) == (0, 1):
+                save_checkpoint(engine, folder, 2, optimizer)
+            if (number, step) in {(0, 2), (1, 0)}:
+                parts.append([p.detach().to_local().clone() for p in engine.parameters()])  # type: ignore[attr-defined]
+    return equal(*parts)
+
+
+def test_experts_that_are_slices_of_a_tensor(ranks4: Ranks, tmp_path: Path) -> None:
+    assert ranks4.run(_slices_of_a_tensor, tmp_path) == [True] * 4
+    consolidate(tmp_path, tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert whole["0.experts.weight"].shape == (2, models.H, models.H)
