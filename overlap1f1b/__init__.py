@@ -16,6 +16,7 @@ _HOME = {
     "Stage": "engine",
     "StepResult": "engine",
     "combined_forward_backward_step": "engine",
+    "consolidate": "engine",
     "load_checkpoint": "engine",
     "save_checkpoint": "engine",
     "NodeCosts": "plan",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         Stage,
         StepResult,
         combined_forward_backward_step,
+        consolidate,
         load_checkpoint,
         save_checkpoint,
     )
@@ -69,6 +71,7 @@ __all__ = [
     "build_schedule",
     "combined_forward_backward_step",
     "compile",
+    "consolidate",
     "exchange",
     "load_checkpoint",
     "save_checkpoint",

@@ -48,6 +48,15 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     return not missing
 
 
+def end_with_agent(environ: Mapping[str, str] = os.environ) -> None:
+    """Let the kernel end this rank when torchrun's agent ends, even if that is killed; on Linux.
+
+    Without it the rank goes on, and with it the ranks of all other machines, although nobody supervises them any more.
+    """
+    if sys.platform.startswith("linux") and "TORCHELASTIC_RUN_ID" in environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def run_ranks(
     argv: Sequence[str],
     ranks: int,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.cli.launch import STORE, under_torchrun
+from overlap1f1b.cli.launch import STORE, end_with_agent, under_torchrun
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
     if size == 1:
         yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
         return
+    end_with_agent()
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     # Local ranks may outnumber GPUs, which NCCL refuses: then all compute on the processor.
     on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))

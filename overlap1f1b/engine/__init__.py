@@ -2,6 +2,8 @@
 
 from overlap1f1b.engine.batch import Feed
 from overlap1f1b.engine.capacity import CapacityOverflowError
+from overlap1f1b.engine.checkpoint.background import Saving
+from overlap1f1b.engine.checkpoint.consolidate import consolidate
 from overlap1f1b.engine.checkpoint.save import load_checkpoint, save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
@@ -26,10 +28,12 @@ __all__ = [
     "PlayedStep",
     "Profile",
     "Recorder",
+    "Saving",
     "Stage",
     "StepResult",
     "blocks_of",
     "combined_forward_backward_step",
+    "consolidate",
     "load_checkpoint",
     "save_checkpoint",
     "split_blocks",

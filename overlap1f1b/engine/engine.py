@@ -15,6 +15,7 @@ from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import calls, options, structure, values
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
+from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
@@ -102,6 +103,8 @@ class Engine:
         LostRankError: Another rank failed, or did not make its Engine within the limit.
     """
 
+    saving: Saving | None = None
+    """The checkpoint that is written in the background, or the last one."""
     _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
     def __init__(
@@ -270,6 +273,26 @@ class Engine:
         """
         if self._closed:
             return
+        try:
+            self.wait_for_checkpoint()
+        except (OSError, RuntimeError):
+            if not self._failed:
+                raise
+        finally:
+            self._close()
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until no checkpoint is written in the background.
+
+        Raises:
+            OSError: It cannot be written, and nobody has asked for its result.
+            RuntimeError: A rank failed meanwhile, in the same case.
+        """
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.settle()
+
+    def _close(self) -> None:
         self._closed = True
         self._communicators.close(failed=self._failed)
         for lane in (*self.player.lanes.values(), *self._lanes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from itertools import product
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -62,6 +63,7 @@ class Mesh:
         self.device_type = "cpu" if mesh is None else mesh.device_type
         self.same: dict[str, object] = {}
         self._groups: dict[str, Group] = {}
+        self._beside: dict[str, Mesh] = {}
         self._control: dict[str, Group] = {}  # on gloo, whatever the device, to compare values
         self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
@@ -157,6 +159,20 @@ class Mesh:
         ranks = self.ranks(pp=pp, over=over)
         return self._own.new(ranks, purpose, **options) if self._own is not None and len(ranks) > 1 else None
 
+    def beside(self, purpose: str) -> Mesh:
+        """Return this mesh with groups of its own to compare values, for a thread beside this one.
+
+        All ranks must call this, and close this mesh alone.
+        """
+        if purpose not in self._beside:
+            other = self._beside[purpose] = copy(self)
+            other.same, other._control = {}, {}
+            for name in self._control:
+                assert self._own is not None
+                with _naming(name):
+                    other._control[name] = self._own.new(self._along(name), f"{purpose} {name}", gloo=True)
+        return self._beside[purpose]
+
     def warm_up(self, device: torch.device) -> None:
         """Make the communicators of all groups of this mesh, see :meth:`Groups.warm_up`."""
         if self._own is not None:
@@ -165,6 +181,7 @@ class Mesh:
     def close(self) -> None:
         """End all groups of this mesh; no other method may be called any more."""
         self._control.clear()
+        self._beside.clear()
         if self._own is not None:
             self._own.close()
 

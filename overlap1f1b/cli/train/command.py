@@ -17,6 +17,7 @@ from overlap1f1b.cli.train.progress import Board, shown
 from overlap1f1b.cli.train.summary import Speed, compared, show
 from overlap1f1b.cli.train.trainer import Step, Trainer
 from overlap1f1b.cli.workload import environment, load_corpus
+from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import build_schedule
@@ -58,6 +59,7 @@ class _Run:
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
         self._introduce()
         self.checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
+        self.saving: Saving | None = None
         self.start, self.history = 0, History()
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
@@ -122,6 +124,9 @@ class _Run:
                 board.show(number, step, held_out)
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
                     self._save(options.checkpoint, number)
+        if self.saving is not None:
+            assert options.checkpoint is not None
+            self.checkpoint = self.trainer.saved(options.checkpoint, self.saving)
         if not self.steps:
             self._evaluate(self.start)
 
@@ -137,7 +142,7 @@ class _Run:
         # The history is written first: a load cuts one that is ahead of the checkpoint; one behind would be useless.
         if self.rank.rank == 0:
             self.history.save(folder)
-        self.checkpoint = self.trainer.save(folder, number)
+        self.saving = self.trainer.save(folder, number)
 
     def result(self) -> dict[str, Any]:
         """Return the JSON."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,7 +20,7 @@ from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
-from overlap1f1b.engine import Engine, LossFunction, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, LossFunction, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
@@ -187,14 +189,28 @@ class Trainer:
             raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
         return loss
 
-    def save(self, folder: Path, step: int) -> Path:
-        """Write a checkpoint and return its folder.
+    def save(self, folder: Path, step: int) -> Saving:
+        """Begin to write a checkpoint, which the next steps do not wait for; the next save does.
 
         Raises:
-            ValueError: The checkpoint cannot be written.
+            ValueError: It cannot be written, or the one before could not.
         """
+        with self._writing(folder):
+            return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity(), background=True)
+
+    def saved(self, folder: Path, saving: Saving) -> Path:
+        """Wait for a checkpoint and return its folder.
+
+        Raises:
+            ValueError: It cannot be written.
+        """
+        with self._writing(folder):
+            return saving.result()
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[None]:
         try:
-            return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity())
+            yield
         except OSError as error:
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
@@ -204,7 +220,8 @@ class Trainer:
         Raises:
             ValueError: The checkpoint belongs to another model, text or seed, or is damaged.
         """
-        step = load_checkpoint(self.engine, path, self.optimizer, config=self._identity())
+        state = {"random": None}  # every step seeds its own
+        step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
         set_weight_decay(self.optimizer, self.options.weight_decay)  # the saved one may differ
         return step
 

@@ -126,8 +126,8 @@ def publish(
     return final
 
 
-def read_contents(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
-    """Return the content of a checkpoint's ``config.json``.
+def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> Contents:
+    """Return the content of a checkpoint's ``config.json``; without ``config`` of a checkpoint with any.
 
     Raises:
         ValueError: The checkpoint is missing, has another ``config`` (the message has the first difference with both
@@ -150,7 +150,7 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any]) -> Contents:
     if named is not None and int(named[2]) != step:
         raise damaged(checkpoint, f"{CONFIG} has step={step}, not the step of the folder's name")
     _check_listed(checkpoint, files)
-    here = json.loads(json.dumps(dict(config)))
+    here = there if config is None else json.loads(json.dumps(dict(config)))
     for key in here | there:
         if key not in here or key not in there or here[key] != there[key]:
             values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))

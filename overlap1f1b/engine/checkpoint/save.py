@@ -2,15 +2,18 @@
 
     step = load_checkpoint(engine, "runs/x", optimizer)  # 0 if there is none
     save_checkpoint(engine, "runs/x", step, optimizer)
+    saving = save_checkpoint(engine, "runs/x", step, optimizer, background=True)
 
 A checkpoint is written by torch.distributed.checkpoint (DCP) into a folder that gets its name when every rank has
 finished, see :mod:`.folder`. Ranks exchange DCP's plans over the engine's mesh, not over torch's default group. So no
-wait is longer than the engine's limit, and all ranks raise the failure of one rank.
+wait is longer than the engine's limit, and all ranks raise the failure of one rank. In the background a thread writes
+copies, over groups of its own.
 
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
-an equal slice of dimension 0 on each rank along "ep", rank 0 first. DCP gets it as a DTensor of the full shape, and
-likewise its optimizer state if that has the same rows. Everything else is equal on all ranks that hold it.
+an equal slice of dimension 0 on each rank along "ep", rank 0 first. DCP gets it as a :class:`.slices.Slice` of the full
+shape, and likewise its optimizer state if that has the same rows. FSDP2's shards are DTensors, which DCP knows.
+Everything else is equal on all ranks that hold it.
 
 A parameter that was never updated has no optimizer state, so none is stored. If only some slices of a parameter have
 state, the others are stored as zeros, which is the state of rows that never had a gradient.
@@ -21,23 +24,23 @@ DCP keeps its index as a pickle: load only checkpoints from people you trust.
 from __future__ import annotations
 
 import json
-import warnings
+import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.checkpoint.folder import (
     STEP_LIMIT,
     Contents,
@@ -63,16 +66,48 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
     groups_of,
     set_groups,
 )
+from overlap1f1b.engine.checkpoint.slices import Slice, zeros_like_rows
+from overlap1f1b.engine.checkpoint.state import States, choose_files, file_of, pack, unpack, with_random
+from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
-from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.mesh import Together
+from overlap1f1b.transport.failures import LostRankError
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh, Together
 
-_INDEX = ".metadata"
+_THREAD = "checkpoint"  # purpose of the groups over which a background thread meets those of other ranks
 
 State = dict[str, Any]
-_Stored = Mapping[str, TensorStorageMetadata]
+
+
+@overload
+def save_checkpoint(
+    engine: Engine,
+    directory: Path | str,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: States | None = None,
+    config: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    frozen: bool = True,
+    background: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    engine: Engine,
+    directory: Path | str,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: States | None = None,
+    config: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    frozen: bool = True,
+    background: Literal[True],
+) -> Saving: ...
 
 
 def save_checkpoint(
@@ -81,15 +116,18 @@ def save_checkpoint(
     step: int,
     optimizer: torch.optim.Optimizer,
     *,
+    state: States | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = 2,
     frozen: bool = True,
-) -> Path:
-    """Write the model and the optimizer's state to ``directory/step-00000100``, and return that path.
+    background: bool = False,
+) -> Path | Saving:
+    """Write a training run to ``directory/step-00000100``, and return that path.
 
-    All ranks must call this. A mesh with other numbers of ranks, along any dimension, can resume from the checkpoint.
-    Stages that are given as plain lists have their stage numbers in the parameters' names, so only a run with the same
-    stages can read them.
+    The checkpoint has the model, the optimizer's state, every rank's random numbers (Python's, NumPy's, torch's), and
+    ``state``. All ranks must call this. A mesh with other numbers of ranks, along any dimension, can resume from the
+    checkpoint. Stages that are given as plain lists have their stage numbers in the parameters' names, so only a run
+    with the same stages can read them.
 
     Args:
         engine: Engine of the model.
@@ -98,33 +136,57 @@ def save_checkpoint(
         optimizer: Optimizer of the engine's parameters. The checkpoint has its state and, from its parameter groups,
             every number, text or tuple of these (``lr``, ``weight_decay``, a scheduler's entries), but not the way in
             which a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        state: Objects with ``state_dict`` and ``load_state_dict``, by name: a learning rate's scheduler, a dataloader,
+            a gradient scaler. A state that is equal on all ranks is read by ranks of any layout; one that each rank has
+            of its own, by ranks of the same layout.
         config: JSON values that a run must share with this one to resume from it.
         keep: Number of checkpoints that stay in the directory.
         frozen: Whether parameters that require no gradient are stored, too. Without them, the run that loads the
             checkpoint keeps its own.
+        background: Whether to copy the tensors to the CPU, and to write them while the next steps run. The result is
+            then a :class:`Saving`, whose ``result()`` waits. The next call, ``load_checkpoint`` and ``engine.close()``
+            wait, too, and raise the error of a checkpoint whose result has not been asked.
 
     Raises:
-        ValueError: ``keep`` is below 1, the mesh does not have all ranks, or parameters are sharded by FSDP2, which has
-            its own checkpoints.
+        ValueError: ``keep`` is below 1, the mesh does not have all ranks, or a state cannot be stored.
         OSError: A rank cannot write; raised on every rank.
         RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
             not answer within the engine's limit; the slowest rank must write its part within this limit.
     """
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
+    failed = f"checkpoint {directory / name} cannot be written"
+    engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
-        together = Together(engine.mesh, f"checkpoint {directory / name} cannot be written")
-        writing = _Writing(engine, optimizer, together, step, config or {}, keep, frozen)
+        together = Together(engine.mesh, failed)
+        writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, frozen)
         writing.accept(together.each(writing.describe))
         writing.begin(together.first(lambda: begin(directory, step)))
         plans = together.each(writing.plan)
-        plan = together.first(lambda: writing.merge(plans))[together.rank]
+        writing.own = together.first(lambda: writing.merge(plans))[together.rank]
+        if not background:
+            return _finish(writing, together)
+        together.each(writing.copy)
+        aside = Together(engine.mesh.beside(_THREAD), failed)
+
+    def write() -> Path:
         try:
-            written = together.each(lambda: writing.write(plan), OSError)
-        except OSError as error:
-            free = together.first(lambda: abandon(writing.folder))
-            raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
-        return together.first(lambda: writing.publish(written))
+            return _finish(writing, aside)
+        except LostRankError as error:
+            engine.failures.explain(error)
+            raise
+
+    engine.saving = Saving(write)
+    return engine.saving
+
+
+def _finish(writing: _Writing, together: Together) -> Path:
+    try:
+        written = together.each(writing.write, OSError)
+    except OSError as error:
+        free = together.first(lambda: abandon(writing.folder))
+        raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
+    return together.first(lambda: writing.publish(written))
 
 
 def load_checkpoint(
@@ -132,11 +194,13 @@ def load_checkpoint(
     directory: Path | str,
     optimizer: torch.optim.Optimizer,
     *,
+    state: States | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> int:
     """Fill the model and the optimizer from the last checkpoint in ``directory``, and return its number of steps.
 
-    All ranks must call this, before the first step or between two steps.
+    All ranks must call this, before the first step or between two steps. In the layout in which the checkpoint was
+    written every rank's random numbers go on as they did; in another they are left as they are.
 
     Args:
         engine: Engine of the model, over any number of ranks.
@@ -144,14 +208,17 @@ def load_checkpoint(
             changes and the result is 0.
         optimizer: Optimizer of the engine's parameters, possibly a new one. Each group gets the learning rate and the
             other numbers that its parameters were saved with, on any rank.
+        state: Objects for every ``state`` of :func:`save_checkpoint`; their ``load_state_dict`` is called last. None in
+            place of an object leaves a state out; ``{"random": None}`` leaves random numbers as they are.
         config: The ``config`` of :func:`save_checkpoint`.
 
     Raises:
-        ValueError: The checkpoint has another configuration or model (the message has the first difference with both
-            values), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
+        ValueError: The checkpoint has another configuration, model or other states (the message has the first
+            difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
     path: Path | None = Path(directory)
+    engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
         if not Path(directory).name.startswith("step-"):
             together = Together(engine.mesh, f"{directory} cannot be searched")
@@ -163,11 +230,13 @@ def load_checkpoint(
         contents = together.first(lambda: read_contents(checkpoint, config or {}))
         names = sorted(contents.files)
         together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
-        reading = _Reading(engine, optimizer, checkpoint, contents)
+        reading = _Reading(engine, optimizer, checkpoint, contents, state)
         counts = together.each(reading.compare)
         reading.check_groups(counts)
         together.each(reading.choose_groups)
+        together.each(reading.read_states)
         together.each(reading.fill)
+        together.each(reading.fill_states)
         return contents.step
 
 
@@ -175,7 +244,7 @@ class _Held:
     """Tensors of the model and the optimizer that this rank holds, with their names in the whole model.
 
     Raises:
-        ValueError: Parameters are sharded by FSDP2, or the optimizer has a parameter that is not the model's.
+        ValueError: The optimizer has a parameter that is not the model's.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -197,17 +266,14 @@ class _Held:
             self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
             own = {block for stage in engine.stages.values() for block in stage.blocks}
             self.blocks = {name for name, child in self.model.named_children() if child in own}
-        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            raise ValueError(
-                "a checkpoint of parameters under FSDP2; allowed: torch.distributed.checkpoint.state_dict's"
-            )
         self.sliced = {
             f"{path}.{label}".lstrip(".")
             for path, module in self.model.named_modules()
             if isinstance(module, Experts) and self.mesh.size("ep") > 1
-            for label, _ in module.named_parameters()
+            for label, parameter in module.named_parameters()
+            if parameter not in engine.sharding.sliced
         }
-        """Names of parameters that are sliced over the ranks along "ep"."""
+        """Names of parameters that are sliced over the ranks along "ep", without a DTensor that says so."""
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -257,35 +323,44 @@ class _Held:
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return ``tensor``, or the DTensor whose slice on this rank it is. Both share its memory.
+        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory.
 
         Columns that are sorted by expert are stored as rows: ``[out, r·E]`` as ``[E, out·r]``.
         """
-        devices, tensor = self.mesh.devices, tensor.detach()
+        tensor = tensor.detach()
         if (experts := self.columns.get(name)) is not None:
             tensor = tensor.view(-1, experts).t()
-        if devices is None or name not in self.sliced:
+        if name not in self.sliced:
             return tensor
-        return DTensor.from_local(tensor, devices["ep"], [Shard(0)], run_check=False)
+        return Slice(tensor, self.mesh.rank("ep"), self.mesh.size("ep"))
+
+    def is_shared(self, name: str) -> bool:
+        """Return whether ranks hold different parts of a parameter."""
+        return name in self.sliced or isinstance(self.parameters[name], DTensor)
 
     def has_rows(self, name: str, parameter: Tensor, entry: str, value: Tensor) -> bool:
-        """Return whether a tensor of the optimizer's state is sliced as its parameter is.
+        """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
 
         Raises:
-            ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
+            ValueError: The tensor is neither a single number nor has a row for each row of the parameter, or it is a
+                DTensor that ranks have not summed yet.
         """
+        if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+            raise ValueError(
+                f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or copies"
+            )
         rows = value.shape == parameter.shape or (
             name not in self.columns and value.numel() > 1 and value.shape[:1] == parameter.shape[:1]
         )
-        if name in self.sliced and value.numel() > 1 and not rows:
+        if self.is_shared(name) and value.numel() > 1 and not rows:
             raise ValueError(
-                f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a slice along 'ep' of "
-                f"shape {list(parameter.shape)}: {parameter.shape[0]} rows, or a single number"
+                f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a part of shape "
+                f"{list(parameter.shape)} that ranks share: {parameter.shape[0]} rows, or a single number"
             )
-        return rows and (name in self.sliced or name in self.columns)
+        return rows and (self.is_shared(name) or name in self.columns)
 
 
-class _Slice(NamedTuple):
+class _SliceState(NamedTuple):
     """Optimizer state of one rank's slice of a parameter.
 
     Args:
@@ -302,7 +377,7 @@ class _Slice(NamedTuple):
 class _Lead(NamedTuple):
     """The most updated slice of a sliced parameter, and the numbers of all slices that have state."""
 
-    slice: _Slice
+    slice: _SliceState
     begun: set[int]
 
 
@@ -314,12 +389,31 @@ class _Description(NamedTuple):
         groups: Numbers and parameter names of the optimizer's groups.
         slices: State of slices, by the parameter's name and the rank along "ep".
         numbers: State that is not a tensor, by parameter and entry.
+        states: Checksum of each of the run's states, by name.
     """
 
     step: int
     groups: list[GroupNumbers]
-    slices: dict[tuple[str, int], _Slice]
+    slices: dict[tuple[str, int], _SliceState]
     numbers: dict[str, dict[str, Json]]
+    states: dict[str, int]
+
+
+class _Copies(DefaultSavePlanner):
+    """DCP's planner, which may write copies of the tensors that it has planned."""
+
+    copies: dict[MetadataIndex, Tensor] | None = None
+
+    def copy(self, plan: SavePlan) -> None:
+        """Copy the tensors that this rank writes to the CPU."""
+        self.copies = {}
+        for item in plan.items:
+            tensor = super().resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            self.copies[item.index] = tensor.detach().to("cpu", copy=True)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
 
 
 class _Writing:
@@ -328,6 +422,8 @@ class _Writing:
     held: _Held
     tensors: dict[str, Tensor]
     folder: Path
+    own: SavePlan
+    """What this rank writes."""
 
     def __init__(
         self,
@@ -335,12 +431,13 @@ class _Writing:
         optimizer: torch.optim.Optimizer,
         together: Together,
         step: int,
+        state: States | None,
         config: Mapping[str, Any],
         keep: int,
         frozen: bool,
     ) -> None:
         self.engine, self.optimizer, self.together = engine, optimizer, together
-        self.step, self.config, self.keep, self.frozen = step, config, keep, frozen
+        self.step, self.state, self.config, self.keep, self.frozen = step, state, config, keep, frozen
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
@@ -355,7 +452,9 @@ class _Writing:
             raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
         self.held = held = _Held(self.engine, self.optimizer)
         self.tensors = held.tensors(frozen=self.frozen)
-        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {})
+        self._packed = pack(with_random(self.state))
+        states = {name: zlib.crc32(content) for name, content in self._packed.items()}
+        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {}, states)
         for name, parameter, state in held.states():
             stored_name = held.stored_name(name)
             numbers: dict[str, Json] = {}
@@ -367,7 +466,7 @@ class _Writing:
                 elif held.has_rows(name, parameter, entry, value):
                     rows[entry] = value.dtype, value.shape[1:]
             if state and name in held.sliced:
-                one = _Slice(float(state.get("step", 1)), self.together.rank, rows)
+                one = _SliceState(float(state.get("step", 1)), self.together.rank, rows)
                 found.slices[stored_name, held.mesh.rank("ep")] = one
             if numbers:
                 found.numbers[stored_name] = numbers
@@ -378,20 +477,28 @@ class _Writing:
         if len({one.step for one in every}) > 1:
             steps = sorted({one.step for one in every})
             raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: the same on all ranks")
+        for rank, one in enumerate(every):
+            if difference := every[0].states.keys() ^ one.states.keys():
+                raise ValueError(
+                    f"{self.together.failed}: only one of ranks 0 and {rank} has state[{min(difference)!r}]; "
+                    "allowed: the same names on all ranks"
+                )
+        self._shared_states = {name for name in every[0].states if len({one.states[name] for one in every}) == 1}
         self._leads = _leads(every)
         numbers: dict[str, dict[str, Json]] = {}
         for rank, one in enumerate(every):
             for name, entries in one.numbers.items():
                 if name not in self._leads or self._leads[name].slice.rank == rank:
                     numbers.setdefault(name, entries)
-        self._added = {"groups": describe_groups([one.groups for one in every]), "state": numbers}
+        groups = describe_groups([one.groups for one in every])
+        self._added = {"groups": groups, "state": numbers, "layout": _layout(self.held.mesh)}
         if not self.frozen:
             self._added["frozen"] = False
 
     def begin(self, folder: Path) -> None:
         """Prepare to write into ``folder``."""
         self.folder = folder
-        self._planner, self._writer = DefaultSavePlanner(), FileSystemWriter(folder)
+        self._planner, self._writer = _Copies(), FileSystemWriter(folder)
 
     def plan(self) -> SavePlan:
         """Return DCP's plan of all tensors that this rank could write."""
@@ -415,7 +522,7 @@ class _Writing:
                         tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
             if lead is not None and held.mesh.rank("ep") not in lead.begun:
                 for entry, (dtype, row) in lead.slice.rows.items():
-                    zeros = torch.zeros(*parameter.shape[:1], *row, dtype=dtype, device=parameter.device)
+                    zeros = zeros_like_rows(parameter, row, dtype)
                     tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
         return tensors
 
@@ -424,11 +531,23 @@ class _Writing:
         every, self._index = self._planner.create_global_plan(plans)
         return self._writer.prepare_global_plan(every)
 
-    def write(self, plan: SavePlan) -> tuple[list[WriteResult], dict[str, Fingerprint]]:
+    def copy(self) -> None:
+        """Copy what this rank writes, before the next step changes it."""
+        self._planner.copy(self.own)
+
+    def write(self) -> tuple[list[WriteResult], dict[str, Fingerprint]]:
         """Write this rank's files; return DCP's results and the fingerprints of the files."""
-        results = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        results = self._writer.write_data(self._planner.finish_plan(self.own), self._planner)
         results.wait()
         names = [path.name for path in self.folder.glob(f"__{self.together.rank}_*")]
+        for name, content in self._packed.items():
+            shared = name in self._shared_states
+            if not shared or self.together.rank == 0:
+                names.append(file_of(name, None if shared else _number(self.held.mesh)))
+                with (self.folder / names[-1]).open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
         return results.value(), fingerprints(self.folder, names)
 
     def publish(self, written: list[tuple[list[WriteResult], dict[str, Fingerprint]]]) -> Path:
@@ -437,6 +556,18 @@ class _Writing:
         self._writer.finish(index, [results for results, _ in written])
         files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
         return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
+
+
+def _layout(mesh: Mesh) -> dict[str, int]:
+    return {name: mesh.size(name) for name in DIMENSIONS}
+
+
+def _number(mesh: Mesh) -> int:
+    """Return this rank's number in the order of the dimensions."""
+    number = 0
+    for name in DIMENSIONS:
+        number = number * mesh.size(name) + mesh.rank(name)
+    return number
 
 
 def _leads(every: Iterable[_Description]) -> dict[str, _Lead]:
@@ -453,8 +584,16 @@ def _leads(every: Iterable[_Description]) -> dict[str, _Lead]:
 class _Reading:
     """One rank's part in loading a checkpoint; the methods are its phases, and only the last changes the model."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Path, contents: Contents) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path,
+        contents: Contents,
+        state: States | None,
+    ) -> None:
         self.engine, self.optimizer, self.checkpoint, self.contents = engine, optimizer, checkpoint, contents
+        self.state = state
         self._groups: StoredGroups | None = None
         self._chosen: list[dict[str, Any] | None] | None = None
 
@@ -477,7 +616,7 @@ class _Reading:
                 self._groups, numbers = StoredGroups.read(added["groups"]), dict(added["state"])
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(error) from None
-        stored = self._read_index()
+        stored = read_index(self.checkpoint, self.contents.files)
         self._make_state(stored, numbers)
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)
@@ -502,21 +641,30 @@ class _Reading:
             with self._naming_checkpoint():
                 self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
 
+    def read_states(self) -> None:
+        """Read the run's states.
+
+        Raises:
+            ValueError: The run and the checkpoint have different states, or each rank of another layout has its own.
+        """
+        mesh, added = self.held.mesh, self.contents.added
+        stored = added.get("layout", {}) if isinstance(added, dict) else {}
+        with self._naming_checkpoint():
+            self._states = with_random(self.state)
+            files = choose_files(self._states, self.contents.files, _number(mesh), _layout(mesh), stored)
+        self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
+
+    def fill_states(self) -> None:
+        """Give the run's objects their states."""
+        unpack(self._states, self._packed)
+
     def fill(self) -> None:
         """Read all tensors into the model and the optimizer.
 
         Raises:
             ValueError: A file is damaged.
         """
-        try:
-            with warnings.catch_warnings():
-                # DCP warns of the documented `no_dist=True`.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                reader = FileSystemReader(self.checkpoint)
-                state_dict_loader.load(self.tensors, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
-            (cause, _), *_ = error.failures.values()
-            raise damaged(self.checkpoint, headline(cause)) from None
+        read_tensors(self.checkpoint, self.tensors)
         for first, *others in self._copies.values():
             for name in others:
                 self._state[name] = {
@@ -542,20 +690,7 @@ class _Reading:
     def _unreadable(self, error: Exception) -> ValueError:
         return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
 
-    def _read_index(self) -> _Stored:
-        # Shapes and dtypes of the stored tensors. The index is a pickle of torch's own classes, which change.
-        try:
-            metadata = FileSystemReader(self.checkpoint).read_metadata()
-            kept = {storage.relative_path for storage in metadata.storage_data.values()}
-        except Exception as error:  # unpickling raises whatever the classes do
-            why = f"torch {torch.__version__} cannot read its index ({type(error).__name__})"
-            raise damaged(self.checkpoint, why) from None
-        if unlisted := sorted({_INDEX, *kept} - self.contents.files.keys()):
-            raise damaged(self.checkpoint, f"its list of files has no {quoted(unlisted[0], plain=True)}")
-        every = metadata.state_dict_metadata.items()
-        return {key: meta for key, meta in every if isinstance(meta, TensorStorageMetadata)}
-
-    def _make_state(self, stored: _Stored, numbers: Mapping[str, Mapping[str, Json]]) -> None:
+    def _make_state(self, stored: Index, numbers: Mapping[str, Mapping[str, Json]]) -> None:
         # The optimizer may be new: its state is made here, as the checkpoint describes it, and read in `fill`.
         held = self.held
         for key, meta in stored.items():
@@ -566,15 +701,12 @@ class _Reading:
             name = self._copies[stored_name][0]
             parameter = held.parameters[name]
             whole = held.whole(parameter, name).shape
-            rows = meta.size == whole or (meta.size.numel() > 1 and name in held.sliced)
-            whole_rows = (*parameter.shape[:1], *meta.size[1:]) if name not in held.columns else parameter.shape
+            rows = meta.size == whole or (meta.size.numel() > 1 and held.is_shared(name))
             if rows and meta.size[:1] != whole[:1]:
                 raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
-            value = torch.empty(
-                whole_rows if rows else meta.size,
-                dtype=meta.properties.dtype,
-                device=parameter.device if rows else "cpu",
-            )
+            dtype = meta.properties.dtype
+            row = parameter.shape[1:] if name in held.columns else meta.size[1:]
+            value = zeros_like_rows(parameter, row, dtype) if rows else torch.empty(meta.size, dtype=dtype)
             self._state[name][entry] = value
             self.tensors[key] = held.whole(value, name) if rows else value
         try:
@@ -584,7 +716,7 @@ class _Reading:
         except (ValueError, AttributeError, RuntimeError) as error:
             raise self._unreadable(error) from None
 
-    def _compare_tensors(self, stored: _Stored) -> None:
+    def _compare_tensors(self, stored: Index) -> None:
         held, tensors = self.held, self.tensors
         partial = isinstance(self.engine.model, Mapping)  # other ranks' parameters may have any name
         elsewhere = {name for name, _ in held.model.named_children() if not held.holds(name)}

@@ -1,0 +1,152 @@
+"""States of a training run beside model and optimizer: schedules of the learning rate, dataloaders, random numbers.
+
+    pickles = pack(with_random({"scheduler": scheduler}))
+    unpack(with_random({"scheduler": scheduler}), pickles)
+
+Each state is a file of a checkpoint. If all ranks have the same bytes, it is stored once and read by ranks of any
+layout. Otherwise each rank stores its own, and only ranks of the same layout read them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from overlap1f1b.schedule.values import quoted, shortened
+
+RANDOM = "random"
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_FILE = re.compile(r"state-([A-Za-z]\w*?)(?:-\d{5,})?\.pt", re.ASCII)
+
+States = Mapping[str, Stateful | None]
+
+
+class RandomState:
+    """The states of this process's random numbers: Python's, NumPy's, torch's on the CPU and on the current GPU."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as tensors, numbers and tuples."""
+        name, keys, *rest = np.random.get_state()
+        state = {
+            "python": random.getstate(),
+            "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+            "cpu": torch.get_rng_state(),
+        }
+        return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the states; one of a GPU only where there is one."""
+        random.setstate(state["python"])
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def with_random(states: States | None) -> dict[str, Stateful | None]:
+    """Return the states of a run, that of the random numbers included.
+
+    Raises:
+        ValueError: A name is not an identifier, or a value has no ``state_dict`` and ``load_state_dict``.
+    """
+    for name, state in (states or {}).items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"state has the name {quoted(name)}; allowed: a letter, then letters, digits and _")
+        if state is not None and not isinstance(state, Stateful):
+            kind = type(state).__name__
+            raise ValueError(
+                f"state[{name!r}] is of type {kind}; allowed: an object with state_dict and load_state_dict"
+            )
+    return {RANDOM: RandomState()} | dict(states or {})
+
+
+def pack(states: States) -> dict[str, bytes]:
+    """Return each state as the bytes of a file; without those that are None.
+
+    Raises:
+        ValueError: A state has something that ``torch.load(weights_only=True)`` would not read.
+    """
+    packed = {}
+    for name, state in states.items():
+        if state is not None:
+            file = BytesIO()
+            try:
+                torch.save(state.state_dict(), file)
+                _read(file.getvalue())
+            except Exception as error:  # pickling raises whatever the objects do
+                raise ValueError(
+                    f"state[{name!r}] cannot be stored: {shortened(str(error).splitlines()[0])}; allowed: tensors, "
+                    "numbers, texts, and containers of these"
+                ) from None
+            packed[name] = file.getvalue()
+    return packed
+
+
+def unpack(states: States, packed: Mapping[str, bytes]) -> None:
+    """Give each state what was stored of it."""
+    for name, content in packed.items():
+        if (state := states.get(name)) is not None:
+            state.load_state_dict(_read(content))
+
+
+def _read(content: bytes) -> Any:
+    return torch.load(BytesIO(content), weights_only=True, map_location="cpu")
+
+
+def file_of(name: str, number: int | None = None) -> str:
+    """Return the name of a state's file; of one rank's, by its number in the order of the mesh's dimensions."""
+    return f"state-{name}.pt" if number is None else f"state-{name}-{number:05d}.pt"
+
+
+def choose_files(
+    states: States, files: Iterable[str], number: int, layout: Mapping[str, int], stored_layout: Mapping[str, int]
+) -> dict[str, str]:
+    """Return the files that a rank reads, by the names of their states.
+
+    Random numbers that are missing, or those of each rank in another layout, are left out.
+
+    Args:
+        states: States of this run; None for one that is not wanted.
+        files: Names of the checkpoint's files.
+        number: This rank's number in the order of the mesh's dimensions.
+        layout: Sizes of the mesh's dimensions.
+        stored_layout: Sizes with which the checkpoint was written.
+
+    Raises:
+        ValueError: A state is not there, is not expected, or each rank of another layout has one of its own.
+    """
+    found: dict[str, set[str]] = {}
+    for file in files:
+        if match := _FILE.fullmatch(file):
+            found.setdefault(match[1], set()).add(file)
+    for name in found.keys() - states.keys():
+        raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")
+    chosen = {}
+    for name, state in states.items():
+        if state is None or (name == RANDOM and name not in found):
+            continue
+        if name not in found:
+            has = ", ".join(sorted(found)) or "none"
+            raise ValueError(f"it has no state[{name!r}]; allowed: those that it has ({has})")
+        if file_of(name) in found[name]:
+            chosen[name] = file_of(name)
+        elif layout == stored_layout:
+            chosen[name] = file_of(name, number)
+        elif name != RANDOM:
+            raise ValueError(
+                f"it has a state[{name!r}] of each rank of {_text(stored_layout)}, this run has {_text(layout)}; "
+                "allowed: the same layout, or None to leave the state"
+            )
+    return chosen
+
+
+def _text(layout: Mapping[str, int]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in layout.items())

@@ -1,0 +1,197 @@
+"""Checkpoints written while the next steps run: the same bits, errors on all ranks, a whole one after every kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from overlap1f1b.engine import Saving
+from overlap1f1b.engine.checkpoint.folder import latest
+from tests.engine.checkpoint.test_state import Run, equal
+from tests.ranks import RankError, Ranks, run
+
+LAYOUT = {"pp": 2, "ep": 2}
+KILLS = int(os.environ.get("KILLS", "8"))
+
+
+@contextmanager
+def held_back(phase: str = "write_data") -> Iterator[threading.Event]:
+    """Nothing is written before the event is set."""
+    event, write = threading.Event(), getattr(FileSystemWriter, phase)
+
+    def wait(*args: Any, **options: Any) -> Any:
+        assert event.wait(60)
+        return write(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, phase, wait)
+        yield event
+
+
+def _at_once_and_later(rank: int, size: int, folder: Path) -> list[bool]:
+    layout = LAYOUT if size == 4 else {}
+    first = Run(layout)
+    first.train(3)
+    first.save(folder / "at once")
+    saved = first.whole()
+    with held_back() as event:
+        saving = first.save(folder / "later", background=True)
+        first.train(2)
+        before = saving.done, latest(folder / "later")
+        event.set()
+        path = saving.result()
+    found = [before == (False, None), path == folder / "later" / "step-00000003", not equal(first.whole(), saved)]
+    losses = []
+    for name in ("at once", "later"):
+        other = Run(layout, seed=7)
+        other.load(folder / name)
+        found.append(equal(other.whole(), saved))
+        losses.append(other.train(2))
+    return [*found, losses[0] == losses[1]]
+
+
+def test_the_same_bits_as_at_once(ranks4: Ranks, tmp_path: Path) -> None:
+    assert _at_once_and_later(0, 1, tmp_path / "one") == [True] * 6
+    assert ranks4.run(_at_once_and_later, tmp_path / "four") == [[True] * 6] * 4
+    for name in ("at once", "later"):
+        files = [path.name for path in sorted((tmp_path / "four" / name / "step-00000003").iterdir())]
+        assert len(files) == 4 + 2 * 4 + 3  # tensors; random numbers and loaders; schedule, index, config
+
+
+def _one_after_another(rank: int, size: int, folder: Path) -> list[str]:
+    one = Run({"ep": size})
+    with held_back() as event:
+        first = one.save(folder, 1, background=True)
+        one.train(1)
+        threading.Timer(0.1, event.set).start()
+        second = one.save(folder, 2, background=True)
+        assert first.done
+        assert one.load(folder) == 2
+        assert second.done
+        third = one.save(folder, 3, background=True, keep=3)
+        one.engine.close()
+    assert third.done
+    return sorted(os.listdir(folder))
+
+
+def test_the_next_call_waits(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(_one_after_another, tmp_path)[0] == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def _failing(rank: int, size: int, folder: Path) -> list[str]:
+    one, said = Run({"ep": size}), []
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def told(call: Any) -> None:
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            call()
+        said.append(str(caught.value))
+
+    for ask in ("result", "save", "load", "close"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(FileSystemWriter, "write_data", fail)
+            saving: Saving = one.save(folder, 4, background=True)
+            one.train(1)
+            while not saving.done:
+                pass
+        told({"result": saving.result, "close": one.engine.close}.get(ask, lambda ask=ask: getattr(one, ask)(folder)))
+        if ask != "close":
+            one.train(1)
+            one.save(folder, 5)  # which does not say it again
+    return said
+
+
+def test_an_error_is_raised_on_all_ranks(ranks2: Ranks, tmp_path: Path) -> None:
+    one, other = ranks2.run(_failing, tmp_path)
+    assert one == other
+    assert len(one) == 4
+    for text in one:
+        assert text.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
+        assert re.search(r"No space left on device \(\d+ MiB are free\)$", text)
+    assert os.listdir(tmp_path) == ["step-00000005"]
+
+
+def _lost(rank: int, size: int, folder: Path) -> None:
+    one = Run({"ep": size})
+    one.train(1)
+    with held_back() as event:
+        saving = one.save(folder, background=True)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        event.set()
+        saving.result()
+
+
+def test_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run(_lost, 2, tmp_path, grace=20)
+    assert "exit code -9" in caught.value.failures[1]
+    text = caught.value.failures[0]
+    assert f"checkpoint {tmp_path}/step-00000003 cannot be written: the ranks along 'ep' did not meet" in text
+    assert "no word, within 2 s, from rank ep 1: killed, stopped" in text
+
+
+# Killed while it is written.
+
+
+def _killed(rank: int, size: int, folder: Path, events: list[int]) -> None:
+    """Train and save in the background, step after step; this process ends at a use of the file system."""
+    one, left = Run({"ep": size} if size > 1 else {}), events[rank]
+
+    def count(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if (name == "open" or name.startswith(("os.", "shutil."))) and args and str(folder) in str(args[0]):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    for step in range(1, 100):
+        one.train(1)
+        one.save(folder, step, background=True)
+
+
+def _resumed(rank: int, size: int, folders: list[Path]) -> list[tuple[int, bool]]:
+    """For each folder the steps of its newest checkpoint, and whether it is what the run that never stopped had."""
+    unbroken, run = {}, Run({"ep": size} if size > 1 else {})
+    for step in range(1, 8):
+        run.train(1)
+        unbroken[step] = run.whole()
+    found = []
+    for folder in folders:
+        again = Run({"ep": size} if size > 1 else {}, seed=7)
+        step = again.load(folder)
+        fits = not step or equal(again.whole(), unbroken[step])
+        found.append((step, fits and again.loader.served == again.scheduler.last_epoch == step))
+        again.save(folder, 50)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_killed_at_random_moments(size: int, tmp_path: Path) -> None:
+    """The newest checkpoint is whole, and has the bits of the run that never stopped. KILLS=50 kills more often."""
+    source = random.Random(size)
+    folders = [tmp_path / str(number) for number in range(-(-KILLS // 2))]
+    for folder in folders:
+        with pytest.raises(RankError, match="exit code -9"):
+            run(_killed, size, folder, [source.randrange(1, 120) for _ in range(size)])
+    every = run(_resumed, size, folders, timeout=300)
+    assert len({steps for steps, _ in every[0]}) > 1
+    for found in every:
+        assert [fits for _, fits in found] == [True] * len(folders)
+    for folder in folders:
+        assert not list(folder.glob(".*"))
