@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
@@ -108,14 +109,17 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def launched(rank: int, size: int) -> Iterator[None]:
-    """The environment of a launcher's process, for ranks that have a process group."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "localhost"}
+    """The environment of a launcher's process, for ranks that have a process group; nothing without one."""
+    own: dict[str, object] = {}
+    if dist.is_initialized():  # else accelerate would make a group of this process
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 1}
+        own["MASTER_ADDR"] = "localhost"
+    os.environ |= {name: str(value) for name, value in own.items()}
     _forget()
     try:
         yield
     finally:
-        for name in (*own, "MASTER_ADDR"):
+        for name in own:
             os.environ.pop(name, None)
         _forget()
 

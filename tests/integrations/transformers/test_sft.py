@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 import torch
-import torch.distributed as dist
 import transformers
-from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import SFTConfig, SFTTrainer
 
@@ -22,16 +19,6 @@ from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import launched, weights
 from tests.ranks import Ranks
-
-
-@pytest.fixture(autouse=True)
-def left_alone() -> Iterator[None]:
-    """DeepSpeed, where it is installed, has accelerate make a process group of this process."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    AcceleratorState._reset_state(True)
-
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss")
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss", "eval_mean_token_accuracy", "eval_entropy")
