@@ -1,12 +1,13 @@
 """transformers' Trainer with its own expert parallelism, and OverlapTrainer, over a shaped wire, with real compute.
 
     python benchmarks/trainer.py                              # 2 ranks, 200 Mbit/s; needs root and transformers
-    python benchmarks/trainer.py --wire 100mbit --rounds 5
+    python benchmarks/trainer.py --wire 100mbit --rounds 5 --json trainer.json
 
 Both train the same Qwen3-MoE on the same rows: 8 microbatches an optimizer step. Trainer's model is loaded with
 ``ep_implementation="all_to_all"``, all other parameters under FSDP2, as transformers requires. Each round starts the
-ranks of both anew, one after the other; a time is the median of the steps behind the first five of a run, on the slower
-rank. Losses of the last step show that both have trained the same.
+ranks of both anew, one after the other; a time is the median of the steps behind the first six of a run, on the slower
+rank, and the hidden share of OverlapTrainer's exchange is the median of the same steps, on the rank with the least.
+Losses of the last step show that both have trained the same.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlap1f1b.cli.launch import STORE, run_ranks
+from overlap1f1b.cli.output import check_json, write_json
 from overlap1f1b.cli.wire import Wire, parse_rate
 
-RANKS, WARM = 2, 5
+RANKS, WARM = 2, 6
 KINDS = ("Trainer", "OverlapTrainer")
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -43,7 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 def train(kind: str, folder: Path, steps: int) -> None:
-    """Train on this rank; the first rank writes times and the last loss."""
+    """Train on this rank; every rank writes its times, the last loss and the hidden share."""
     import torch
     import torch.distributed as dist
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -70,7 +72,7 @@ def train(kind: str, folder: Path, steps: int) -> None:
         gradient_accumulation_steps=8,
         max_steps=steps,
         learning_rate=1e-3,
-        logging_steps=steps,
+        logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -92,24 +94,33 @@ def train(kind: str, folder: Path, steps: int) -> None:
         model = Qwen3MoeForCausalLM.from_pretrained(own, distributed_config=spread, dtype=torch.float32)
         trainer = Trainer(model, args, train_dataset=data, callbacks=[clock])
     trainer.train()
-    step = median(after - before for before, after in pairwise(clock.ends[WARM:]))
-    loss = next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
-    (folder / f"rank{rank}.json").write_text(json.dumps({"step_ms": 1e3 * step, "loss": loss}))
+    step = median(after - before for before, after in pairwise(clock.ends[WARM - 1 :]))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]  # one a step
+    shares = [entry["exchange_hidden"] for entry in logged[WARM:] if "exchange_hidden" in entry]
+    found = {"step_ms": 1e3 * step, "loss": logged[-1]["loss"], "hidden_fraction": median(shares) if shares else None}
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", default="200mbit", help="rate of the link (default: 200mbit)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
-    parser.add_argument("--steps", type=int, default=16, help=f"steps of a run, more than {WARM + 1} (default: 16)")
+    parser.add_argument("--steps", type=int, default=16, help=f"steps of a run, more than {WARM} (default: 16)")
+    parser.add_argument("--json", help="file for the results; - for the standard output")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.steps < WARM + 2:
-        parser.error(f"--steps {options.steps}; allowed: {WARM + 2} or more")
+    if options.steps <= WARM:
+        parser.error(f"--steps {options.steps}; allowed: {WARM + 1} or more")
+    if options.json is not None:
+        try:
+            check_json(options.json)
+        except ValueError as error:
+            parser.error(str(error))
     if options.child:
         train(options.child[0], Path(options.child[1]), options.steps)
         return 0
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    screen = sys.stderr if options.json == "-" else sys.stdout
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     with Wire(RANKS, parse_rate(options.wire)) as wire:
         for number in range(options.rounds):
             for kind in KINDS:
@@ -119,11 +130,25 @@ def main() -> int:
                     if status:
                         return status
                     ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-                found[kind].append(max(rank["step_ms"] for rank in ranks))
-                print(f"round {number + 1}: {kind} {found[kind][-1]:.0f} ms, loss {ranks[0]['loss']}", flush=True)
-    theirs, ours = (median(found[kind]) for kind in KINDS)
-    print(f"{options.wire}: Trainer {theirs:.0f} ms a step, OverlapTrainer {ours:.0f} ms, {theirs / ours:.2f}×")
+                found[kind].append({**ranks[0], "step_ms": max(rank["step_ms"] for rank in ranks)})
+                print(f"round {number + 1}: {kind} {said(found[kind][-1])}", file=screen, flush=True)
+    theirs, ours = (median(run["step_ms"] for run in found[kind]) for kind in KINDS)
+    hidden = median(run["hidden_fraction"] for run in found["OverlapTrainer"])
+    print(
+        f"{options.wire}: Trainer {theirs:.0f} ms a step, OverlapTrainer {ours:.0f} ms, {theirs / ours:.2f}×, "
+        f"{hidden:.0%} of its exchange hidden",
+        file=screen,
+    )
+    asked = {"wire": options.wire, "rounds": options.rounds, "steps": options.steps, "warm_up": WARM}
+    medians = {"Trainer_ms": theirs, "OverlapTrainer_ms": ours, "speed_up": theirs / ours, "hidden_fraction": hidden}
+    write_json(options.json, asked | medians | {"sizes": SIZES, "runs": found})
     return 0
+
+
+def said(run: dict[str, Any]) -> str:
+    """Return a run in words."""
+    share = "" if run["hidden_fraction"] is None else f", {run['hidden_fraction']:.0%} of the exchange hidden"
+    return f"{run['step_ms']:.0f} ms, loss {run['loss']}{share}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The examples run, on one rank and over two stages, and go on from their checkpoints."""
+"""The examples run, on one rank, over two stages and as their pages say, and go on from their checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def output(*command: str | Path) -> str:
-    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))  # also in a checkout without an install
+def output(*command: str | Path, root: Path = ROOT) -> str:
+    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(root))  # also in a checkout without an install
     for name in ("RANK", "WORLD_SIZE"):
         environ.pop(name, None)
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], cwd=root, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -120,3 +120,34 @@ def test_train_sft_on_one_rank_and_over_two_stages(tmp_path: Path) -> None:
     over_two = [float(loss) for loss in logged.findall(forked(script, *saved, "--pp", "2", ranks=2))]
     assert over_two == pytest.approx(alone, abs=2e-3)
     assert (tmp_path / "config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh clone of what is committed."""
+    head = ("git", "rev-parse", "HEAD")
+    if shutil.which("git") is None or subprocess.run(head, cwd=ROOT, capture_output=True, check=False).returncode:
+        pytest.skip("not in a git repository")
+    folder = tmp_path_factory.mktemp("fresh") / "overlap1f1b"
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", folder], timeout=60, check=True)
+    return folder
+
+
+def documented(script: Path) -> list[str]:
+    """The arguments of Python in the command for several ranks that a script's docstring has."""
+    (found,) = re.findall(r"^torchrun (.+?)(?:  #.*)?$", script.read_text(), re.MULTILINE)
+    return [*TORCHRUN[:3], *found.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "needs"), [("trainer", "accelerate"), ("sft", "trl")])
+def test_the_documented_command_for_four_ranks_from_a_fresh_clone(clone: Path, name: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    command = documented(clone / "examples" / f"train_{name}.py")
+    assert command[3:] == ["--nproc-per-node", "4", f"examples/train_{name}.py", "--pp", "2"]
+    few = ("--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
+    text = output(*command, *few, "--per_device_train_batch_size", "1", root=clone)
+    logged = re.findall(r"^\{'loss': '(\S+)', 'grad_norm'.*'exchange_hidden': '(\S+)'", text, re.MULTILINE)
+    assert len(logged) == 2  # of one rank
+    assert all(0 < float(loss) < 10 and 0 <= float(hidden) <= 1 for loss, hidden in logged)
+    assert (clone / "runs" / name / "config.json").exists()

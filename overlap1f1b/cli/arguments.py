@@ -15,7 +15,9 @@ _MESSAGES = {
     r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
     r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
     r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
+    r" \(applied to [\w ]+\)": "",
     r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
+    r"allowed: INT\|\{(\w+)\}$": r"allowed: a whole number, or \1",
     r"allowed: INT$": "allowed: a whole number",
     r"allowed: FLOAT$": "allowed: a number",
 }
@@ -63,5 +65,6 @@ def _one_line(box: str) -> str:
     for pattern, words in _MESSAGES.items():
         sentence = re.sub(pattern, words, sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
-    names = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
+    found = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
+    names = [name for name in found if name not in sentence.split()]  # tyro may know it from another verb
     return sentence + (f"; perhaps {', '.join(names)}" if names else "")

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -27,9 +26,10 @@ from rich.table import Table
 from overlap1f1b.cli.launch import STORE, run_ranks
 from overlap1f1b.cli.options import LONGEST
 from overlap1f1b.cli.output import check_json, console, write_json
-from overlap1f1b.cli.status import showing
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
+from overlap1f1b.transport.versions import TORCH, release
 
 
 @dataclass(frozen=True)
@@ -74,37 +74,28 @@ def check_doctor(options: DoctorOptions) -> None:
         check_json(options.json)
 
 
-TESTED: dict[str, tuple[str, str]] = {
-    "torch": ("2.11", "2.14"),
-    "greenlet": ("3.1", "4"),
-}
+GREENLET = ("3.1", "4")
 """The first version that the tests run on, and the first one that they do not."""
-TRITON = ("3.6", "3.8")
+TRITON = ("3.6", "3.10")
 
 
 def versions() -> Iterator[Finding]:
     """Check the versions of torch, greenlet, CUDA, NCCL and Triton."""
-    for name, (first, beyond) in TESTED.items():
-        yield _tested(name, first, beyond)
+    yield _tested("torch", *TORCH, other="fail")  # the engine refuses another one
+    yield _tested("greenlet", *GREENLET)
     yield from _cuda()
     yield _triton()
 
 
-def _tested(name: str, first: str, beyond: str) -> Finding:
+def _tested(name: str, first: str, beyond: str, other: Literal["warn", "fail"] = "warn") -> Finding:
     wanted = _install(name, first, beyond)
     try:
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, "fail", "not installed", wanted)
-    if _release(first) <= _release(found) < _release(beyond):
+    if release(first) <= release(found) < release(beyond):
         return Finding(name, "ok", found)
-    return Finding(name, "warn", f"{found}, tested from {first} to before {beyond}", wanted)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without a suffix."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    return Finding(name, other, f"{found}, tested from {first} to before {beyond}", wanted)
 
 
 def _cuda() -> Iterator[Finding]:
@@ -273,22 +264,31 @@ def doctor(options: DoctorOptions) -> int:
     """
     check_doctor(options)
     screen = console(options.json)
-    with showing(screen, "looking"):
-        findings = list(_findings(options))
+    with showing(screen, "starting") as say:
+        findings = list(_findings(options, say))
     show(findings, screen)
     write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
     return int(any(finding.status == "fail" for finding in findings))
 
 
-def _findings(options: DoctorOptions) -> Iterator[Finding]:
+def _findings(options: DoctorOptions, say: Say) -> Iterator[Finding]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
-    yield from versions()
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": versions,
+        "connections": lambda: [connections(gpu=_gpu())],
+        "streams": lambda: [streams()],
+        f"link between ranks, at most {options.timeout:g} s": lambda: [link(options.timeout)],
+        "shaped wire": lambda: [wire()],
+    }
+    for done, (name, check) in enumerate(checks.items()):
+        say(f"{done} of {len(checks)} checks done, now {name}")
+        yield from check()
+
+
+def _gpu() -> bool:
     import torch
 
-    yield connections(gpu=torch.cuda.is_available())
-    yield streams()
-    yield link(options.timeout)
-    yield wire()
+    return torch.cuda.is_available()
 
 
 def wire() -> Finding:
@@ -299,9 +299,9 @@ def wire() -> Finding:
             pass
     except ValueError as error:
         why = str(error).removeprefix("--wire: ").removeprefix("--wire ")
-        advice = "bench --wire and profile bench --wire need root, iproute2 and a kernel with tbf; nothing else does"
+        advice = "bench --wire and profile bench --wire need root, iproute2 and a kernel with htb; nothing else does"
         return Finding(name, "warn", why, advice)
-    return Finding(name, "ok", "network namespaces with links limited by tbf")
+    return Finding(name, "ok", "network namespaces with links limited by htb")
 
 
 def show(findings: list[Finding], screen: Console) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from overlap1f1b.cli.arguments import parse
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``overlap1f1b`` with these arguments (default: the process's own) and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    options: Any = None
     try:
         options = _options(argv or ["--help"])
         if isinstance(options, PlanOptions):
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end_rank(options)
         return _run_here(options, argv)
     except ValueError as error:
-        return _fail(error)
+        return _fail(error, options)
 
 
 def _options(argv: Sequence[str]) -> Any:
@@ -110,7 +112,7 @@ def _end_rank(options: RunOptions) -> NoReturn:
     try:
         status = _run_rank(options)
     except ValueError as error:
-        status = _fail(error)
+        status = _fail(error, options)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BrokenPipeError:  # the reader is gone
@@ -141,7 +143,7 @@ def _run_rank(options: RunOptions) -> int:
         try:
             verb(options, rank)
         except ValueError as error:
-            return _fail(error) if _first_to_fail(rank) else 2
+            return _fail(error, options) if _first_to_fail(rank) else 2
         except RuntimeError as error:
             if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
                 return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
@@ -178,7 +180,23 @@ def _first_to_fail(rank: Rank) -> bool:
     return dist.distributed_c10d._get_default_store().add("overlap1f1b/errors", 1) == 1
 
 
-def _fail(error: ValueError) -> int:
-    sys.stderr.write(f"overlap1f1b: error: {' '.join(str(error).split())}\n")
+def _fail(error: ValueError, options: Any) -> int:
+    sys.stderr.write(f"overlap1f1b: error: {as_options(' '.join(str(error).split()), options)}\n")
     sys.stderr.flush()
     return 2
+
+
+def as_options(text: str, options: Any) -> str:
+    """Return an error of the library with the name of an option in place of an argument's, if it begins with one.
+
+    >>> as_options("overlap='0'; allowed: serial, pairs", TrainOptions(overlap="0"))
+    '--overlap 0; allowed: serial, pairs'
+    """
+    found = re.match(r"(\w+)='?([^'\s;]+)'?", text)
+    if found is None:
+        return text
+    name = {"peak_activations": "memory"}.get(found[1], found[1])
+    groups = (options, *vars(options).values()) if is_dataclass(options) else ()
+    if all(str(getattr(group, name, "")) != found[2] for group in groups):  # a value of another option, as of --compare
+        return text
+    return f"--{name.replace('_', '-')} {found[2]}{text[found.end() :]}"

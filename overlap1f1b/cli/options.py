@@ -15,6 +15,7 @@ from overlap1f1b.cli.wire import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
+from overlap1f1b.transport.versions import check_torch
 
 LONGEST = 1_000_000
 """Largest limit of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
@@ -219,6 +220,7 @@ class BenchOptions(RunOptions):
 
 def check_run(options: RunOptions) -> None:
     """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
+    check_torch()
     train = isinstance(options, TrainOptions)
     counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
     counts += [] if options.chunks is None else ["chunks"]

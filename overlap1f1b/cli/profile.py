@@ -66,20 +66,22 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
     """
     screen = console(options.json, quiet=rank.rank != 0)
     with showing(screen, "starting") as say, subject(options, rank, say) as (engine, step):
-        say("warming up")
-        for _ in range(options.profile_warmup):
+        steps = f"of {options.profile_steps} steps profiled"
+        for number in range(options.profile_warmup):
+            say(f"0 {steps}, {number} of {options.profile_warmup} for warming up done")
             step()
+        say(f"0 {steps}")
         if not options.nsys:
             with torch_profile():  # the first step under a profiler is slower
                 step()
-        say("profiling")
         counters = []
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
         with tool:
-            for _ in range(options.profile_steps):
+            for number in range(options.profile_steps):
+                say(f"{number} {steps}")
                 step()
                 counters.append(Counters.of(Timeline(engine.player.measured()()), alone=rank.group is None))
-        say("writing")
+        say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
         mine = {
             "rank": rank.rank,
@@ -99,7 +101,8 @@ def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
     """Print tables and verdict of the traces and return them as JSON; nothing if another machine has some traces."""
     if not all(path.exists() for path in traces):
         return {}
-    content = content_of(read(*traces))
+    with showing(screen, "all steps profiled, now reading the traces"):
+        content = content_of(read(*traces))
     for table in tables_of(content)[:2]:
         screen.print()
         print_table(table, screen)
@@ -172,11 +175,11 @@ def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, repo
             engine = engines[variant.key]
             yield engine, lambda: bench.step(engine)
         return
-    report("loading")
+    report(f"loading, then {options.profile_steps} steps")
     trainer = Trainer(options, rank, load_corpus(options), options.program(), overlap=parse_overlap(options.overlap))
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
     indices = count(0 if checkpoint is None else trainer.load(checkpoint))
-    report("measuring nodes")
+    report(f"measuring nodes, then {options.profile_steps} steps")
     while trainer.engine.costs is None:
         trainer.step(next(indices))
     yield trainer.engine, lambda: trainer.step(next(indices))

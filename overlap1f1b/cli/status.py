@@ -4,48 +4,88 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 
 EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
 
-Say = Callable[[str], None]
+
+class Say(Protocol):
+    """Tells what is done and what is left."""
+
+    def __call__(self, text: str, *, now: bool = False) -> None:
+        """Replace the text; ``now`` prints it at once where there is no terminal."""
 
 
 @contextmanager
 def showing(screen: Console, text: str) -> Iterator[Say]:
-    """Yield a function that is told what begins; without a terminal its last text is printed every ten seconds.
+    """Yield a function that is told what is done and left: the text of a spinner, or of :func:`lines`.
 
     Args:
         screen: Console of the command; nothing is printed if it is quiet.
         text: What begins now.
     """
-    if screen.is_terminal or screen.quiet:
-        with screen.status(text) as shown:
-            yield shown.update
+    if not screen.is_terminal:
+        with lines(screen, text) as say:
+            yield say
         return
-    lines = _Lines(screen, text)
-    thread = threading.Thread(target=lines.print_until_ended, name="status", daemon=True)
+    with screen.status(text) as shown:
+
+        def update(text: str, *, now: bool = False) -> None:
+            shown.update(text)
+
+        yield update
+
+
+@contextmanager
+def lines(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
+    """Yield a function that is told what is done and left; a thread prints its last text every ten seconds.
+
+    In a terminal it prints nothing: there the caller shows a bar.
+
+    Args:
+        screen: Console of the command; nothing is printed if it is quiet.
+        text: What begins now.
+        to: Console of the lines, by default ``screen``.
+    """
+    if screen.is_terminal or screen.quiet:
+        yield _nothing
+        return
+    printed = _Lines(to or screen, text)
+    thread = threading.Thread(target=printed.print_until_ended, name="status", daemon=True)
     thread.start()
     try:
-        yield lines.say
+        yield printed.say
     finally:
-        lines.ended.set()
+        printed.ended.set()
         thread.join()
+
+
+def _nothing(text: str, *, now: bool = False) -> None:
+    pass
 
 
 class _Lines:
     def __init__(self, screen: Console, text: str) -> None:
         self.screen, self.text, self.begun = screen, text, time.monotonic()
+        self.last = self.begun
         self.ended = threading.Event()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, now: bool = False) -> None:
         self.text = text
+        if now:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self.last = time.monotonic()
+        self.screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def print_until_ended(self) -> None:
-        while not self.ended.wait(EVERY_S):
-            minutes, seconds = divmod(round(time.monotonic() - self.begun), 60)
-            self.screen.print(f"{minutes}:{seconds:02} {self.text}", markup=False, highlight=False, soft_wrap=True)
+        while not self.ended.wait(max(0.0, self.last + EVERY_S - time.monotonic())):
+            if time.monotonic() >= self.last + EVERY_S:
+                minutes, seconds = divmod(round(time.monotonic() - self.begun), 60)
+                self._print(f"{minutes}:{seconds:02} {self.text}")

@@ -38,6 +38,8 @@ PREFIX = "o1f1b-"
 SUBNET = "10.77.0"
 MAX_RANKS = 254  # addresses in SUBNET.0/24
 PACKET = 16384  # bytes that the kernel handles at once on a wire
+SMALL = 1024  # bytes below which a packet is small, a power of two
+QUEUE_S = 0.4  # time for which large packets wait before the wire at most
 SETTINGS = (
     # Not BBR, which some systems default to: every ten seconds it all but stops for 200 ms to probe the delay.
     "tcp_congestion_control=reno",
@@ -162,7 +164,7 @@ class Wire:
         for rank, namespace in enumerate(self._namespaces):
             _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
             _run("ip", "-n", namespace, "link", "set", self.interface, "up")
-        # a kernel without tbf fails here, not after the caller has measured for a while
+        # a kernel without htb fails here, not after the caller has measured for a while
         _limit(["-n", self._namespaces[0]], self.interface, 1e9)
         _run("tc", "-n", self._namespaces[0], "qdisc", "delete", "dev", self.interface, "root")
 
@@ -176,12 +178,26 @@ class Wire:
 
 
 def _limit(namespace: list[str], interface: str, rate_bps: float) -> None:
+    """Limit what leaves an interface. Small packets, as of counts and acknowledgements, go before large ones.
+
+    Queue pairs of a network card take turns, so a few bytes never wait for the megabytes of another queue. In one queue
+    they would, behind a hub for up to ``QUEUE_S``.
+    """
     if not rate_bps >= MIN_RATE:  # also refuses nan
         raise ValueError(f"a wire's rate must be {MIN_RATE:.0f} bit/s or more, not {rate_bps:g}")
     # The burst passes at once after a pause. It must cover a packet, and a tick of the kernel's timer at that rate.
     burst = max(2 * PACKET, round(rate_bps / 8 * 1e-3))
-    limit = ["rate", f"{round(rate_bps)}bit", "burst", f"{burst}b", "latency", "400ms"]
-    _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *limit)
+    tc, on = ["tc", *namespace], ["dev", interface]
+    whole = [f"{round(rate_bps)}bit", "burst", f"{burst}b", "cburst", f"{burst}b", "quantum", str(PACKET)]
+    _run(*tc, "qdisc", "delete", *on, "root", check=False)  # of an earlier rate
+    _run(*tc, "qdisc", "add", *on, "root", "handle", "1:", "htb", "default", "2")
+    for child, parent, priority, guaranteed in ((9, "1:", "0", 1.0), (1, "1:9", "0", 0.1), (2, "1:9", "1", 0.9)):
+        share = ["rate", f"{round(rate_bps * guaranteed)}bit", "ceil", *whole, "prio", priority]
+        _run(*tc, "class", "add", *on, "parent", parent, "classid", f"1:{child}", "htb", *share)
+    queue = f"{max(burst, round(rate_bps / 8 * QUEUE_S))}b"
+    _run(*tc, "qdisc", "add", *on, "parent", "1:2", "bfifo", "limit", queue)
+    small = ["match", "u16", "0", f"0x{0xFFFF & ~(SMALL - 1):04x}", "at", "2"]  # bytes of the whole packet
+    _run(*tc, "filter", "add", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *small, "flowid", "1:1")
 
 
 def _remove(namespace: str) -> None:

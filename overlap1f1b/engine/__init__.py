@@ -1,5 +1,9 @@
 """Floor ``engine``: plays a Program over a model."""
 
+from overlap1f1b.transport.versions import check_torch
+
+check_torch()
+
 from overlap1f1b.engine.batch import Feed
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving

@@ -6,7 +6,7 @@ Ranks that differ in an option would wait for each other for ever, or go on with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
     """Return the blocks of the stages, and shapes and dtypes of their parameters and whether they are trained."""
     facts: Facts = {
         place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
-        for place, p, _ in _parameters(stages)
+        for place, p, _ in parameters_by_place(stages)
     }
     for number, stage in stages.items():
         facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
@@ -48,21 +48,50 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
     """Return a sum over the bits of every parameter, which no order of summation changes; FSDP2's shards are left out.
 
+    Of a DTensor over the tensor group it is the sum of this rank's part.
+
     Args:
         stages: Stages of this rank, by number.
         ties: Parameters tied over stages, by the names that all their stages use.
-        mesh: Ranks of the engine; ranks at another position along "ep" have other experts.
+        mesh: Ranks of the engine; those that share the experts have different ones.
     """
+    number, count = mesh.expert_slice
     held = [
-        (f"{place} of the experts on ep {mesh.rank('ep')}" if expert and mesh.size("ep") > 1 else place, p)
-        for place, p, expert in _parameters(stages)
+        (f"{place} of slice {number} of the experts" if expert and count > 1 else place, p)
+        for place, p, expert in parameters_by_place(stages)
     ]
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
-    kept = [(place, p) for place, p in held if not isinstance(p, DTensor) and not p.is_meta]
+    kept = [(place, p) for place, p in _parts(held, mesh) if not p.is_meta]
     if not kept:
         return {}
     sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
     return {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+
+
+def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    for place, parameter in held:
+        if not isinstance(parameter, DTensor):
+            yield place, parameter
+        elif parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
+            whole = all(placement.is_replicate() for placement in parameter.placements)
+            yield place if whole else f"part {mesh.rank('tp')} of {place}", parameter.to_local()
+
+
+def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
+    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
+    every = [part for part in _flat(given) if isinstance(part, Tensor)]
+    if mesh.group("tp") is None or not every:
+        return {}
+    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
+    return {f"the sum of bits of {name} on {at}": "+".join(f"{int(_sum_of_bits(part)):x}" for part in every)}
+
+
+def _flat(given: Any) -> Iterator[Any]:
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    for part in given if isinstance(given, list | tuple) else ():
+        yield from _flat(part)
+    yield given
 
 
 def calls(stages: Mapping[int, Blocks]) -> Facts:
@@ -74,7 +103,7 @@ def calls(stages: Mapping[int, Blocks]) -> Facts:
     }
 
 
-def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def parameters_by_place(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield each parameter with its place in the model, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):

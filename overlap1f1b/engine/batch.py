@@ -166,7 +166,7 @@ def feed_batch(
             }
         return arguments
 
-    return Feed(given, shares, loss.scale / (count * mesh.size("dp") * mesh.size("ep")))
+    return Feed(given, shares, loss.scale / (count * mesh.token_ranks))
 
 
 def _nothing(index: int) -> Tensors:
@@ -183,7 +183,7 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
     """Return the part of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if loss.count_tokens is None:
-        return dict.fromkeys(range(count), 1.0 / (count * mesh.size("dp") * mesh.size("ep")))
+        return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))
     pipes = [pipe for pipe, stage in placement.places(mesh.rank("pp")) if stage == placement.stages - 1]
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
     counted = [loss.count_tokens(*target_of(index)) for index in here]
@@ -191,7 +191,7 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
     unread = [count.reshape(()) for count in counted if isinstance(count, Tensor)]
     read = iter(torch.stack(unread).tolist() if unread else ())
     tokens = [int(next(read) if isinstance(count, Tensor) else count) for count in counted]
-    (total,) = mesh.sums(sum(tokens))
+    (total,) = mesh.sums(sum(tokens) / mesh.size("tp"))
     if total <= 0:
         raise ValueError(f"count_tokens gives {total:g} for the whole batch; allowed: 1 or more")
     return {index: number / total for index, number in zip(here, tokens, strict=True)}

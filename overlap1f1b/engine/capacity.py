@@ -54,11 +54,11 @@ class Capacity:
         """
         if self._compared:
             return
-        every = self.mesh.gathered("ep", tokens)
+        every = self.mesh.gathered_by_experts(tokens)
         if len(set(every)) > 1:
             raise ValueError(
-                f"capacity={self.factor:g} with {every} tokens on the ranks along 'ep'; allowed: equally many, or "
-                "capacity=None"
+                f"capacity={self.factor:g} with {every} tokens on the ranks that share the experts; "
+                "allowed: equally many, or capacity=None"
             )
         self._compared = True
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.agreement import calls, options, structure, values
+from overlap1f1b.engine.agreement import calls, options, shared_batch, structure, values
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.checkpoint.background import Saving
@@ -28,7 +28,8 @@ from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
-from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of
+from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
+from overlap1f1b.engine.tensor_group import check_tensor_group
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program
@@ -63,7 +64,9 @@ class Engine:
             perhaps parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold
             Experts.
         program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
-        mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts); None for one rank.
+        mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts), "cp" (each rank has a
+            part of every sequence) and "tp" (each rank has the same data; DTensors over "tp" say which part of a
+            parameter it has); None for one rank. Blocks may meet along "cp" and "tp": all ranks play one order.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
@@ -88,12 +91,15 @@ class Engine:
             there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
-        check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum.
+        check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum, and over a
+            tensor group batches, gradients and the tokens at the experts. With ``reduce=False`` nothing is compared.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
         ctas: Thread blocks that all transfers of the engine may occupy together on a GPU, see :class:`Budget`.
         carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
             flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
+        experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
+            tensor group before the experts. Ranks along other dimensions have copies of them.
 
     All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
@@ -130,13 +136,14 @@ class Engine:
         exchange: Exchange | None = None,
         ctas: int = 2 * DEFAULT_CTAS,
         carveout: bool = False,
+        experts_over: Sequence[str] = ("ep",),
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
         limit = timedelta(seconds=timeout)
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
-        self.mesh = Mesh(mesh, limit)
-        self.model, placement, ep = model, program.placement, self.mesh.group("ep")
+        self.mesh = Mesh(mesh, limit, experts_over)
+        self.model, placement, ep = model, program.placement, self.mesh.exchanging
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
         self._steps = self._warm = 0  # all, and those since blocks are cut as they are
         self.parts_choice = PartsChoice(parts, known=costs is not None or plan is not None)
@@ -168,6 +175,7 @@ class Engine:
                     exchange=None if exchange is None else type(exchange).__name__,
                     ctas=ctas,
                     carveout=carveout,
+                    experts_over=self.mesh.experts_over,
                 )
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients.
@@ -215,6 +223,7 @@ class Engine:
                 dynamic=dynamic_shapes,
                 stamp=stamp,
                 ctas=self._communicators.budget.link,
+                tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._lanes = [
                 Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
@@ -242,7 +251,7 @@ class Engine:
                 boundary=self.boundary,
                 reductions=self.reductions,
                 watch=watch,
-                fills=not program.splits(rank),
+                fills=not program.splits(rank) and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
                 carveout=carveout,
             )
             self._counts_block = not self.exchange.background and capacity is None
@@ -346,8 +355,8 @@ class Engine:
     ) -> StepResult:
         """Run forward and backward of a batch; add the gradients of the mean loss to ``.grad``.
 
-        The loss is the mean over microbatches and over the ranks that hold data ("dp" × "ep"); a rank reports the mean
-        over its own microbatches.
+        The loss is the mean over microbatches and over the ranks that hold data ("dp" × "ep" × "cp"); a rank reports
+        the mean over its own microbatches.
 
         Args:
             inputs: ``[B, …]``, this rank's batch, split into equal microbatches along the first dimension; a tuple of
@@ -363,6 +372,11 @@ class Engine:
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
         loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
+        if not self._steps and self._check_parameters:
+            first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
+            with self.guarded(lambda: "before its first step"):
+                facts = shared_batch("inputs", inputs if first else None, self.mesh)
+                self.mesh.agree(facts | shared_batch("target", target if last else None, self.mesh))
         return self.play(
             lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
             loss_scale=loss_scale,
@@ -414,6 +428,8 @@ class Engine:
             self._plans.agree(plan)
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
+                for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
+                    stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.
             looks = self._looks
             if measuring:
@@ -425,6 +441,8 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first:
                 self.mesh.agree(calls(self.stages))
+                if self._check_parameters:
+                    check_tensor_group(self.stages, self.mesh)
             # 4. The times of the second step, on a device of a later one, are the costs of the plan to come.
             if looks:
                 self._adopt_exchanges()
@@ -433,7 +451,12 @@ class Engine:
                 nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
                 self._adopt_costs(
                     measured_costs(
-                        nodes, spans, self.mesh, shared_links=self._shared_links, launches=self.player.launches
+                        nodes,
+                        spans,
+                        self.mesh,
+                        shared_links=self._shared_links,
+                        launches=self.player.launches,
+                        transfers=self.boundary.timed(self.mesh),
                     )
                 )
             self._steps += 1
@@ -466,6 +489,8 @@ class Engine:
 
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
+        if not self._steps:
+            self._check_filled()
         if self._capacity.factor is None:
             return self._play_nodes(plan, make_feed(), grad=grad)
         with self._capacity.undoing(self.parameters() if grad else ()) as undo:
@@ -478,6 +503,15 @@ class Engine:
             undo.step()
             with self._capacity.exact():
                 return self._play_nodes(plan, make_feed(), grad=grad)
+
+    def _check_filled(self) -> None:
+        for stage in self.stages.values():
+            for block, place in zip(stage.blocks, stage.names, strict=True):
+                empty = next((name for name, p in block.named_parameters() if p.is_meta), None)
+                if empty is not None:
+                    raise ValueError(
+                        f"{empty} of {place} is on the meta device in a step; allowed: parameters with values"
+                    )
 
     def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
         nodes, placement = plan.ranks[self.rank], self.program.placement
@@ -511,7 +545,7 @@ class Engine:
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
         self.boundary.announced = on or self.boundary.dynamic
-        meets = on and self.mesh.group("ep") is not None
+        meets = on and self.mesh.exchanging is not None
         self.player.before_launch = self._meet if meets else None
         for stage in self.stages.values():
             stage.exchange = BackToBack(self.exchange) if meets else self.exchange
@@ -520,7 +554,7 @@ class Engine:
         for reduction in self.reductions:
             reduction.settle()
         self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
-        self.mesh.meet("ep")
+        self.mesh.meet()
 
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.batch import Microbatches
 from overlap1f1b.engine.play.player import Player
@@ -71,10 +72,15 @@ class PlayedStep(NamedTuple):
 
 def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Player) -> StepResult:
     """Return the result of a step that was played, with the microbatches that ended on this rank."""
-    losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
+    losses = tuple(_whole(outputs[0]) for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
     return StepResult(losses, tuple(weights), kept, player.measured(), player.peak_activations, player.peak_held)
+
+
+def _whole(loss: Tensor) -> Tensor:
+    """Return a loss that is a DTensor, as under ``loss_parallel``, as a tensor that all ranks have."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:

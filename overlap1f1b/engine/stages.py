@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.run.blocks import blocks_of
@@ -17,7 +19,7 @@ from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
 from overlap1f1b.transport.exchange import Exchange
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import DIMENSIONS, Dimension, Mesh
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.Module]]
 """An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
@@ -98,7 +100,7 @@ def stages_of(
 
     Raises:
         ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages; a DTensor that is not
-            FSDP2's over the mesh; or experts over other ranks than the ranks along "ep".
+            FSDP2's over the mesh; or experts over other ranks than those that the engine's share.
     """
     rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]
@@ -130,8 +132,9 @@ def stages_of(
         tops = [model]
     sharding = Sharding(
         *tops,
-        ranks=mesh.ranks(pp=range(placement.ranks), over=("dp", "ep")),
-        sharing=mesh.ranks(pp=[mesh.rank("pp")], over=("ep",)),
+        ranks=mesh.ranks(pp=range(placement.ranks), over=DIMENSIONS),
+        sharing=mesh.ranks(pp=[mesh.rank("pp")], over=mesh.experts_over),
+        tensor=mesh.along("tp"),
     )
     with sharding.gathered():
         stages = {
@@ -145,7 +148,7 @@ def stages_of(
 
 def _check_groups(stage: Stage, mesh: Mesh) -> None:
     """Raise ValueError if experts are shared by other ranks than the engine exchanges with."""
-    along = mesh.group("ep")
+    along = mesh.exchanging
     if along is None:  # one rank, or an exchange that was given to measure with
         return
     ranks = dist.get_process_group_ranks(along)
@@ -154,7 +157,8 @@ def _check_groups(stage: Stage, mesh: Mesh) -> None:
             shared = dist.get_process_group_ranks(experts.group)
             if shared != ranks:
                 raise ValueError(
-                    f"{name} holds experts that ranks {shared} share, the engine's ranks along 'ep' are {ranks}; "
+                    f"{name} holds experts that ranks {shared} share, the engine's ranks along "
+                    f"{', '.join(map(repr, mesh.experts_over))} are {ranks}; "
                     "allowed: the same, in this order"
                 )
 
@@ -180,6 +184,14 @@ def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) ->
 
     shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
     return tuple(shapes[stage] for stage in range(placement.stages))
+
+
+def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:
+    """Return the mesh of this rank's tensor group: the one that DTensors of the model have; None for one rank."""
+    for parameter in (p for stage in stages for own in stage.block_parameters for p in own):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
+            return parameter.device_mesh
+    return mesh.devices["tp"] if mesh.devices is not None and mesh.group("tp") is not None else None
 
 
 def cut_alike(shapes: Sequence[StageShape], other: Sequence[StageShape]) -> tuple[StageShape, ...]:

@@ -6,6 +6,10 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from overlap1f1b.transport.versions import check_torch
+
+check_torch()
+
 if TYPE_CHECKING:
     from overlap1f1b.integrations import dualpipe, megatron, torch_pipelining, torchtitan, transformers
 

@@ -17,6 +17,10 @@ Letters in shapes, here and everywhere above:
 ===  ==============================================
 """
 
+from overlap1f1b.transport.versions import check_torch
+
+check_torch()
+
 from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.moe.auxiliary import attach, set_auxiliary_scale
 from overlap1f1b.moe.experts import Experts, GroupedExperts

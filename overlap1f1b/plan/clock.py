@@ -14,6 +14,7 @@ from overlap1f1b.schedule.placement import SINGLE
 Key = tuple[int, int, int, Kind]
 """Pipe, stage, microbatch and direction of a chain of nodes."""
 
+_Time = tuple[float, float]  # start and end
 _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
@@ -36,6 +37,18 @@ class Span(NamedTuple):
     end: float
 
 
+class Clocks(list["Clock"]):
+    """The clocks of all ranks, in their order.
+
+    Attributes:
+        arrivals: Arrival times of transfers between stages, by the chain that receives them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: dict[Key, float] = {}
+
+
 class Clock:
     """Plays the nodes of a rank in issue order.
 
@@ -44,13 +57,14 @@ class Clock:
     an exchange or a send also not before the compute that was launched ahead of it has ended. Without launch costs the
     host is always ahead; a CPU's thread, which computes by itself, is played in this way. A dispatch needs counts: the
     resource waits for them, or, with ``counts_block``, the host, which launches nothing meanwhile. If a transfer
-    between stages and an exchange share links, each gets half of the rate while both run; this delays later nodes only.
+    between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
+    run; this delays later nodes only.
 
     Args:
         costs: Cost of each node.
         counts_block: Whether the host waits for counts.
         placement: Rank of each stage.
-        arrivals: Arrival times of transfers between stages, by the chain that receives them; shared by the ranks.
+        clocks: Clocks of the ranks before this one, to which it is added; None for one rank.
     """
 
     def __init__(
@@ -59,11 +73,13 @@ class Clock:
         *,
         counts_block: bool = False,
         placement: Placement = SINGLE,
-        arrivals: dict[Key, float] | None = None,
+        clocks: Clocks | None = None,
     ) -> None:
+        self.clocks = Clocks() if clocks is None else clocks
+        self.clocks.append(self)  # a transfer reaches the clock of another rank by its number
+        self.arrivals = self.clocks.arrivals
         self.costs, self.counts_block, self.placement = costs, counts_block, placement
         self.launch = costs.launch
-        self.arrivals = {} if arrivals is None else arrivals
         self.now = 0.0
         """Earliest start of the next node: the compute so far has ended, and the host has come to it."""
         self.computed = self.host = 0.0  # ends of the compute and of the launches so far
@@ -74,7 +90,8 @@ class Clock:
             Resource.CONTROL: [],
         }  # time at which every link of the resource is free
         self.sent: dict[int, float] = {}  # end of the last send to each rank
-        self.sending = 0.0  # end of the last send to any rank
+        self.outward: list[_Time] = []  # of transfers to other ranks that share the links
+        self.inward: list[_Time] = []
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
@@ -155,13 +172,29 @@ class Clock:
         start = max(launched, self.sent.get(to, 0.0))
         end = start + self.cost(node)[0]
         if self.costs.shared_links:
-            free = self.free[Resource.EXCHANGE]
-            both = [max(0.0, min(at, end) - max(start, since)) for at, since in zip(free, self.since, strict=True)]
-            free[:] = map(add, free, both)
-            end += max(both, default=0.0)
-            self.sending = max(self.sending, end)
+            ends = [(self, self.outward, self.inward)]
+            ends += [(clock, clock.inward, clock.outward) for clock in self.clocks[to : to + 1]]
+            end += max([clock._share(start, end, opposite) for clock, _, opposite in ends])
+            for _, way, _ in ends:
+                way.append((start, end))
         self.sent[to] = self.arrivals[key] = end
         return start, end
+
+    def _share(self, start: float, end: float, opposite: Sequence[_Time]) -> float:
+        """Let a transfer share the links with exchanges that have been launched; return its delay.
+
+        An exchange uses both directions of a link. A transfer the opposite way has delayed it already.
+        """
+        free, more = self.free[Resource.EXCHANGE], _without((start, end), opposite)
+        busy = list(zip(self.since, free, strict=False))
+        free[: len(busy)] = [until + sum([_common(time, (since, until)) for time in more]) for since, until in busy]
+        return max([_common((start, end), time) for time in busy], default=0.0)
+
+    def _delayed(self, cost: float, start: float) -> float:
+        """Return the time of an exchange that shares the links with transfers."""
+        time = start, start + cost
+        shared = [sum([_common(time, other) for other in way]) for way in (self.outward, self.inward)]
+        return cost + min(cost, max(shared))
 
     def cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
         """Return a node's time, and its time on every link; both are the same for every microbatch."""
@@ -187,9 +220,23 @@ class Clock:
         if shares:
             self.since.extend([0.0] * (len(free) - len(self.since)))
             self.since = [launched if launched > at else since for at, since in zip(free, self.since, strict=True)]
-            costs = tuple(c + max(0.0, min(c, self.sending - start)) for c, start in zip(costs, starts, strict=True))
+            for way in (self.outward, self.inward):
+                way[:] = [time for time in way if time[1] > self.now]
+            costs = tuple(map(self._delayed, costs, starts))
         free[:] = map(add, starts, costs)
         return min(starts), max(free)
+
+
+def _common(one: _Time, other: _Time) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _without(time: _Time, others: Sequence[_Time]) -> list[_Time]:
+    """Return the parts of a time that no other covers."""
+    left = [time]
+    for begun, ended in others:
+        left = [part for a, b in left for part in ((a, min(b, begun)), (max(a, ended), b)) if part[0] < part[1]]
+    return left
 
 
 def play_ranks(
@@ -209,8 +256,9 @@ def play_clocks(
     Raises:
         ValueError: Ranks wait for each other; the message names the first node that waits.
     """
-    arrivals: dict[Key, float] = {}
-    clocks = [Clock(costs, counts_block=counts_block, placement=placement, arrivals=arrivals) for _ in ranks]
+    clocks = Clocks()
+    for _ in ranks:
+        Clock(costs, counts_block=counts_block, placement=placement, clocks=clocks)
     spans: list[list[Span]] = [[] for _ in ranks]
     waiting: dict[Key, list[int]] = {}  # ranks, by the chain whose input they wait for
     ready = list(range(len(ranks)))[::-1]

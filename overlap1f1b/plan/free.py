@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Key
+from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.plan.scheduler import run_together
@@ -128,13 +128,13 @@ class FreeScheduler:
         microbatches: int,
         steps: Steps,
         priorities: Priorities,
-        arrivals: dict[Key, float],
+        clocks: Clocks,
         limit: float = _FOREVER,
     ) -> None:
         placement = steps.chains.placement
         self.steps, self.priorities, self.microbatches = steps, priorities, microbatches
         self.pipe, self.rank = placement.pipes[0], rank
-        self.clock = Clock(steps.costs, placement=placement, arrivals=arrivals)
+        self.clock = Clock(steps.costs, placement=placement, clocks=clocks)
         self.order: list[Node] = []
         self.worked = 0.0
         # Times in which compute, and the exchanges, may do nothing if the step shall end within the limit.
@@ -343,9 +343,9 @@ def schedule_freely(
 
     The time is infinite if it is known before the end that it is beyond the limit; then nodes are missing.
     """
-    arrivals: dict[Key, float] = {}
+    clocks = Clocks()
     schedulers = [
-        FreeScheduler(rank, microbatches, steps, priorities, arrivals, limit)
+        FreeScheduler(rank, microbatches, steps, priorities, clocks, limit)
         for rank in range(steps.chains.placement.ranks)
     ]
     run_together(schedulers, steps.chains)

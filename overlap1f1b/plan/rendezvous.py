@@ -13,7 +13,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Key, destination
+from overlap1f1b.plan.clock import Clock, Clocks, Key, destination
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Op, Resource
 from overlap1f1b.plan.plan import Plan
@@ -48,10 +48,9 @@ class _Merger:
     def __init__(self, plan: Plan, costs: NodeCosts, *, counts_block: bool) -> None:
         self.placement = placement = plan.program.placement
         self.chains = Chains(placement, plan.shapes)
-        arrivals: dict[Key, float] = {}
-        self.clocks = [
-            Clock(costs, counts_block=counts_block, placement=placement, arrivals=arrivals) for _ in plan.ranks
-        ]
+        self.clocks = Clocks()
+        for _ in plan.ranks:
+            Clock(costs, counts_block=counts_block, placement=placement, clocks=self.clocks)
         self.nodes: list[list[Node]] = []  # of every rank, without receives, the next one last
         for clock, nodes in zip(self.clocks, plan.ranks, strict=True):
             for node in nodes:

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Key
+from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, without_part
 from overlap1f1b.plan.plan import ends_backward
@@ -90,7 +90,7 @@ class ListScheduler:
         policy: Settings of the scheduler.
         peak: Live activations that the program declares for this rank.
         peak_weights: Waiting weight gradients that it declares, for backwards that it splits; None for any number.
-        arrivals: Arrival times of other ranks' messages; shared by the schedulers of all ranks.
+        clocks: Clocks of the ranks before this one.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ListScheduler:
         costs: NodeCosts,
         policy: Policy,
         peak: int,
-        arrivals: dict[Key, float] | None = None,
+        clocks: Clocks | None = None,
         peak_weights: int | None = None,
     ) -> None:
         self.chains, self.policy, self.peak = chains, policy, peak
@@ -110,7 +110,7 @@ class ListScheduler:
         self.parts = any(block.parts > 1 for shape in chains.shapes for block in shape)
         self.open: list[_Open] = []
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
-        self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, arrivals=arrivals)
+        self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks)
         self.order: list[Node] = []
         self.given_up = False
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
@@ -334,10 +334,10 @@ def _microbatch(what: Action | Node) -> tuple[int, int, int]:
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
     """Return the nodes of every rank in issue order, all ranks scheduled in one common time."""
-    arrivals: dict[Key, float] = {}
+    clocks = Clocks()
     peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
     schedulers = [
-        ListScheduler(program.actions(rank), chains, costs, policy, peak, arrivals, peak_weights)
+        ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights)
         for rank, (peak, peak_weights) in enumerate(peaks)
     ]
     if len(schedulers) == 1:

@@ -61,7 +61,7 @@ def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings
     Raises:
         ValueError: No file can be read, or two files are of one rank; the message names the file.
     """
-    files = [file for path in paths for file in _files(Path(path))]
+    files = files_of(*paths)
     found: list[Recording] = []
     left_out: list[str] = []
     for file in files:
@@ -89,12 +89,13 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC))
+            size = os.fstat(file.fileno()).st_size
         if not start:
             raise ValueError(f"{path} is empty; {_ALLOWED}")
+        progress(path, 0, size)
         if start == MAGIC:
             return _of_processes(read_nsys(path))
         with path.open("rb") as raw:
-            size = os.fstat(raw.fileno()).st_size
             plain = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if start.startswith(_GZIP) else raw
             text = io.TextIOWrapper(plain, encoding="utf-8")
             return [_read_json(path, text, lambda: progress(path, raw.tell(), size))]
@@ -144,6 +145,15 @@ def _placed(recording: Recording) -> Recording:
             f"allowed: a rank and positions that are below their sizes, at most {MOST_RANKS} ranks"
         )
     return recording
+
+
+def files_of(*paths: str | Path) -> list[Path]:
+    """Return the files, and those of the folders.
+
+    Raises:
+        ValueError: A folder cannot be read, or holds no file of a rank.
+    """
+    return [file for path in paths for file in _files(Path(path))]
 
 
 def _files(path: Path) -> list[Path]:

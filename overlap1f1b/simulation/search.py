@@ -223,6 +223,7 @@ class NodeModel:
         overlaps: The overlaps that a search tries.
         parts: Parts of the tokens of each call of experts; ``costs`` are those of whole calls.
         seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.synthesize`.
+        progress: Called with the share of a search for an order that is done, after each try.
     """
 
     costs: NodeCosts
@@ -231,6 +232,7 @@ class NodeModel:
     overlaps: tuple[Overlap, ...] = OVERLAPS
     parts: int = 1
     seconds: float = 10.0
+    progress: Callable[[float], None] = lambda share: None
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
         """Return a program's timeline.
@@ -259,10 +261,14 @@ class NodeModel:
                 peak_activations=memory,
                 seconds=self.seconds / len(placements),
                 counts_block=waits,
+                progress=partial(self._tell, number, len(placements)),
             )
-            for placement in placements
+            for number, placement in enumerate(placements)
         ]
         return play_nodes(min(plans, key=lambda plan: plan.predicted), costs, counts_block=waits)
+
+    def _tell(self, searched: int, searches: int, share: float) -> None:
+        self.progress((searched + share) / searches)
 
     def known_peak(self, program: Program) -> float:
         """Return 0: a plan may keep fewer activations alive than its program declares."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
@@ -83,6 +83,7 @@ def synthesize(
     peak_activations: float | None = None,
     seconds: float = SEARCH_SECONDS,
     counts_block: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Plan:
     """Return the fastest plan that a search finds, with a program whose order of actions is made for the costs.
 
@@ -108,6 +109,7 @@ def synthesize(
             ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
             does not depend on the speed of the machine; its time does.
         counts_block: Whether the host waits for counts, as on CUDA.
+        progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
     Raises:
         ValueError: The placement has two pipes, no order can keep the limit, a cost is missing, or a size is out of
@@ -119,7 +121,7 @@ def synthesize(
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     chains = Chains(placement, shape)
     _check_costs(chains, costs)
-    return _Search(placement, microbatches, chains, costs, limits, seconds, counts_block).run()
+    return _Search(placement, microbatches, chains, costs, limits, seconds, counts_block, progress).run()
 
 
 def _check_costs(chains: Chains, costs: NodeCosts) -> None:
@@ -172,9 +174,10 @@ class _Search:
         limits: Sequence[int],
         seconds: float,
         counts_block: bool,
+        progress: Callable[[float], None],
     ) -> None:
         self.placement, self.microbatches, self.chains, self.costs = placement, microbatches, chains, costs
-        self.counts_block = counts_block
+        self.counts_block, self.progress = counts_block, progress
         self.free = replace(costs, launch={})
         self.steps = Steps(chains, self.free)
         self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
@@ -184,9 +187,10 @@ class _Search:
         nodes = microbatches * sum(
             len(chains.of(Action(kind, stage, 0))) for stage in range(placement.stages) for kind in (Kind.F, Kind.I)
         )
-        self.budget = min(int(seconds * NODES_PER_SECOND), MOST_STEPS * nodes)  # nodes that may still be scheduled
+        self.whole = min(int(seconds * NODES_PER_SECOND), MOST_STEPS * nodes)
+        self.budget = self.whole  # nodes that may still be scheduled
         self.near = NEAR * pipeline_bound(placement, microbatches, chains.shapes, self.free)
-        self.tries = 0
+        self.tries = self.played = 0
         self.programs = self._programs()
         self.random = Random(SEED)
         # The times are played again only where they differ from the scheduler's.
@@ -194,12 +198,12 @@ class _Search:
 
     def run(self) -> Plan:
         """Return the best plan of all tries and of the fixed schedules."""
-        whole, best, pool = self.budget, float("inf"), [(float("inf"), self._drawn())]
+        best, pool = float("inf"), [(float("inf"), self._drawn())]
         for _, program in self.programs[:LIKE]:
             tried = self._play(self._like(program), best * SPREAD)
             best = min(best, tried[0])
             pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
-        while best > self.near and self._goes_on(LEAST_TRIES // 2, whole * (1 - SAMPLED)):
+        while best > self.near and self._goes_on(LEAST_TRIES // 2, self.whole * (1 - SAMPLED)):
             tried = self._play(self._drawn(), best * SPREAD)
             best = min(best, tried[0])
             pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
@@ -222,6 +226,9 @@ class _Search:
         self.budget -= sum(map(len, ranks))
         if self.plays and end < float("inf"):
             end = self._end([with_reductions(nodes, self.chains) for nodes in ranks])
+        self.played += 1
+        least = LEAST_TRIES + len(self.programs[:LIKE])
+        self.progress(min(self.played / least, 1 - self.budget / max(1, self.whole), 1.0) / 2)
         return end, genes
 
     def _schedule(self, genes: _Genes, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
@@ -308,9 +315,10 @@ class _Search:
 
     def _fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""
-        for least, program in self.programs:
+        for number, (least, program) in enumerate(self.programs):
             if least >= best:
                 return
+            self.progress((1 + number / len(self.programs)) / 2)
             plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
             if all(plan.live(rank) <= limit for rank, limit in enumerate(self.limits)):
                 best = min(best, plan.predicted)

@@ -10,17 +10,22 @@ other only receives. Headers travel between the hosts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from overlap1f1b.plan import Node, Op
+from overlap1f1b.plan import CostKey, Node, Op, cost_key
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.failures import Failures
@@ -29,20 +34,31 @@ from overlap1f1b.transport.mesh import Mesh
 
 Tensors = tuple[Tensor, ...]
 MOST_TENSORS, MOST_DIMS = 16, 8
+PLAIN, REPLICATED = -2, -1
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
-_FIELDS = 3 + MOST_DIMS  # dtype, gradient, dimensions, sizes
+_FIELDS = 5 + MOST_DIMS  # dtype, gradient, parts, size of all parts, dimensions, sizes
 _HEADER = 1 + MOST_TENSORS * _FIELDS
 
 
 class Spec(NamedTuple):
-    """Description of a tensor between stages."""
+    """Description of a tensor between stages.
+
+    Args:
+        dtype: Of the tensor.
+        differentiable: Whether a gradient comes back.
+        shape: Of what this rank has of it.
+        sharded: Dimension along which a tensor group has parts of a DTensor, or ``REPLICATED``, or ``PLAIN``.
+        whole: Size of all parts along this dimension.
+    """
 
     dtype: torch.dtype
     differentiable: bool
     shape: tuple[int, ...]
+    sharded: int = PLAIN
+    whole: int = 0
 
 
 Specs = tuple[Spec, ...]
@@ -64,7 +80,21 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
                 f"a tensor of {tensor.dtype} and {tensor.dim()} dimensions between stages; "
                 f"allowed: up to {MOST_DIMS} dimensions of {', '.join(str(d)[6:] for d in _DTYPES)}"
             )
-    return tuple(Spec(t.dtype, d, tuple(t.shape)) for t, d in zip(tensors, differentiable, strict=True))
+    return tuple(_spec_of(t, d) for t, d in zip(tensors, differentiable, strict=True))
+
+
+def _spec_of(tensor: Tensor, differentiable: bool) -> Spec:
+    if not isinstance(tensor, DTensor):
+        return Spec(tensor.dtype, differentiable, tuple(tensor.shape))
+    shape = tuple(tensor.to_local().shape)
+    match tensor.placements:
+        case (Shard(dim=at),):
+            return Spec(tensor.dtype, differentiable, shape, at, tensor.shape[at])
+        case (Replicate(),):
+            return Spec(tensor.dtype, differentiable, shape, REPLICATED)
+    raise ValueError(
+        f"a DTensor with placements {tensor.placements} between stages; allowed: one of Shard and Replicate, over 'tp'"
+    )
 
 
 def encode(specs: Specs) -> Tensor:
@@ -72,7 +102,8 @@ def encode(specs: Specs) -> Tensor:
     fields = [len(specs)]
     for spec in specs:
         sizes = (*spec.shape, *[0] * (MOST_DIMS - len(spec.shape)))
-        fields += [_DTYPES.index(spec.dtype), int(spec.differentiable), len(spec.shape), *sizes]
+        parts = spec.sharded, spec.whole
+        fields += [_DTYPES.index(spec.dtype), int(spec.differentiable), *parts, len(spec.shape), *sizes]
     return torch.tensor(fields + [0] * (_HEADER - len(fields)), dtype=torch.int64)
 
 
@@ -80,7 +111,28 @@ def decode(header: Tensor) -> Specs:
     """Return the specs of a header."""
     count, *fields = header.tolist()
     parts = [fields[at : at + _FIELDS] for at in range(0, count * _FIELDS, _FIELDS)]
-    return tuple(Spec(_DTYPES[dtype], bool(differs), tuple(sizes[:dims])) for dtype, differs, dims, *sizes in parts)
+    return tuple(
+        Spec(_DTYPES[dtype], bool(differs), tuple(sizes[:dims]), sharded, whole)
+        for dtype, differs, sharded, whole, dims, *sizes in parts
+    )
+
+
+def is_partial(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor of which each rank has a summand."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def summed(tensor: DTensor) -> DTensor:
+    """Return a DTensor with sums in place of partial sums; all ranks of the tensor group must call this."""
+    if is_partial(tensor):
+        return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    return tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return memory that a transfer can read: of a DTensor this rank's part, of a collective under way its result."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 class _Link(NamedTuple):
@@ -106,6 +158,7 @@ class Boundary:
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
         ctas: Largest number of thread blocks of a transfer on a GPU.
+        tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
     Attributes:
         posts_ahead: Whether receives are posted one ahead, as on gloo; else at their own node.
@@ -124,7 +177,9 @@ class Boundary:
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
         ctas: int | None = None,
+        tensor_mesh: DeviceMesh | None = None,
     ) -> None:
+        self.tensor_mesh = tensor_mesh
         self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
@@ -146,6 +201,7 @@ class Boundary:
                 lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
+        self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
         self.announced = dynamic
         self._receives: dict[int, list[Node]] = {}
@@ -198,16 +254,30 @@ class Boundary:
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:
-            header = torch.empty(_HEADER, dtype=torch.int64)
-            link.header.recv([header], link.header_peer, 0).wait(self.timeout)
-            specs = decode(header)
+            specs = self._read(link)
             if self._remember:
                 self._known[_key(node)] = specs
-        received = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
-        works = [link.payload.recv([t], link.peer, 0) for t in received if t.numel()]
+        parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
+        works = [link.payload.recv([t], link.peer, 0) for t in parts if t.numel()]
+        received = tuple(map(self._whole, parts, specs))
         for tensor, spec in zip(received, specs, strict=True):
             tensor.requires_grad_(spec.differentiable)
         return Transfer(received, works)
+
+    def _read(self, link: _Link) -> Specs:
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        link.header.recv([header], link.header_peer, 0).wait(self.timeout)
+        return decode(header)
+
+    def _whole(self, part: Tensor, spec: Spec) -> Tensor:
+        """Return the DTensor of which the sender had the same part, in the same memory."""
+        if spec.sharded == PLAIN:
+            return part
+        assert self.tensor_mesh is not None
+        shape = torch.Size(spec.whole if at == spec.sharded else size for at, size in enumerate(spec.shape))
+        placement = Replicate() if spec.sharded == REPLICATED else Shard(spec.sharded)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, self.tensor_mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
         """Send the tensors of a SEND node.
@@ -215,6 +285,12 @@ class Boundary:
         Raises:
             ValueError: The tensors have other shapes than in the first step, or a header cannot describe them.
         """
+        tensors = tuple(summed(t) if isinstance(t, DTensor) else t for t in tensors)
+        for tensor in tensors:
+            if isinstance(tensor, DTensor) and tensor.device_mesh != self.tensor_mesh:
+                raise ValueError(
+                    f"stage {node.stage} passes on a DTensor over {tensor.device_mesh}; allowed: over the mesh's 'tp'"
+                )
         specs = specs_of(tensors, differentiable)
         known = self._known.get(_key(node)) if self._remember else None
         if known is not None and specs != known:
@@ -224,9 +300,11 @@ class Boundary:
             )
         if self._remember:
             self._known[_key(node)] = specs
+        self._sent[node.kind, node.stage] = specs
         header = encode(specs) if known is None or self.announced else None
         link = self._out[self._peer(node)]
-        return link.lane.launch(node, lambda: self._post_send(link, tensors, header))
+        parts = tuple(map(local, tensors))
+        return link.lane.launch(node, lambda: self._post_send(link, parts, header))
 
     def _post_send(self, link: _Link, tensors: Tensors, header: Tensor | None) -> Transfer[None]:
         sources = [tensor.contiguous() for tensor in tensors]
@@ -236,6 +314,31 @@ class Boundary:
             sources.append(header)
         works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)] if t.numel()]
         return Transfer(None, sends=works, source=sources)
+
+    def timed(self, mesh: Mesh) -> dict[CostKey, float]:
+        """Return the seconds for which a transfer of each stage occupies its links while nothing else travels.
+
+        In a step it shares them with exchanges of either end. Each transfer goes four times, back to back; the receiver
+        takes the median of all but the first. All ranks must call this after a step. Where receives are not posted
+        ahead, nothing is timed.
+        """
+        took: dict[CostKey, float] = {}
+        for source, to in sorted(_directions(self.placement)) if self.posts_ahead else ():
+            mesh.sums(0.0)  # until all ranks have come
+            for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
+                if self.rank == source:
+                    specs = self._sent.get((node.kind, node.stage), ())
+                    parts = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
+                    self._post_send(self._out[to], tuple(4 * parts), encode(specs)).release(self.timeout)
+                else:
+                    link = self._in[source]
+                    specs = self._read(link)
+                    landed = []
+                    for transfer in [self._post_receive(node, link, specs) for _ in range(4)]:
+                        transfer.receive(self.timeout)
+                        landed.append(time.perf_counter())
+                    took[cost_key(node)] = median(b - a for a, b in pairwise(landed))
+        return took
 
     def close(self) -> None:
         """Let the lanes' threads end, and drop the groups."""
@@ -257,6 +360,18 @@ def _directions(placement: Placement) -> set[tuple[int, int]]:
     """Return the set of (source rank, destination rank) between which tensors travel."""
     pairs = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
     return pairs | {(b, a) for a, b in pairs}
+
+
+def _sends(placement: Placement, source: int, to: int) -> list[Node]:
+    """Return a transfer of each kind that goes from one rank to another."""
+    found = []
+    for pipe in placement.pipes:
+        for stage, ranks in enumerate(pairwise(pipe)):
+            if ranks == (source, to):
+                found.append(Node(Op.SEND, Kind.F, 0, 0, stage=stage))
+            if ranks == (to, source):
+                found.append(Node(Op.SEND, Kind.I, 0, 0, stage=stage + 1))
+    return found
 
 
 def _key(node: Node) -> _Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.failures import LostRankError
-from overlap1f1b.transport.groups import Group
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.groups import Group, abort, limit
+from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import CudaMark
 
 Stamp = Callable[[], Any]
@@ -68,6 +69,9 @@ class Communicators:
     ) -> None:
         self.mesh, self.timeout, self.budget, self._given = mesh, timeout, budget, exchange
         self._aborts: list[Callable[[], None]] = [mesh.abort]
+        for group in mesh.inner:
+            limit(group, timeout)
+            self._aborts.append(partial(abort, group))
         self._own: list[CollectiveExchange] = []
         self._device, self._stamp = torch.device("cpu"), _no_stamp
         self._dropped = weakref.finalize(owner, _end, mesh, self._own)
@@ -75,11 +79,11 @@ class Communicators:
 
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
-        ep, kind, ctas = self.mesh.group("ep"), self.mesh.device_type, self.budget.rows
+        group, kind, ctas = self.mesh.exchanging, self.mesh.device_type, self.budget.rows
         exchange = self._given
         if exchange is None:
-            lanes = [] if ep is None else lane_groups(ep, 3, ctas, timeout=self.timeout, device=kind)
-            exchange = build_exchange(ep, *lanes, ctas=ctas, device=kind, failed=self.mesh.failures.read)
+            lanes = [] if group is None else lane_groups(group, 3, ctas, timeout=self.timeout, device=kind)
+            exchange = build_exchange(group, *lanes, ctas=ctas, device=kind, failed=self.mesh.failures.read)
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
@@ -93,8 +97,8 @@ class Communicators:
         """
         ctas = self.budget.sums
         return (
-            self.mesh.new_group("reduce", pp=replicas, over=("dp", "ep"), ctas=ctas),
-            self.mesh.new_group("reduce experts", pp=replicas, over=("dp",), ctas=ctas),
+            self.mesh.new_group("reduce", pp=replicas, over=DATA, ctas=ctas),
+            self.mesh.new_group("reduce experts", pp=replicas, over=self.mesh.expert_copies, ctas=ctas),
         )
 
     def use(self, device: torch.device, stamp: Stamp | None) -> None:
@@ -143,8 +147,8 @@ class Communicators:
 
     def abort(self) -> None:
         """End every transfer under way, after a failure."""
-        for abort in self._aborts:
-            abort()
+        for end in self._aborts:
+            end()
 
     def close(self, *, failed: bool) -> None:
         """End all groups; all ranks must call this, unless one has ``failed``."""

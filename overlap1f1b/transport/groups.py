@@ -194,6 +194,11 @@ def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
     return backends[kind]
 
 
+def limit(group: Group, timeout: timedelta) -> None:
+    """Set the limit of every wait of a registered group."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def abort(group: Group) -> None:
     """End every transfer of a group on gloo, here and, since its connections close, on its other ranks.
 

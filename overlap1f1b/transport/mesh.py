@@ -7,7 +7,7 @@ work on all ranks at once and raises an error of one rank on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
@@ -24,8 +24,12 @@ from overlap1f1b.transport.failures import Failures, LostRankError, headline
 from overlap1f1b.transport.groups import Group, Groups, backend_of, gather_objects
 
 T = TypeVar("T")
-Dimension = Literal["pp", "dp", "ep"]
-DIMENSIONS: tuple[Dimension, ...] = ("pp", "dp", "ep")
+Dimension = Literal["pp", "dp", "ep", "cp", "tp"]
+DIMENSIONS: tuple[Dimension, ...] = ("pp", "dp", "ep", "cp", "tp")
+DATA: tuple[Dimension, ...] = ("dp", "ep", "cp")
+"""Dimensions whose ranks compute different data, so that gradients are summed over them."""
+EXPERTS: tuple[Dimension, ...] = ("ep", "cp", "tp")
+"""Dimensions whose ranks may share the experts."""
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -37,38 +41,48 @@ class Mesh:
     (4, 1)
 
     Args:
-        mesh: Mesh with any of the dimensions "pp", "dp" and "ep"; None for one rank.
+        mesh: Mesh with any of the dimensions "pp", "dp", "ep", "cp" and "tp"; None for one rank.
         timeout: Limit of every wait for another rank; None for the default group's limit.
+        experts_over: Dimensions whose ranks share the experts, any of "ep", "cp" and "tp".
 
     Attributes:
         devices: The DeviceMesh, or None.
+        experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
+        exchanging: Group of the ranks that share the experts; None for this rank alone.
         device_type: "cpu" or "cuda".
         same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
         labels: Name of each rank in messages, by its number in the default group.
         failures: Record of failures, shared by these ranks.
 
     Raises:
-        ValueError: ``mesh`` has other dimensions.
+        ValueError: ``mesh`` has other dimensions, or experts cannot be shared over ``experts_over``.
         LostRankError: A rank does not make its Mesh within the limit.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None, timeout: timedelta | None = None, experts_over: Sequence[str] = ("ep",)
+    ) -> None:
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
+        if isinstance(experts_over, str) or not experts_over or not set(experts_over) <= set(EXPERTS):
+            raise ValueError(f"experts_over={experts_over!r}; allowed: some of {', '.join(map(repr, EXPERTS))}")
         if mesh is not None and (not names or not set(names) <= set(DIMENSIONS)):
             raise ValueError(
                 f"mesh with dimensions {names or None} of sizes {tuple(mesh.shape)}; "
                 f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
         self.devices = mesh
+        self.experts_over: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name in experts_over)
         self.device_type = "cpu" if mesh is None else mesh.device_type
         self.same: dict[str, object] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[Dimension, Group] = {}
         self._beside: dict[str, Mesh] = {}
-        self._control: dict[str, Group] = {}  # on gloo, whatever the device, to compare values
+        self._control: dict[Dimension, Group] = {}  # on gloo, whatever the device, to compare values
         self._at: dict[str, int] = {}
         self._ranks: Tensor | None = None
         if mesh is not None:
-            self._groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
+            # Not mesh[name].size(): for a slice torch 2.15 loads the compiler, and keeps a context variable of it.
+            size = dict(zip(names, mesh.shape, strict=True))
+            self._groups = {name: mesh.get_group(name) for name in DIMENSIONS if size.get(name, 1) > 1}
             # The mesh's coordinates, not numbers within groups: torch sorts the ranks of a group.
             self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
             order = [names.index(name) for name in DIMENSIONS if name in names]
@@ -77,6 +91,8 @@ class Mesh:
                 if dimension not in names:
                     self._ranks = self._ranks.unsqueeze(position)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._lines = {name: self._line(name) for name in DIMENSIONS}
+        self.exchanging = self._exchanging()
         self.labels = self._labels()
         self._own: Groups | None = None
         if mesh is None or not self._groups:
@@ -87,7 +103,21 @@ class Mesh:
         self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
         for name in self._groups:
             with _naming(name):
-                self._control[name] = self._own.new(self._along(name), f"control {name}", gloo=True)
+                self._control[name] = self._own.new(self.along(name), f"control {name}", gloo=True)
+
+    def _line(self, dimension: Dimension) -> list[int]:
+        if self._ranks is None:
+            return [self._rank]
+        at = [slice(None) if name == dimension else self.rank(name) for name in DIMENSIONS]
+        ranks: list[int] = self._ranks[tuple(at)].tolist()
+        return ranks
+
+    def _exchanging(self) -> Group | None:
+        several = [name for name in self.experts_over if name in self._groups]
+        if len(several) < 2 or self.devices is None:
+            return self._groups[several[0]] if several else None
+        names = tuple(name for name in self.devices.mesh_dim_names or () if name in several)
+        return self.devices[names]._flatten("_".join(names)).get_group()
 
     def _labels(self) -> dict[int, str]:
         if self._ranks is None:
@@ -135,6 +165,11 @@ class Mesh:
         group = self.group(dimension)
         return 1 if group is None else group.size()
 
+    @property
+    def layout(self) -> dict[Dimension, int]:
+        """Sizes of "pp", "dp" and "ep", and of the other dimensions that have several ranks."""
+        return {name: size for name in DIMENSIONS if (size := self.size(name)) > 1 or name in ("pp", "dp", "ep")}
+
     def rank(self, dimension: Dimension) -> int:
         """Return this rank's coordinate along a dimension."""
         return self._at.get(dimension, 0)
@@ -148,8 +183,8 @@ class Mesh:
         """Return the default group's numbers of the pipeline ranks ``pp`` over further dimensions, ascending."""
         if self._ranks is None:
             return [dist.get_rank() if dist.is_initialized() else 0]
-        at = [slice(None) if name in over else slice(self.rank(name), self.rank(name) + 1) for name in ("dp", "ep")]
-        return sorted(self._ranks[list(pp)][:, at[0], at[1]].flatten().tolist())
+        at = [slice(None) if d in over else slice(self.rank(d), self.rank(d) + 1) for d in DIMENSIONS[1:]]
+        return sorted(self._ranks[list(pp)][(slice(None), *at)].flatten().tolist())
 
     def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension], **options: Any) -> Group | None:
         """Return a new group of :meth:`ranks`, all of which must call this; None for one rank.
@@ -170,7 +205,7 @@ class Mesh:
             for name in self._control:
                 assert self._own is not None
                 with _naming(name):
-                    other._control[name] = self._own.new(self._along(name), f"{purpose} {name}", gloo=True)
+                    other._control[name] = self._own.new(self.along(name), f"{purpose} {name}", gloo=True)
         return self._beside[purpose]
 
     def warm_up(self, device: torch.device) -> None:
@@ -218,8 +253,7 @@ class Mesh:
 
     def number(self, pp: int) -> int:
         """Return the number of a pipeline rank within a group of this rank's pipeline."""
-        assert self._ranks is not None
-        mine = self._ranks[:, self.rank("dp"), self.rank("ep")].tolist()
+        mine = self.along("pp")
         return sorted(mine).index(mine[pp])
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
@@ -234,10 +268,55 @@ class Mesh:
             return [value]
         with _naming(dimension):
             found = gather_objects(group, (self.same, value))
-        mine = self._along(dimension)
+        mine = self.along(dimension)
         found = [found[sorted(mine).index(rank)] for rank in mine]
         self._compare(mine, [same for same, _ in found])
         return [value for _, value in found]
+
+    def gathered_by_experts(self, value: T) -> list[T]:
+        """Return the values of all ranks that share the experts; raises as :meth:`gathered`."""
+        found = [value]
+        for dimension in reversed(self.experts_over):
+            found = [one for line in self.gathered(dimension, found) for one in line]
+        return found
+
+    @property
+    def expert_slice(self) -> tuple[int, int]:
+        """Number of this rank among those that share the experts, as in their group, and how many these are."""
+        return (0, 1) if self.exchanging is None else (self.exchanging.rank(), self.exchanging.size())
+
+    @property
+    def expert_copies(self) -> tuple[Dimension, ...]:
+        """Dimensions with different data whose ranks hold the same experts."""
+        return tuple(name for name in DATA if name not in self.experts_over)
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks that have different tokens at the experts: those of a tensor group that shares them, too."""
+        return self.data_ranks * (self.size("tp") if "tp" in self.experts_over else 1)
+
+    @property
+    def inner(self) -> list[Group]:
+        """Groups over which blocks may meet: the mesh's own along "cp" and "tp"."""
+        return [group for name in ("cp", "tp") if (group := self.group(name)) is not None]
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that compute different data at one stage."""
+        return math.prod(self.size(name) for name in DATA)
+
+    def leads(self, replicas: Sequence[int], *, expert: bool, parts: Collection[int] = ()) -> bool:
+        """Return whether this rank is the first of those that hold the same parameter.
+
+        Args:
+            replicas: Pipeline ranks that hold the parameter's stage.
+            expert: Whether it is a parameter of experts.
+            parts: Ranks that hold a DTensor's parts, each of which counts.
+        """
+        pipeline = self.along("pp")
+        lines = [[pipeline[pp] for pp in replicas]]
+        lines += [self.along(name) for name in DIMENSIONS[1:] if not (expert and name in self.experts_over)]
+        return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Compare values by name, over all ranks that have a value of that name.
@@ -248,7 +327,7 @@ class Mesh:
         """
         for dimension in reversed(DIMENSIONS):
             if dimension in self._control:
-                self._compare(self._along(dimension), self.gathered(dimension, dict(facts)))
+                self._compare(self.along(dimension), self.gathered(dimension, dict(facts)))
 
     def compared(self, number: float) -> Callable[[], bool]:
         """Start to compare a number over all ranks; return a function that waits and returns whether all are equal.
@@ -267,10 +346,8 @@ class Mesh:
             if first is not None and work is not None:
                 with _naming(first[0]):
                     work.wait()
-            for (
-                dimension,
-                group,
-            ) in groups:  # of the result so far: otherwise a rank would not learn of a difference elsewhere
+            # Of the result so far: otherwise a rank would not learn of a difference elsewhere.
+            for dimension, group in groups:
                 with _naming(dimension):
                     group.allreduce([ends], options).wait()
             return bool(ends[0] == -ends[1])
@@ -289,20 +366,20 @@ class Mesh:
                         "allowed: the same on all ranks"
                     )
 
-    def _along(self, dimension: str) -> list[int]:
-        assert self._ranks is not None
-        at = [slice(None) if name == dimension else self.rank(name) for name in DIMENSIONS]
-        ranks: list[int] = self._ranks[at[0], at[1], at[2]].tolist()
-        return ranks
+    def along(self, dimension: Dimension) -> list[int]:
+        """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
+        return self._lines[dimension]
 
-    def meet(self, dimension: Dimension) -> None:
-        """Wait for all ranks along a dimension.
+    def meet(self) -> None:
+        """Wait for all ranks that share the experts.
 
         Raises:
             LostRankError: A rank failed, or did not answer within the limit.
         """
-        with _naming(dimension):
-            self._control[dimension].barrier().wait()
+        for dimension in self.experts_over:
+            if dimension in self._control:
+                with _naming(dimension):
+                    self._control[dimension].barrier().wait()
 
     def sums(self, *values: float) -> list[float]:
         """Return the sum of each value over all ranks, in float64, the same on all ranks; all of them must call this.
@@ -318,7 +395,7 @@ class Mesh:
         return found
 
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
-        """Combine the values of all ranks along "ep", then "dp", then "pp"; the result is the same on all ranks."""
+        """Combine the values of all ranks along the last dimension first; the result is the same on all ranks."""
         for dimension in reversed(DIMENSIONS):
             value = combine(dimension, self.gathered(dimension, value))
         return value
@@ -431,3 +508,12 @@ class Together:
 
 def _nothing() -> None:
     return None
+
+
+def lines_of(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks that this rank meets along each dimension of a DeviceMesh."""
+    at = mesh.get_coordinate() or [0] * mesh.ndim
+    return [
+        mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
+        for dimension in range(mesh.ndim)
+    ]

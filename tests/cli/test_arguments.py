@@ -36,6 +36,8 @@ Capture = pytest.CaptureFixture[str]
         ("train --router top", ["--router", "'top'", "'softmax', 'sigmoid'"]),
         ("train --text a b --stepz 3", ["Unrecognized options: --stepz", "--steps"]),
         ("bench --compute slow", ["--compute", "'slow'", "'real', 'timed'"]),
+        ("bench --parts x", ["error: --parts 'x'; allowed: a whole number, or auto; see "]),
+        ("train --group-size 3", ["error: Unrecognized or misplaced options: --group-size 3; see "]),
         ("plann", ["unknown verb 'plann'; allowed: train, bench, plan, "]),
         ("--ranks 2 plan", ["unknown verb '--ranks'; allowed: train, bench, plan, "]),
         ("--version", ["unknown verb '--version'; allowed: train, bench, plan, "]),
@@ -50,6 +52,20 @@ def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, pa
     assert err.count("\n") == 1
     assert err.endswith("--help\n")
     assert not set(err) & set("╭│─")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan --layers 2 --schedule auto --ranks 2 --microbatches 4 --memory 0.5", "--memory 0.5; allowed: 1 or more"),
+        ("plan --schedule zb_v --ranks 2 --microbatches 4 --extra-warmup 2", "--extra-warmup 2 with zb_v; allowed: 0"),
+        ("train --schedule auto --memory 0.1", "--memory 0.1; allowed: 1 or more"),
+        ("train --overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions"),
+    ],
+)
+def test_errors_of_the_library_name_the_option(capsys: Capture, words: str, message: str) -> None:
+    assert main(shlex.split(words)) == 2
+    assert capsys.readouterr().err.startswith(f"overlap1f1b: error: {message}")
 
 
 @pytest.mark.parametrize("words", ["--help", "-h", "", "plan --help", "train --ranks x --help", "bench --help"])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from overlap1f1b.cli.doctor import TESTED, TRITON, connections
+from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections
+from overlap1f1b.cli.main import main
+from overlap1f1b.transport.versions import TORCH
+from tests.cli.lasting import lasting
 from tests.cli.run import COMMAND, ROOT
 
 
@@ -41,13 +46,14 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> No
     _, found = doctor()
     expected = ["torch", "greenlet", "cuda", "nccl", "triton", "connections", "streams", "link between ranks"]
     assert list(found) == [*expected, "shaped wire"]
-    assert found["torch"] == {"name": "torch", "status": "ok", "value": torch.__version__, "advice": ""}
+    assert found["torch"] == {"name": "torch", "status": "ok", "value": version("torch"), "advice": ""}
     assert " Gbit/s each way" in found["link between ranks"]["value"]
     assert found["link between ranks"]["status"] in ("ok", "warn")
 
-    information = tmp_path / "greenlet-9.9.dist-info"  # found before that of the real one
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: greenlet\nVersion: 9.9\n")
+    for name, planted in (("greenlet", "9.9"), ("torch", "2.10.0")):  # found before those of the real ones
+        information = tmp_path / f"{name}-{planted}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {planted}\n")
     (tmp_path / "tc").write_text("#!/bin/sh\nprintf 'Error: Unknown qdisc.\\n' >&2\nexit 2\n")
     (tmp_path / "tc").chmod(0o755)
     status, found = doctor(
@@ -63,10 +69,12 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> No
         "value": "9.9, tested from 3.1 to before 4",
         "advice": "install greenlet>=3.1,<4",
     }
+    assert found["torch"]["status"] == "fail"
+    assert found["torch"]["advice"] == f"install torch>={TORCH[0]},<{TORCH[1]}"
     assert found["connections"]["status"] == ("fail" if torch.cuda.is_available() else "warn")
     assert found["connections"]["advice"].startswith("unset CUDA_DEVICE_MAX_CONNECTIONS")
     assert found["link between ranks"]["status"] == "fail"
-    assert "nowhere0" in found["link between ranks"]["value"]
+    assert "GLOO_SOCKET_IFNAME" in found["link between ranks"]["advice"]  # torch 2.15 does not name the interface
     assert found["shaped wire"]["status"] == "warn"
     if os.geteuid() == 0:
         assert "Unknown qdisc" in found["shaped wire"]["value"]
@@ -90,9 +98,9 @@ def test_connections(value: str | None, gpu: bool, status: str) -> None:
 
 def test_what_is_tested_is_what_can_be_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    first, beyond = TESTED["torch"]
+    first, beyond = TORCH
     assert f"torch>={first},<{beyond}" in project["dependencies"]
-    assert f"greenlet>={TESTED['greenlet'][0]}" in project["dependencies"]
+    assert f"greenlet>={GREENLET[0]}" in project["dependencies"]
     first, beyond = TRITON
     assert any(one.startswith(f"triton>={first},<{beyond};") for one in project["optional-dependencies"]["test"])
 
@@ -108,3 +116,17 @@ def test_options() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "overlap1f1b: error: --timeout 0.0; allowed: more than 0, at most 1000000\n"
+
+
+def test_checks_that_last_say_how_far_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Finding("planted", "ok", "")
+    monkeypatch.setattr("overlap1f1b.cli.doctor.link", lambda _: found)
+    monkeypatch.setattr("overlap1f1b.cli.doctor.wire", lambda: found)
+    for name in ("link", "wire"):
+        lasting(monkeypatch, f"overlap1f1b.cli.doctor:{name}")
+    assert main(["doctor", "--timeout", "7"]) == 0
+    said = re.findall(r"^\d:\d\d (.*)$", capsys.readouterr().out, re.M)
+    expected = ["3 of 5 checks done, now link between ranks, at most 7 s", "4 of 5 checks done, now shaped wire"]
+    assert [line for line in dict.fromkeys(said) if line[0] in "34"] == expected

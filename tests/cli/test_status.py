@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from overlap1f1b.cli.status import showing
+from overlap1f1b.cli.status import lines, showing
+from tests.cli.fork import Fork
+from tests.cli.run import SIZES
 
 
 def said(screen: Console, output: io.StringIO) -> list[str]:
@@ -42,3 +47,57 @@ def test_a_quiet_screen_and_a_short_command_print_nothing(monkeypatch: pytest.Mo
     with showing(Console(file=output, quiet=True), "starting"):
         time.sleep(0.05)
     assert not output.getvalue()
+
+
+def test_a_line_that_is_printed_at_once_puts_the_next_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines(Console(file=(output := io.StringIO())), "starting") as say:
+        say("step 1 of 2")
+        say("step 2 of 2", now=True)
+    assert output.getvalue() == "step 2 of 2\n"
+    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.01)
+    with lines(Console(file=(terminal := io.StringIO()), force_terminal=True), "starting") as say:
+        say("step 1 of 2", now=True)
+        time.sleep(0.05)
+    assert not terminal.getvalue()  # a bar shows it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "target", "expected"),
+    [
+        ("train --steps 2", "cli.train.trainer:Trainer.step", ["step 0/2", r"step 1/2  loss \S+  grad_norm \S+  .*"]),
+        ("train --steps 2", "cli.train.trainer:Trainer.evaluate", [r"step 1/2  loss .*"]),
+        (
+            "bench --rounds 1",
+            "cli.bench.measure:Bench.step",
+            [
+                r"measuring nodes, row 1 of (\d+), \S+.*",
+                r"warming up for 1 rounds, row 1 of \1, .*",
+                r"round 1 of 1, row 2 of \1, .*",
+            ],
+        ),
+        (
+            "profile train --profile-steps 2 --profile-warmup 1",
+            "engine:Engine.step",
+            [
+                "measuring nodes, then 2 steps",
+                "0 of 2 steps profiled, 0 of 1 for warming up done",
+                "1 of 2 steps profiled",
+            ],
+        ),
+    ],
+)
+def test_steps_that_last_say_what_is_done_and_left(tmp_path: Path, verb: str, target: str, expected: list[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("".join(f"{i} squared is {i * i}; " for i in range(500)))
+    words = [*verb.split(), *SIZES, "--ep", "1", "--text", str(text)]
+    words += ["--out", str(tmp_path / "out")] if verb.startswith("profile") else []
+    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
+    process = Fork([f"overlap1f1b.{target}", *words], environ, Path(__file__).parent / "lasting.py")
+    try:
+        out, err = process.communicate(60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    said = "\n".join(re.findall(r"^\d:\d\d (.*)$", out, re.M)) + "\n"
+    assert re.search(r"\n(?:.*\n)*".join(expected) + r"\n", said), out

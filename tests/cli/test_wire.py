@@ -127,6 +127,50 @@ def test_shape_replaces_the_rate() -> None:
         assert_takes(wire, [0], 1, 2**22, 100e6)
 
 
+ECHO = """
+import socket, sys
+connection, _ = socket.create_server((sys.argv[1], 5001)).accept()
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while data := connection.recv(64):
+    connection.sendall(data)
+"""
+ASK = """
+import socket, sys, time
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 5001), timeout=5)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+taken = []
+for _ in range(20):
+    begun = time.perf_counter()
+    connection.sendall(bytes(64))
+    connection.recv(64)
+    taken.append(time.perf_counter() - begun)
+    time.sleep(0.02)
+print(sorted(taken)[10])
+"""
+
+
+@WIRE
+def test_a_few_bytes_do_not_wait_for_many() -> None:
+    """Two senders fill the queue of a port, where one queue for all would keep an answer for 400 ms."""
+    with Wire(3, rate=100e6) as wire:
+        echo = subprocess.Popen([*wire.prefix(2), sys.executable, "-c", ECHO, wire.address(2)])
+        ask = [*wire.prefix(0), sys.executable, "-c", ASK, wire.address(2)]
+        asking = subprocess.Popen(ask, stdout=subprocess.PIPE, text=True)
+        try:
+            transfer_s(wire, [0, 1], 2, 2**24)
+            median = float(asking.communicate(timeout=30)[0])
+        finally:
+            for program in (echo, asking):
+                program.kill()
+                program.wait()
+    assert median < 0.03
+
+
 SHAPE = """
 import os, sys
 from overlap1f1b.cli.wire import shape
@@ -144,9 +188,10 @@ def test_ranks_shape_their_own_ends(ranks: int) -> None:
         assert run_ranks(["150e6"], ranks, wire=wire, environ=environ, command=command) == 0
         limited = []
         for namespace in namespaces():
-            tc = ["tc", "-n", namespace, "qdisc", "show"]
-            out = subprocess.run(tc, capture_output=True, text=True, check=True).stdout
-            limited += re.findall(r"qdisc tbf \S+ dev (\S+) root .*rate 150Mbit burst 3\d+Kb?b lat 400ms", out)
+            for end in ["wire"] if namespace.split("-")[-1].isdigit() else [f"port{rank}" for rank in range(ranks)]:
+                tc = ["tc", "-n", namespace, "class", "show", "dev", end]
+                out = subprocess.run(tc, capture_output=True, text=True, check=True).stdout
+                limited += [end] * len(re.findall(r"class htb 1:9 root rate 150Mbit ceil 150Mbit burst 3\S+b", out))
         assert sorted(limited) == sorted(["wire"] * ranks + [f"port{r}" for r in range(ranks) if ranks > 2])
 
 
@@ -212,13 +257,13 @@ def test_removed_after_an_exception_with_what_runs_there() -> None:
 
 
 @WIRE
-def test_removed_when_the_kernel_has_no_tbf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_removed_when_the_kernel_has_no_htb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command is named, with its reason, in one line; the half made wire is removed."""
     (tmp_path / "tc").write_text("#!/bin/sh\nprintf 'Error: Unknown qdisc.\\n  We have an error\\n' >&2\nexit 2\n")
     (tmp_path / "tc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     wire = Wire(2)
-    reason = r"^--wire: `tc -n \S+ qdisc replace dev wire .*` failed: Error: Unknown qdisc.; We have an error$"
+    reason = r"^--wire: `tc -n \S+ qdisc add dev wire .*` failed: Error: Unknown qdisc.; We have an error$"
     with pytest.raises(ValueError, match=reason), wire:
         pytest.fail("it was made")
     assert namespaces() == []

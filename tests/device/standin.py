@@ -502,12 +502,25 @@ def _noting_nodes(issue: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+def _note_meeting(mesh: Any, dimension: str) -> None:
+    if mesh._control.get(dimension) is not None:
+        key = (mesh._own.name, tuple(mesh.along(dimension)))
+        here().write("meet", (key, next(here().counts[key])), mesh.size(dimension))
+
+
 def _noting_meetings(gathered: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any, dimension: str, *value: Any) -> Any:
-        if self._control.get(dimension) is not None:
-            key = (self._own.name, tuple(self._along(dimension)))
-            here().write("meet", (key, next(here().counts[key])), self.size(dimension))
+        _note_meeting(self, dimension)
         return gathered(self, dimension, *value)
+
+    return noted
+
+
+def _noting_meetings_of_experts(meet: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(self: Any) -> None:
+        for dimension in self.experts_over:
+            _note_meeting(self, dimension)
+        meet(self)
 
     return noted
 
@@ -554,7 +567,7 @@ def installed() -> Iterator[None]:
             (Player, "_issue", _noting_nodes(Player._issue)),
             (_Walk, "_issue", _noting_nodes(_Walk._issue)),
             (mesh_module.Mesh, "gathered", _noting_meetings(mesh_module.Mesh.gathered)),
-            (mesh_module.Mesh, "meet", _noting_meetings(mesh_module.Mesh.meet)),
+            (mesh_module.Mesh, "meet", _noting_meetings_of_experts(mesh_module.Mesh.meet)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(functions_cross())  # else the first thread that ends its step would end it for all

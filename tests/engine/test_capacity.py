@@ -173,7 +173,9 @@ def _ranks(rank: int, size: int) -> list[str]:
         engine.step(data[0][:, rank:], target=data[1][:, rank:])
         problems.append("unequal tokens went through")
     except ValueError as error:
-        if "capacity=2 with [14, 12] tokens on the ranks along 'ep'; allowed: equally many" not in str(error):
+        if "capacity=2 with [14, 12] tokens on the ranks that share the experts; allowed: equally many" not in str(
+            error
+        ):
             problems.append(str(error))
     return problems
 

@@ -321,6 +321,9 @@ def test_bad_input_is_named() -> None:
         Engine(models.build(), build_schedule("1f1b", ranks=2, microbatches=4), loss_fn=models.loss_fn)
     with pytest.raises(ValueError, match="a model without blocks"):
         Engine([], program, loss_fn=models.loss_fn)
+    message = r"^weight of block 0 \(Embedding\) is on the meta device in a step; allowed: parameters with values"
+    with pytest.raises(ValueError, match=message):
+        step(models.build().to("meta"), program, 1, data)
     frozen = models.build().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         step(frozen, program, 1, data)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, compile, play_clocks, play_ranks
-from overlap1f1b.plan.clock import Clock
+from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, Resource, compile, play_clocks, play_ranks
+from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, Placement, build_schedule, forward_only, sequential
@@ -243,3 +243,20 @@ def test_a_transfer_shares_no_link_that_waits() -> None:
 def test_each_link_shares_as_long_as_it_is_busy_itself() -> None:
     uneven: Mapping[CostKey, Cost] = {(Op.DISPATCH, Kind.F, 0, 0, 0): (2.0, 10.0)}
     assert passed("dispatch.f 0, send.f 1, dispatch.f 2", True, uneven) == [(0, 10), (0, 8), (4, 24)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("first", [Kind.F, Kind.I])
+def test_transfers_share_each_direction_of_a_link(ranks: int, first: Kind) -> None:
+    """One each way delay an exchange once, two the same way twice, whichever is played first."""
+    costs = NodeCosts.uniform(attention=1, experts=1, dispatch=100, send=10, shared_links=True)
+    clocks = Clocks()
+    for rank in range(ranks):
+        Clock(costs, placement=Placement.loop(ranks), clocks=clocks)
+        clocks[rank].play(Node(Op.DISPATCH, Kind.F, 9, 0, stage=rank))
+    senders = {Kind.F: 0 if ranks == 2 else 1, Kind.I: 1}  # of three ranks the one in the middle sends both
+    for kind in (first, Kind.I if first is Kind.F else Kind.F):
+        span = clocks[senders[kind]].play(Node(Op.SEND, kind, 0, 0, stage=senders[kind]))
+        assert (span.start, span.end) == (0, 20)
+    free = [clock.free[Resource.EXCHANGE] for clock in clocks]
+    assert free == ([[110], [110]] if ranks == 2 else [[110], [120], [110]])

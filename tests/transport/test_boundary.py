@@ -195,3 +195,27 @@ def _two_engines(rank: int, size: int) -> list[bool]:
 
 def test_two_engines_take_turns(ranks2: Ranks) -> None:
     assert all(all(same) and same for same in ranks2.run(_two_engines))
+
+
+def _timed(rank: int, size: int, name: str, dynamic: bool) -> list[tuple[Kind, int]]:
+    """Transfers that this rank has received and timed behind a step."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    program = build_schedule(name, ranks=size, microbatches=4)
+    engine = Engine(
+        build(), program, mesh=mesh, loss_fn=lambda loss: loss, costs=COSTS, dynamic_shapes=dynamic, timeout=20
+    )
+    engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
+    took = engine.boundary.timed(engine.mesh)
+    assert all(0 < seconds < 20 for seconds in took.values())
+    engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
+    return sorted((kind, stage) for _, kind, stage, _, _ in took)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_transfer_is_timed_where_it_arrives(ranks2: Ranks, dynamic: bool) -> None:
+    forward, backward = Kind.F, Kind.I
+    assert ranks2.run(_timed, "1f1b", dynamic) == [[(backward, 1)], [(forward, 0)]]
+    v = [[(forward, 2), (backward, 1)], [(forward, 0), (backward, 3)]]  # stages 0 and 3 are on rank 0
+    assert ranks2.run(_timed, "dualpipev", dynamic) == v
+    both = [[(forward, 0), (backward, 1)]] * 2
+    assert ranks2.run(_timed, "dualpipe", dynamic) == both

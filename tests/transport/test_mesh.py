@@ -48,6 +48,38 @@ def test_coordinates_of_a_mesh_in_any_order(ranks4: Ranks) -> None:
             assert mine["together"] == [0, 10, 20, 30]
 
 
+def _shared_experts(rank: int, size: int) -> dict[str, Any]:
+    device_mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("ep", "tp"))
+    both, one = Mesh(device_mesh, experts_over=("tp", "ep")), Mesh(device_mesh)
+    assert both.exchanging is not None
+    assert one.exchanging is not None
+    return {
+        "slices": (both.expert_slice, one.expert_slice),
+        "exchanging": (both.exchanging.size(), both.exchanging.rank(), one.exchanging.size()),
+        "gathered": (both.gathered_by_experts(rank), one.gathered_by_experts(rank)),
+        "copies": (both.expert_copies, one.expert_copies, both.data_ranks),
+        "layout": both.layout,
+        "leads": [
+            mesh.leads([0], expert=expert, parts=parts)
+            for mesh in (both, one)
+            for expert in (False, True)
+            for parts in ((), mesh.along("tp"))
+        ],
+    }
+
+
+def test_a_tensor_group_may_share_the_experts(ranks4: Ranks) -> None:
+    for rank, found in enumerate(ranks4.run(_shared_experts)):
+        ep, tp = divmod(rank, 2)
+        assert found["slices"] == ((rank, 4), (ep, 2))
+        assert found["exchanging"] == (4, rank, 2)
+        assert found["gathered"] == ([0, 1, 2, 3], [tp, 2 + tp])
+        assert found["copies"] == (("dp", "cp"), ("dp", "cp"), 2)
+        assert found["layout"] == {"pp": 1, "dp": 1, "ep": 2, "tp": 2}
+        whole, own = [rank == 0, ep == 0], [tp == 0, True]  # a plain parameter, and one in parts over the tensor group
+        assert found["leads"] == [*whole, True, True, *whole, *own]
+
+
 def test_one_rank_is_a_mesh() -> None:
     mesh = Mesh(None)
     assert [mesh.size(dimension) for dimension in ("pp", "dp", "ep")] == [1, 1, 1]

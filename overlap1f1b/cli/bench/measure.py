@@ -159,7 +159,7 @@ class Bench:
             default = next(engines[variant.key] for variant in variants if variant.default)
             self._record(default)
             bounds, samples, share = self._rounds({**engines, **{peer.name: peer for peer in peers}}, default)
-        self.report("comparing gradients")
+        self.report(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
         checked = self._check(engines, peers)
         rows = [row | checked[key] for key, row in self._rows(variants, engines, peers, samples, bounds).items()]
         return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
@@ -171,15 +171,15 @@ class Bench:
             default = next(variant for variant in variants if variant.default)
             rate = self._shape_wire(self.engine(default))
             if self.options.parts == "auto":
-                self.report("choosing the number of parts")
+                self.report(f"choosing the number of parts, then {self.options.rounds} rounds")
                 self.parts = "auto"
                 engine = self.engine(default)
                 self._calibrated(engine)
                 self.parts_choice, self.parts = engine.parts_choice, engine.parts_choice.parts
             costs: dict[Program | None, NodeCosts] = {}
             engines = {}
-            for variant in variants:
-                self.report(f"measuring nodes of {variant.key}")
+            for number, variant in enumerate(variants, 1):
+                self.report(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
                 of = None if self.shared_costs else variant.program
                 engine = engines[variant.key] = self.engine(variant, costs.get(of))
                 costs[of] = self._calibrated(engine)
@@ -238,7 +238,7 @@ class Bench:
 
     def _speed(self) -> float:
         """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
-        self.report("measuring compute")
+        self.report(f"measuring compute, then {self.options.rounds} rounds")
         found = 0.0
         for rank in range(self.rank.size):
             self.meet()
@@ -267,7 +267,7 @@ class Bench:
             return None
         rate = parse_wire(self.options.wire)
         if isinstance(rate, Balanced):
-            self.report("finding the rate at which exchange equals compute")
+            self.report(f"finding the rate at which exchange equals compute, then {self.options.rounds} rounds")
             self._calibrated(default)
             self._record(default)
             compute_only = self._bounds(default)["compute_only"]
@@ -292,7 +292,7 @@ class Bench:
         samples = {key: Samples() for key in players}
         busy = lasted = 0.0
         for turn in range(self.options.rounds + 1):  # the first is for warming up
-            what = f"round {turn} of {self.options.rounds}" if turn else "warming up"
+            what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {self.options.rounds} rounds"
             self.report(what)
             for name, measure in phases.items():
                 bounds[name].append(measure())

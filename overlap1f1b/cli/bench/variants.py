@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -63,7 +64,8 @@ def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
 def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
     """Return the best schedules, or the one of ``--schedule``, with Megatron's pattern and with ``--overlap``.
 
-    An order that is found for the costs is shown beside the best schedules.
+    Orders that are found for the costs are shown beside the best schedules: one of a stage a rank, and the one that the
+    options ask for.
     """
     if options.schedule not in (None, AUTO):
         return [Variant(default.program, kind) for kind in ("serial", "pairs", default.overlap)]
@@ -71,7 +73,10 @@ def _pipelines(options: BenchOptions, default: Variant) -> list[Variant]:
     for name, chunks in (("combined_1f1b", 1), ("combined_1f1b", 2), ("zb_v", 2), ("dualpipev", 2)):
         with suppress(ValueError):  # too few microbatches for it
             programs.append(build_schedule(name, ranks=options.pp, microbatches=options.microbatches, chunks=chunks))
-    return [Variant(program, kind) for program in programs for kind in ("pairs", default.overlap)]
+    rows = [Variant(program, kind) for program in programs for kind in ("pairs", default.overlap)]
+    if options.schedule == AUTO:
+        rows.append(Variant(replace(options, chunks=None).program(), default.overlap))
+    return rows
 
 
 class Samples:

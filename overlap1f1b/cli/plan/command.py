@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from overlap1f1b.cli import status
 from overlap1f1b.cli.draw.grid import Grid
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of
@@ -22,6 +20,7 @@ from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
+from overlap1f1b.cli.status import Say, lines
 from overlap1f1b.schedule import AUTO, Program
 from overlap1f1b.simulation import (
     ActionModel,
@@ -40,8 +39,6 @@ DEFAULT_MICROBATCHES = 8
 
 ROWS = 15
 """Rows of the table of a search."""
-
-"""Period of the lines about the progress of a search, outside of a terminal."""
 
 STYLES = {
     "F": "white on blue",
@@ -64,30 +61,56 @@ def plan(options: PlanOptions) -> None:
     """
     check_plan(options)
     screen = console(options.output.json)
+    with lines(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
+        _plan(options, screen, _Progress(say))
+
+
+class _Progress:
+    """What is said of the programs that are played, and of the search for an order inside one."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.text = say, ""
+
+    def begin(self, text: str) -> None:
+        self.text = text
+        self.say(text)
+
+    def searched(self, share: float) -> None:
+        self.say(f"{self.text}, {share:.0%} of the search for its order done")
+
+
+def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
     ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
     microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
     model, layers = model_of(options), options.sub_op_costs.layers
+    if isinstance(model, NodeModel):
+        model = replace(model, progress=progress.searched)
+    total = 1 + len(options.compare)
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
     of_step: dict[str, Any] = {"forward_only": options.forward_only, "memory": options.memory}
     if options.from_csv is not None:
         program = read(options)
+        progress.begin(f"0 of {total} programs played, now {options.from_csv}")
         timeline = model.play(program, None)
         of_step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
         of_step["forward_only"] = program.forward_only
     else:
         candidate = requested(options)
         if options.search:
-            ranking = _search(options, ranks, microbatches, model, screen)
+            ranking = _search(options, ranks, microbatches, model, screen, progress)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         check_scale(candidate, ranks, microbatches, layers)
         of_step |= {"ranks": ranks, "microbatches": microbatches}
+        progress.begin(f"0 of {total} programs played, now {candidate}")
         program, timeline = _played(candidate, model, **of_step)
     rows = [row_of(program, timeline, candidate)]
-    for other in map(parse, options.compare):
+    for number, other in enumerate(map(parse, options.compare), 1):
+        progress.begin(f"{number} of {total} programs played, now {other}")
         check_scale(other, len(program.ranks), program.microbatches, layers)
         rows.append(row_of(*_played(other, model, **of_step), other))
+    progress.begin(f"{total} of {total} programs played, now tables and drawings")
     content = content_of(program, timeline) | extra
     _write(program, timeline, options.output, _title(content))
     _show(content, timeline, options.output, screen)
@@ -104,13 +127,15 @@ def _played(candidate: Candidate, model: Model, **of_step: Any) -> tuple[Program
     return program, timeline
 
 
-def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console) -> Ranking:
+def _search(
+    options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console, progress: _Progress
+) -> Ranking:
     tried = searched(options, model)
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule not in (None, AUTO):
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
-    with _progress(len(tried), screen) as progress:
+    with _counted_tries(len(tried), screen, progress) as count:
         ranking = search(
             tried,
             ranks=ranks,
@@ -119,7 +144,7 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
             forward_only=options.forward_only,
             memory=options.memory,
             top=(options.top or 1) if isinstance(model, NodeModel) else None,
-            progress=progress,
+            progress=count,
         )
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
@@ -132,23 +157,20 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, s
 
 
 @contextmanager
-def _progress(total: int, screen: Console) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of tries: it moves a bar in a terminal, or prints a line now and then."""
-    if screen.is_terminal:
-        columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-        with Bar(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done)
+def _counted_tries(total: int, screen: Console, progress: _Progress) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the number of tries and tells it, in a terminal to a bar."""
+
+    def tell(done: int) -> None:
+        progress.begin(f"{done} of {total} schedules tried")
+
+    tell(0)
+    if not screen.is_terminal:
+        yield tell
         return
-    said = monotonic()
-
-    def say(done: int) -> None:
-        nonlocal said
-        if monotonic() - said >= status.EVERY_S:
-            said = monotonic()
-            print(f"{done} of {total} schedules tried", file=sys.stderr, flush=True)
-
-    yield say
+    columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from overlap1f1b.cli import status
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
 from overlap1f1b.cli.output import console, write_json
@@ -20,9 +18,13 @@ from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
 from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
+from overlap1f1b.cli.status import Say, lines
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress as Told
+from overlap1f1b.profiling.reading import files_of
 from overlap1f1b.simulation.trace import write_trace
+
+READ = "all files are read"
 
 
 def report(options: ReportOptions) -> None:
@@ -33,13 +35,17 @@ def report(options: ReportOptions) -> None:
     """
     check_report(options)
     screen = console(options.output.json)
-    if options.compare is not None:
-        _compare(options.compare, screen, options.output.json)
-        return
-    with reading(screen) as progress:
-        recordings = read(*options.files, progress=progress)
+    with lines(screen, "starting") as say:
+        if options.compare is not None:
+            _compare(options.compare, screen, say, options.output.json)
+        else:
+            _report(options.files, options.output, screen, say)
+
+
+def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: Say) -> None:
+    with reading(screen, say, files) as progress:
+        recordings = read(*files, progress=progress)
     content = content_of(recordings)
-    output = options.output
     bars: list[Bar] = []
     if output.predicted or any(getattr(output, name) is not None for name in PICTURES):
         step = _drawn_step(recordings.ranks, output.step)
@@ -53,13 +59,14 @@ def report(options: ReportOptions) -> None:
         content["drawn_step"] = step
     elif output.step is not None:
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
+    say(f"{READ}, now the drawings")
     _write(content, bars, output, _title(recordings))
     _show(content, _title(recordings), screen)
     write_json(output.json, content)
 
 
-def _compare(paths: Sequence[Path], screen: Console, target: str | None) -> None:
-    with reading(screen) as progress:
+def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | None) -> None:
+    with reading(screen, say, paths) as progress:
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
     for content, name in zip(contents, names, strict=True):
@@ -122,10 +129,18 @@ def _title(recordings: Recordings) -> str:
 
 
 @contextmanager
-def reading(screen: Console) -> Iterator[Told]:
-    """Yield a function that is told the bytes read of a file and shows a bar in a terminal, lines elsewhere."""
+def reading(screen: Console, say: Say, paths: Sequence[Path]) -> Iterator[Told]:
+    """Yield a function that is told the bytes read of a file: for a bar in a terminal, for ``say`` elsewhere."""
     if not screen.is_terminal:
-        yield _Lines(screen)
+        count, seen = len(files_of(*paths)), dict[Path, None]()
+
+        def tell(path: Path, read: int, size: int) -> None:
+            seen.setdefault(path)
+            megabytes = f"{read / 2**20:.0f} of {size / 2**20:.0f} MiB"
+            say(f"reading {path.name}, file {len(seen)} of {count}: {megabytes}")
+
+        yield tell
+        say(f"{READ}, now the figures")
         return
     columns = (
         TextColumn("reading {task.description}", markup=False),
@@ -142,16 +157,3 @@ def reading(screen: Console) -> Iterator[Told]:
             bar.update(tasks[path], completed=read)
 
         yield show
-
-
-class _Lines:
-    """Progress as a line every ten seconds; a file that is read faster gets none."""
-
-    def __init__(self, screen: Console) -> None:
-        self.screen, self._next = screen, time.monotonic() + status.EVERY_S
-
-    def __call__(self, path: Path, read: int, size: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + status.EVERY_S
-            text = f"reading {path.name}: {read / 2**20:.0f} of {size / 2**20:.0f} MiB"
-            self.screen.print(text, markup=False, highlight=False, soft_wrap=True)

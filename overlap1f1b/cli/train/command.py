@@ -13,6 +13,7 @@ from rich.console import Console
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.status import Say, lines
 from overlap1f1b.cli.train.progress import Board, shown
 from overlap1f1b.cli.train.summary import Speed, compared, show
 from overlap1f1b.cli.train.trainer import Step, Trainer
@@ -30,8 +31,9 @@ def train(options: TrainOptions, rank: Rank) -> None:
         ValueError: An option, the text or the checkpoint does not fit.
     """
     screen = console(options.json, quiet=rank.rank != 0)
-    run = _Run(options, rank, screen)
-    run.train()
+    with lines(screen, f"step 0/{options.steps}  reading the text and making the model") as say:
+        run = _Run(options, rank, screen, say)
+        run.train()
     if rank.rank == 0:
         result = run.result()
         show(result, screen)
@@ -45,6 +47,7 @@ class _Run:
     options: TrainOptions
     rank: Rank
     screen: Console
+    say: Say
     steps: list[Step] = field(default_factory=list)
     reference_steps: list[Step] = field(default_factory=list)
 
@@ -62,7 +65,9 @@ class _Run:
         self.saving: Saving | None = None
         self.start, self.history = 0, History()
         if self.checkpoint is not None:
+            self.say(f"step 0/{options.steps}  loading {self.checkpoint}")
             self._resume(self.checkpoint)
+        self.say(f"step {self.start}/{options.steps}")
 
     def _introduce(self) -> None:
         options, trainer, ranks = self.options, self.trainer, self.rank.size
@@ -108,7 +113,7 @@ class _Run:
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
         with (
-            shown(self.screen, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
+            shown(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
             closing(Board(folder, tokens=self.tokens, start=self.start)) as board,
         ):
             for index in range(self.start, options.steps):
@@ -126,6 +131,7 @@ class _Run:
                     self._save(options.checkpoint, number)
         if self.saving is not None:
             assert options.checkpoint is not None
+            self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
             self.checkpoint = self.trainer.saved(options.checkpoint, self.saving)
         if not self.steps:
             self._evaluate(self.start)

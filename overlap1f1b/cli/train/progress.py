@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from overlap1f1b.cli import status
+from overlap1f1b.cli.status import Say
 from overlap1f1b.cli.train.trainer import Step
 
 LINES = 15  # per run without a bar
@@ -23,22 +22,21 @@ RECENT = 20  # steps over which speed and hidden share are averaged
 class Progress:
     """Display of every step, in a bar or as lines.
 
-    >>> with shown(screen, tokens=4096, start=0, steps=150) as progress:
+    >>> with shown(screen, say, tokens=4096, start=0, steps=150) as progress:
     ...     progress.show(1, trainer.step(0), held_out=None)
 
     Args:
-        screen: Console for the lines.
+        say: Function for the lines.
         bar: Bar of the terminal; None elsewhere.
         tokens: Tokens of a step, over all ranks.
         start: Number of steps done before.
         steps: Number of all steps, earlier ones included.
     """
 
-    def __init__(self, screen: Console, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
-        self.screen, self.bar, self.tokens, self.steps = screen, bar, tokens, steps
+    def __init__(self, say: Say, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
+        self.say, self.bar, self.tokens, self.steps = say, bar, tokens, steps
         self.every = max(1, round((steps - start) / LINES))
         self._recent: deque[Step] = deque(maxlen=RECENT)
-        self._said = time.monotonic()
         self._task = None if bar is None else bar.add_task("", total=steps, completed=start, text="")
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
@@ -48,14 +46,11 @@ class Progress:
         self._recent.append(step)
         text = f"loss {step.loss:.3f}"
         if self.bar is None or self._task is None:
-            late = time.monotonic() - self._said >= status.EVERY_S
-            if late or held_out is not None or number % self.every == 0 or number == self.steps:
-                self._said = time.monotonic()
-                text += "" if held_out is None else f"  held-out {held_out:.3f}"
-                self.screen.print(
-                    f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {self._speed()}",
-                    highlight=False,
-                )
+            text += "" if held_out is None else f"  held-out {held_out:.3f}"
+            self.say(
+                f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {self._speed()}",
+                now=held_out is not None or number % self.every == 0 or number == self.steps,
+            )
             return
         if held_out is not None:
             self.bar.console.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
@@ -70,14 +65,14 @@ class Progress:
 
 
 @contextmanager
-def shown(screen: Console, *, tokens: int, start: int, steps: int) -> Iterator[Progress]:
+def shown(screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> Iterator[Progress]:
     """Yield a :class:`Progress`; its bar, if any, is shown until the block ends."""
     if not screen.is_terminal:
-        yield Progress(screen, None, tokens=tokens, start=start, steps=steps)
+        yield Progress(say, None, tokens=tokens, start=start, steps=steps)
         return
     columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     with Bar(*columns, console=screen) as bar:
-        yield Progress(screen, bar, tokens=tokens, start=start, steps=steps)
+        yield Progress(say, bar, tokens=tokens, start=start, steps=steps)
 
 
 SCALARS = ("loss", "grad_norm", "tokens_per_s", "hidden_fraction", "exposed_ms", "held_out_loss")

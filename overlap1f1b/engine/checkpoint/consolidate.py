@@ -30,7 +30,7 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         file_bytes: Bytes of a file's tensors, unless one tensor alone has more.
 
     Raises:
-        ValueError: There is no checkpoint, it is damaged, or ``folder`` has such files.
+        ValueError: There is no checkpoint, it has no model or is damaged, or ``folder`` has such files.
     """
     from safetensors.torch import save_file
 
@@ -42,9 +42,13 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         path = found
     if others := sorted(folder.glob("model*.safetensors*")):
         raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
-    files = read_contents(path).files
+    contents = read_contents(path)
+    files, added = contents.files, contents.added
+    columns = added.get("columns", {}) if isinstance(added, dict) else {}  # as save.py has turned them
     check_files(path, files, files)
     index = {name: meta for name, meta in read_index(path, files).items() if name.startswith("model.")}
+    if not index:
+        raise ValueError(f"{path} has no model, it was saved with model='none'; allowed: one with all or trained")
     parts = _parts(index, file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
@@ -53,6 +57,7 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         read_tensors(path, tensors)
         file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         whole = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        whole |= {name: whole[name].t().reshape(columns[name], -1) for name in columns.keys() & whole.keys()}
         save_file(whole, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(whole, file)
     if len(parts) > 1:

@@ -11,8 +11,9 @@ copies, over groups of its own.
 
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
-an equal slice of dimension 0 on each rank along "ep", rank 0 first. DCP gets it as a :class:`.slices.Slice` of the full
-shape, and likewise its optimizer state if that has the same rows. FSDP2's shards are DTensors, which DCP knows.
+an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
+:class:`.slices.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2's shards and
+tensor-parallel parameters are DTensors, which DCP knows.
 Everything else is equal on all ranks that hold it.
 
 A parameter that was never updated has no optimizer state, so none is stored. If only some slices of a parameter have
@@ -29,7 +30,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +73,14 @@ from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensor
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh, Together
 
 _THREAD = "checkpoint"  # purpose of the groups over which a background thread meets those of other ranks
 
 State = dict[str, Any]
+Stored = Literal["all", "trained", "none"]
 
 
 @overload
@@ -90,7 +93,7 @@ def save_checkpoint(
     state: States | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = 2,
-    frozen: bool = True,
+    model: Stored = "all",
     background: Literal[False] = False,
 ) -> Path: ...
 
@@ -105,7 +108,7 @@ def save_checkpoint(
     state: States | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = 2,
-    frozen: bool = True,
+    model: Stored = "all",
     background: Literal[True],
 ) -> Saving: ...
 
@@ -119,7 +122,7 @@ def save_checkpoint(
     state: States | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = 2,
-    frozen: bool = True,
+    model: Stored = "all",
     background: bool = False,
 ) -> Path | Saving:
     """Write a training run to ``directory/step-00000100``, and return that path.
@@ -141,14 +144,16 @@ def save_checkpoint(
             of its own, by ranks of the same layout.
         config: JSON values that a run must share with this one to resume from it.
         keep: Number of checkpoints that stay in the directory.
-        frozen: Whether parameters that require no gradient are stored, too. Without them, the run that loads the
-            checkpoint keeps its own.
+        model: Tensors of the model that are stored: ``"all"``; ``"trained"``, without parameters that require no
+            gradient; or ``"none"``, where the model is stored elsewhere. The run that loads the checkpoint keeps its
+            own in place of others.
         background: Whether to copy the tensors to the CPU, and to write them while the next steps run. The result is
             then a :class:`Saving`, whose ``result()`` waits. The next call, ``load_checkpoint`` and ``engine.close()``
             wait, too, and raise the error of a checkpoint whose result has not been asked.
 
     Raises:
-        ValueError: ``keep`` is below 1, the mesh does not have all ranks, or a state cannot be stored.
+        ValueError: ``keep`` is below 1, ``model`` is none of these, the mesh does not have all ranks, or a state cannot
+            be stored.
         OSError: A rank cannot write; raised on every rank.
         RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
             not answer within the engine's limit; the slowest rank must write its part within this limit.
@@ -159,7 +164,7 @@ def save_checkpoint(
     engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         together = Together(engine.mesh, failed)
-        writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, frozen)
+        writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, model)
         writing.accept(together.each(writing.describe))
         writing.begin(together.first(lambda: begin(directory, step)))
         plans = together.each(writing.plan)
@@ -266,14 +271,15 @@ class _Held:
             self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
             own = {block for stage in engine.stages.values() for block in stage.blocks}
             self.blocks = {name for name, child in self.model.named_children() if child in own}
+        self.slice, self.slices = self.mesh.expert_slice
         self.sliced = {
             f"{path}.{label}".lstrip(".")
             for path, module in self.model.named_modules()
-            if isinstance(module, Experts) and self.mesh.size("ep") > 1
+            if isinstance(module, Experts) and self.slices > 1
             for label, parameter in module.named_parameters()
             if parameter not in engine.sharding.sliced
         }
-        """Names of parameters that are sliced over the ranks along "ep", without a DTensor that says so."""
+        """Names of parameters that are sliced over the ranks that share the experts, without a DTensor that says so."""
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -293,8 +299,10 @@ class _Held:
             if self.holds(name):
                 yield name, parameter, self.optimizer.state.get(parameter) or {}
 
-    def tensors(self, *, frozen: bool = True) -> dict[str, Tensor]:
-        """Return the model's tensors as they are stored, by name; perhaps without frozen parameters."""
+    def tensors(self, stored: Stored) -> dict[str, Tensor]:
+        """Return the model's tensors as they are stored, by name."""
+        if stored == "none":
+            return {}
         state = self.model.state_dict()
         renamed = sorted(self.sliced - state.keys())
         if renamed:
@@ -302,7 +310,8 @@ class _Held:
                 f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
                 "state_dict with the parameters' names"
             )
-        left = set() if frozen else {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        left = frozen if stored == "trained" else set()
         return {
             f"model.{name}": self.whole(tensor, name)
             for name, tensor in state.items()
@@ -332,7 +341,7 @@ class _Held:
             tensor = tensor.view(-1, experts).t()
         if name not in self.sliced:
             return tensor
-        return Slice(tensor, self.mesh.rank("ep"), self.mesh.size("ep"))
+        return Slice(tensor, self.slice, self.slices)
 
     def is_shared(self, name: str) -> bool:
         """Return whether ranks hold different parts of a parameter."""
@@ -345,7 +354,7 @@ class _Held:
             ValueError: The tensor is neither a single number nor has a row for each row of the parameter, or it is a
                 DTensor that ranks have not summed yet.
         """
-        if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        if isinstance(value, DTensor) and is_partial(value):
             raise ValueError(
                 f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or copies"
             )
@@ -387,9 +396,10 @@ class _Description(NamedTuple):
     Args:
         step: Number of training steps.
         groups: Numbers and parameter names of the optimizer's groups.
-        slices: State of slices, by the parameter's name and the rank along "ep".
+        slices: State of slices, by the parameter's name and the number of the slice.
         numbers: State that is not a tensor, by parameter and entry.
         states: Checksum of each of the run's states, by name.
+        columns: Rows of parameters whose columns are stored as rows, by name.
     """
 
     step: int
@@ -397,6 +407,7 @@ class _Description(NamedTuple):
     slices: dict[tuple[str, int], _SliceState]
     numbers: dict[str, dict[str, Json]]
     states: dict[str, int]
+    columns: dict[str, int]
 
 
 class _Copies(DefaultSavePlanner):
@@ -434,10 +445,10 @@ class _Writing:
         state: States | None,
         config: Mapping[str, Any],
         keep: int,
-        frozen: bool,
+        model: Stored,
     ) -> None:
         self.engine, self.optimizer, self.together = engine, optimizer, together
-        self.step, self.state, self.config, self.keep, self.frozen = step, state, config, keep, frozen
+        self.step, self.state, self.config, self.keep, self.model = step, state, config, keep, model
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
@@ -445,16 +456,19 @@ class _Writing:
             raise ValueError(f"keep={self.keep} would remove the checkpoint just written; use keep=1 or more")
         if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
             raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
+        if self.model not in (allowed := get_args(Stored)):
+            raise ValueError(f"model={quoted(self.model)}; allowed: {', '.join(allowed)}")
         try:
             self.config = dict(self.config)
             json.dumps(self.config)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
         self.held = held = _Held(self.engine, self.optimizer)
-        self.tensors = held.tensors(frozen=self.frozen)
+        self.tensors = held.tensors(self.model)
         self._packed = pack(with_random(self.state))
         states = {name: zlib.crc32(content) for name, content in self._packed.items()}
-        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {}, states)
+        columns = {name: len(held.parameters[name]) for name in held.columns if name in held.parameters}
+        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {}, states, columns)
         for name, parameter, state in held.states():
             stored_name = held.stored_name(name)
             numbers: dict[str, Json] = {}
@@ -467,7 +481,7 @@ class _Writing:
                     rows[entry] = value.dtype, value.shape[1:]
             if state and name in held.sliced:
                 one = _SliceState(float(state.get("step", 1)), self.together.rank, rows)
-                found.slices[stored_name, held.mesh.rank("ep")] = one
+                found.slices[stored_name, held.slice] = one
             if numbers:
                 found.numbers[stored_name] = numbers
         return found
@@ -491,9 +505,11 @@ class _Writing:
                 if name not in self._leads or self._leads[name].slice.rank == rank:
                     numbers.setdefault(name, entries)
         groups = describe_groups([one.groups for one in every])
-        self._added = {"groups": groups, "state": numbers, "layout": _layout(self.held.mesh)}
-        if not self.frozen:
-            self._added["frozen"] = False
+        self._added = {"groups": groups, "state": numbers, "layout": self.held.mesh.layout}
+        if columns := {name: rows for one in every for name, rows in one.columns.items()}:
+            self._added["columns"] = columns
+        if self.model != "all":
+            self._added["model"] = self.model
 
     def begin(self, folder: Path) -> None:
         """Prepare to write into ``folder``."""
@@ -520,7 +536,7 @@ class _Writing:
                     rows = held.has_rows(name, parameter, entry, value)
                     if rows or lead is None or lead.slice.rank == rank:
                         tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
-            if lead is not None and held.mesh.rank("ep") not in lead.begun:
+            if lead is not None and held.slice not in lead.begun:
                 for entry, (dtype, row) in lead.slice.rows.items():
                     zeros = zeros_like_rows(parameter, row, dtype)
                     tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
@@ -556,10 +572,6 @@ class _Writing:
         self._writer.finish(index, [results for results, _ in written])
         files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
         return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
-
-
-def _layout(mesh: Mesh) -> dict[str, int]:
-    return {name: mesh.size(name) for name in DIMENSIONS}
 
 
 def _number(mesh: Mesh) -> int:
@@ -605,7 +617,7 @@ class _Reading:
         """
         self.held = held = _Held(self.engine, self.optimizer)
         added = self.contents.added
-        self.tensors = held.tensors(frozen=not isinstance(added, dict) or added.get("frozen", True) is True)
+        self.tensors = held.tensors(added.get("model", "all") if isinstance(added, dict) else "all")
         self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
         for name in held.parameters:
             self._copies.setdefault(held.stored_name(name), []).append(name)
@@ -651,7 +663,7 @@ class _Reading:
         stored = added.get("layout", {}) if isinstance(added, dict) else {}
         with self._naming_checkpoint():
             self._states = with_random(self.state)
-            files = choose_files(self._states, self.contents.files, _number(mesh), _layout(mesh), stored)
+            files = choose_files(self._states, self.contents.files, _number(mesh), mesh.layout, stored)
         self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
 
     def fill_states(self) -> None:

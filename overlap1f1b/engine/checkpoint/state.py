@@ -107,11 +107,11 @@ def file_of(name: str, number: int | None = None) -> str:
 
 
 def choose_files(
-    states: States, files: Iterable[str], number: int, layout: Mapping[str, int], stored_layout: Mapping[str, int]
+    states: States, files: Iterable[str], number: int, layout: Mapping[Any, int], stored_layout: Mapping[Any, int]
 ) -> dict[str, str]:
     """Return the files that a rank reads, by the names of their states.
 
-    Random numbers that are missing, or those of each rank in another layout, are left out.
+    Random numbers that are missing, or those of another layout, are left out: ranks with data of their own draw others.
 
     Args:
         states: States of this run; None for one that is not wanted.
@@ -131,7 +131,7 @@ def choose_files(
         raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")
     chosen = {}
     for name, state in states.items():
-        if state is None or (name == RANDOM and name not in found):
+        if state is None or (name == RANDOM and (name not in found or layout != stored_layout)):
             continue
         if name not in found:
             has = ", ".join(sorted(found)) or "none"
@@ -140,7 +140,7 @@ def choose_files(
             chosen[name] = file_of(name)
         elif layout == stored_layout:
             chosen[name] = file_of(name, number)
-        elif name != RANDOM:
+        else:
             raise ValueError(
                 f"it has a state[{name!r}] of each rank of {_text(stored_layout)}, this run has {_text(layout)}; "
                 "allowed: the same layout, or None to leave the state"
@@ -148,5 +148,5 @@ def choose_files(
     return chosen
 
 
-def _text(layout: Mapping[str, int]) -> str:
+def _text(layout: Mapping[Any, int]) -> str:
     return " × ".join(f"{name} {size}" for name, size in layout.items())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
+from types import MappingProxyType
 
 from torch import Tensor
 
 from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource, Span, cost_key
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Exchange, Expected, Transfer
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 _Links = dict[CostKey, tuple[float, ...]]
 
@@ -47,7 +48,13 @@ class BackToBack:
 
 
 def measured_costs(
-    nodes: Iterable[Node], spans: Iterable[Span], mesh: Mesh, *, shared_links: bool, launches: Iterable[Span] = ()
+    nodes: Iterable[Node],
+    spans: Iterable[Span],
+    mesh: Mesh,
+    *,
+    shared_links: bool,
+    launches: Iterable[Span] = (),
+    transfers: Mapping[CostKey, float] = MappingProxyType({}),
 ) -> NodeCosts:
     """Return costs in seconds, the same on all ranks: of each node the median over microbatches.
 
@@ -55,8 +62,8 @@ def measured_costs(
 
     A compute node costs the time of the slowest rank. An exchange has one cost for each rank that shares the experts,
     the time until that rank had received all its rows: links carry different numbers of rows. A transfer between stages
-    costs the time from its announcement to its arrival. A launch costs the median over blocks, too, on the slowest
-    rank; ``launches`` has the times in which the thread launched nodes on a device.
+    costs what ``transfers`` says, or the time from its announcement to its arrival. A launch costs the median over
+    blocks, too, on the slowest rank; ``launches`` has the times in which the thread launched nodes on a device.
     """
     took = {span.node: span.end - span.start for span in spans}
     by_key: dict[CostKey, list[float]] = {}
@@ -67,12 +74,13 @@ def measured_costs(
         elif node.op is not Op.SEND:
             by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
     mine: _Links = {key: (median(times),) for key, times in by_key.items()}
+    mine |= {key: (seconds,) for key, seconds in transfers.items()}
     by_op: dict[tuple[Op, Kind], list[float]] = {}
     for span in launches:
         by_op.setdefault(span.node[:2], []).append(span.end - span.start)
     # A launch belongs to no block; a tag keeps it apart from the time on the device.
     mine |= {(*place, *_LAUNCH): (median(times),) for place, times in by_op.items()}
-    merged = mesh.combined(mine, _slowest)
+    merged = mesh.combined(mine, lambda dimension, tables: _slowest(tables, links=dimension in mesh.experts_over))
     launch = {key[:2]: max(merged.pop(key)) for key in list(merged) if key[2:] == _LAUNCH}
     by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
     return NodeCosts(by_node=by_node, shared_links=shared_links, launch=launch)
@@ -81,12 +89,12 @@ def measured_costs(
 _LAUNCH = (-1, -1, -1)
 
 
-def _slowest(dimension: Dimension, tables: list[_Links]) -> _Links:
-    """Merge the tables of the ranks along a dimension: the slowest rank counts, exchanges keep each rank's link."""
+def _slowest(tables: list[_Links], *, links: bool) -> _Links:
+    """Merge the tables of the ranks along a dimension: the slowest rank counts; exchanges may keep each rank's link."""
     merged: _Links = {}
     for key in dict.fromkeys(key for table in tables for key in table):
         costs = [table[key] for table in tables if key in table]
-        if dimension == "ep" and RESOURCE_OF[key[0]] in (Resource.EXCHANGE, Resource.CONTROL):
+        if links and RESOURCE_OF[key[0]] in (Resource.EXCHANGE, Resource.CONTROL):
             merged[key] = tuple(chain.from_iterable(costs))
         else:
             merged[key] = tuple(map(max, zip(*costs, strict=True)))

@@ -27,7 +27,7 @@ class PartsChoice:
 
     Attributes:
         parts: Number of parts of the next step.
-        measured: Plans of each number whose costs were measured; empty unless the number is chosen.
+        predicted: Predicted seconds of a step, by the numbers of parts that were measured.
 
     Raises:
         ValueError: The number is not allowed, or it is to be chosen although costs or a plan are given.
@@ -37,8 +37,12 @@ class PartsChoice:
         if parts == "auto" and known:
             raise ValueError(f"parts={parts!r} with costs or a plan, which are of one number; allowed: this number")
         self._pending = list(TRIED) if parts == "auto" else []
-        self.parts = self._pending[0] if self._pending else parse_parts(parts)
-        self.measured: dict[int, Plans] = {}
+        try:
+            self.parts = self._pending[0] if self._pending else parse_parts(parts)
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto") from None
+        self.predicted: dict[int, float] = {}
+        self._plans: dict[int, Plans] = {}
 
     @property
     def open(self) -> bool:
@@ -52,25 +56,18 @@ class PartsChoice:
 
     def note(self, plans: Plans) -> Plans | None:
         """Note the plans of the current number; go on to the next one, or to the best and return its plans."""
-        self.measured[self._pending.pop(0)] = plans
+        noted = self._pending.pop(0)
+        self._plans[noted], self.predicted[noted] = plans, plans.of_step.predicted
         if self._pending:
             self.parts = self._pending[0]
             return None
-        self.parts = self._best()
-        return self.measured[self.parts]
-
-    def _best(self) -> int:
-        steps = self.predicted
-        best = min(steps)
-        for parts in sorted(steps):
-            if steps[parts] < (1 - LEAST_GAIN) * steps[best]:
-                best = parts
+        self.parts, *more = self.predicted
+        for parts in more:
+            if self.predicted[parts] < (1 - LEAST_GAIN) * self.predicted[self.parts]:
+                self.parts = parts
+        best = self._plans[self.parts]
+        self._plans.clear()
         return best
-
-    @property
-    def predicted(self) -> dict[int, float]:
-        """Predicted seconds of a step, by the numbers of parts that were measured."""
-        return {parts: plans.of_step.predicted for parts, plans in self.measured.items()}
 
     def __str__(self) -> str:
         """Return the number, and the predicted steps by which it was chosen.
@@ -78,7 +75,7 @@ class PartsChoice:
         >>> print(PartsChoice(2))
         2
         """
-        if self.open or not self.measured:
+        if self.open or not self.predicted:
             return str(self.parts)
         steps = ", ".join(f"{parts}: {1e3 * step:.0f} ms" for parts, step in self.predicted.items())
         return f"{self.parts} (predicted step by number of parts: {steps})"

@@ -21,7 +21,6 @@ from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Span, Step
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
 from overlap1f1b.transport.lanes import Flight, Lane
-from overlap1f1b.transport.mesh import DIMENSIONS
 
 
 class RecordedSpan(NamedTuple):
@@ -72,7 +71,7 @@ class Recorder:
         self.engine, self.writer, self.next = engine, writer, first
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh: dict[str, tuple[int, int]] = {
-            name: (engine.mesh.rank(name), engine.mesh.size(name)) for name in DIMENSIONS
+            name: (engine.mesh.rank(name), size) for name, size in engine.mesh.layout.items()
         }
         self.steps: list[RecordedStep] = []
         self._actions = _actions_of(engine.program)

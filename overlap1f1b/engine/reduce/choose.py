@@ -9,10 +9,11 @@ from torch import nn
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer, Sharding
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
+from overlap1f1b.engine.reduce.tensor import PartialSums
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import DATA, Mesh
 
 
 def reductions_of(
@@ -41,12 +42,13 @@ def reductions_of(
     Raises:
         ValueError: FSDP2 was applied over other ranks than those that hold the same parameters.
     """
-    reductions: list[Reduction] = []
+    partial = PartialSums(stages, mesh)
+    reductions: list[Reduction] = [partial] if partial.reduces else []  # before gradients are summed over other ranks
     apart: Set[nn.Parameter] = frozenset()
     if sharding.groups:
         if len(replicas) > 1:  # these play other plans
             sharding.ahead = None
-        ranks, expert_ranks = (mesh.ranks(pp=replicas, over=over) for over in (("dp", "ep"), ("dp",)))
+        ranks, expert_ranks = (mesh.ranks(pp=replicas, over=over) for over in (DATA, mesh.expert_copies))
         with sharding.gathered():
             sharded = ShardedReducer(sharding, stages, shards, ranks=ranks, expert_ranks=expert_ranks)
         reductions.append(sharded)

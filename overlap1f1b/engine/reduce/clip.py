@@ -15,6 +15,7 @@ from overlap1f1b.engine.run.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
+from overlap1f1b.transport.boundary import summed
 from overlap1f1b.transport.mesh import Mesh
 
 
@@ -27,9 +28,8 @@ def clip(
 ) -> Tensor:
     """Scale the gradients so that their 2-norm over all ranks is at most ``max_norm``; return the norm, a scalar.
 
-    Every parameter counts once: outside the experts on the first rank along "ep"; of a stage that several pipeline
-    ranks hold on the first of them; tied over stages not on the later stages (``repeated``). Of a parameter under FSDP2
-    every rank counts its shard.
+    Every parameter counts once: on the first of the ranks that hold the same; tied over stages not on the later stages
+    (``repeated``). Of a DTensor every rank of its mesh counts its part.
 
     Raises:
         ValueError: A negative or undefined ``max_norm``; experts' gradients that are in ``main_grad``.
@@ -47,14 +47,16 @@ def clip(
         raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: the optimizer's own clipping")
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
-        if placement.replicas(number)[0] == mesh.rank("pp"):
-            mine = (p for block in stage.blocks for p in block.parameters())
-            counted |= dict.fromkeys(p for p in mine if p in experts or (mesh.rank("ep") == 0 and p not in repeated))
-    grads = [p.grad for p in counted if p.grad is not None and not isinstance(p.grad, DTensor)]
-    shards = [p.grad for p in every if isinstance(p.grad, DTensor)]
-    whole = _square(grads) if mesh.rank("dp") == 0 else 0.0  # the same on all ranks along "dp"
+        for parameter in (p for block in stage.blocks for p in block.parameters() if p not in repeated):
+            grad = parameter.grad
+            parts = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else ()
+            if mesh.leads(placement.replicas(number), expert=parameter in experts, parts=parts):
+                counted[parameter] = None
+    grads = [p.grad for p in counted if p.grad is not None]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    shards = [summed(grad) for grad in grads if isinstance(grad, DTensor)]
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
-    square, double = mesh.sums(whole + _square_of_shards(shards), has_double)
+    square, double = mesh.sums(_square(whole) + _square_of_shards(shards), has_double)
     norm = torch.tensor(math.sqrt(square), dtype=torch.float64 if double else torch.float32)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:

@@ -31,9 +31,11 @@ from overlap1f1b.engine.reduce.reduction import BlockKey
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.exchange import Transfer
-from overlap1f1b.transport.groups import abort
+from overlap1f1b.transport.groups import abort, limit
 from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.mesh import lines_of
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
@@ -60,9 +62,10 @@ class Sharding:
             that hold them.
         ranks: Ranks of the engine, by their numbers in the default group.
         sharing: Ranks that share the experts, this one among them. Experts may be DTensors, sliced over these ranks.
+        tensor: Ranks of this one's tensor group. Any parameter may be a DTensor over these ranks.
 
     Raises:
-        ValueError: A parameter is a DTensor that FSDP2 does not hold, as under tensor parallelism, or over other ranks;
+        ValueError: A parameter is a DTensor over other ranks than FSDP2's and its tensor group's;
             FSDP2 was applied to a module around the blocks that is not given; or it was applied with mixed precision,
             and torch is older than 2.13.
 
@@ -73,7 +76,11 @@ class Sharding:
     """
 
     def __init__(
-        self, *models: nn.Module | Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int] = ()
+        self,
+        *models: nn.Module | Sequence[nn.Module],
+        ranks: Collection[int],
+        sharing: Collection[int] = (),
+        tensor: Collection[int] = (),
     ) -> None:
         tops = [m for model in models for m in ([model] if isinstance(model, nn.Module) else model)]
         roots = [root for top in tops for root in _outermost(top)]
@@ -90,9 +97,11 @@ class Sharding:
         # Each root has a context with three streams of high priority; torch has 32, and then gives them out again.
         share_comm_ctx(self._modules)
         self.sliced: set[Tensor] = set()
-        self._check(tops, ranks, sharing)
+        self._check(tops, ranks, sharing, tensor)
 
-    def _check(self, tops: Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int]) -> None:
+    def _check(
+        self, tops: Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int], tensor: Collection[int]
+    ) -> None:
         held = {id(p.sharded_param): group for group in self.groups for p in group.fsdp_params}
         for top in tops:
             for path, module in top.named_modules():
@@ -100,26 +109,29 @@ class Sharding:
                     if isinstance(parameter, DTensor):
                         name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
                         group = held.get(id(parameter))
-                        slicing = _slicing(parameter, group, sharing)
-                        _check_parameter(parameter.device_mesh, slicing, group, module, ranks, name)
+                        split = _tensor_dimensions(parameter.device_mesh, tensor)
+                        slicing = _slicing(parameter, group, sharing) - split
+                        _check_parameter(parameter.device_mesh, slicing | split, group, module, ranks, name)
                         if slicing:
                             self.sliced.add(parameter)
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         for group in self.groups:
-            if group.mp_policy.param_dtype is not None and version < _PASSIVE_CASTS:
+            casts = any(held.mp_policy.param_dtype is not None for held in group.fsdp_params)
+            if casts and version < _PASSIVE_CASTS:
                 raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
 
     @property
     def process_groups(self) -> set[dist.ProcessGroup]:
         """Groups of FSDP2's collectives, which are the user's."""
         meshes = [group.mesh_info for group in self.groups]
-        found = (getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("shard", "replicate"))
+        kinds = ("shard", "replicate", "reduce_scatter")
+        found = (getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in kinds)
         return {group for group in found if group is not None}
 
     def limit(self, timeout: timedelta) -> None:
         """Set the limit of FSDP2's waits, which torch takes from the process group."""
         for group in self.process_groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            limit(group, timeout)
 
     def abort(self) -> None:
         """End FSDP2's collectives on gloo when the process ends; the groups are the user's."""
@@ -193,13 +205,16 @@ class Sharding:
     def finalize(self) -> None:
         """End FSDP2's backward: on CUDA, the current stream waits for the reductions."""
         for root in self._roots:
+            # torch 2.15 asks who ends the backward, and would have asked in its own pre-backward hook.
+            _state(root)._state_ctx.manual_backward_finalization_active = False
             _state(root)._root_post_backward_final_callback()
 
     def forget(self) -> None:
         """Drop gradients that were not reduced."""
         for group in self.groups:
             for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
+                if _sums_beside(held):
+                    held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
 
@@ -207,36 +222,51 @@ class Sharding:
 def _slicing(parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int]) -> set[int]:
     """Return the dimensions of a DTensor's mesh along which the ranks that share the experts hold slices of it."""
     own = set() if group is None else set(_ranks_of(group))
+    mesh = parameter.device_mesh
     return {
         at
-        for at, (line, placement) in enumerate(zip(_lines(parameter.device_mesh), parameter.placements, strict=True))
-        if placement.is_shard() and set(line) == set(sharing) and not set(line) <= own
+        for at, (line, placement) in enumerate(zip(lines_of(mesh), parameter.placements, strict=True))
+        if placement.is_shard() and _is_of_experts(mesh, at) and set(line) == set(sharing) and not set(line) <= own
     }
+
+
+def _tensor_dimensions(mesh: DeviceMesh, tensor: Collection[int]) -> set[int]:
+    """Return the dimensions of a DTensor's mesh along which it meets its tensor group."""
+    return {at for at, line in enumerate(lines_of(mesh)) if set(line) == set(tensor) and not _is_of_experts(mesh, at)}
+
+
+def _is_of_experts(mesh: DeviceMesh, at: int) -> bool:
+    """Return whether a dimension is called "ep", or begins so, as "ep_tp".
+
+    Ranks of a tensor group may share experts, too. Only the name tells slices of experts from those of other layers.
+    """
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return names[at].split("_")[0] == "ep"
 
 
 def _check_parameter(
     mesh: DeviceMesh,
-    slicing: Collection[int],
+    apart: Collection[int],
     group: ParameterGroup | None,
     module: nn.Module,
     ranks: Collection[int],
     name: str,
 ) -> None:
-    """Raise ValueError unless FSDP2 holds a module's DTensor over the engine's ranks."""
+    """Raise ValueError unless FSDP2 holds a module's DTensor, ``apart`` from some dimensions of its mesh."""
     # Other ranks have other engines: they would measure other costs and play another plan.
     foreign = _beyond(mesh, ranks)
-    if not foreign and group is not None:  # FSDP2 may hold tensors that are sharded over another dimension already
-        foreign = _beyond(mesh, _ranks_of(group), slicing)
+    if not foreign:  # FSDP2 may hold tensors that are sharded over another dimension already
+        foreign = _beyond(mesh, () if group is None else _ranks_of(group), apart)
         if not foreign:
             return
-    elif not foreign and getattr(module, "_is_fsdp_managed_module", False):
-        raise ValueError(
-            f"{name} is sharded by a module around the blocks; "
-            "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
-        )
+        if group is None and getattr(module, "_is_fsdp_managed_module", False):
+            raise ValueError(
+                f"{name} is sharded by a module around the blocks; "
+                "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
+            )
     raise ValueError(
-        f"{name} is a DTensor over {foreign or _beyond(mesh, ())}, which is not FSDP2's over the engine's ranks "
-        f"{sorted(ranks)}; allowed: FSDP2 over those, or whole tensors (no tensor parallelism)"
+        f"{name} is a DTensor over {foreign}, which is not FSDP2's over the engine's ranks {sorted(ranks)}; "
+        "allowed: FSDP2 over those, tensor parallelism over the mesh's dimension 'tp', experts over one called 'ep'"
     )
 
 
@@ -246,19 +276,10 @@ def _ranks_of(group: ParameterGroup) -> list[int]:
     return ranks
 
 
-def _lines(mesh: DeviceMesh) -> list[list[int]]:
-    """Return the ranks that this rank meets along each dimension of a mesh."""
-    at = mesh.get_coordinate() or [0] * mesh.ndim
-    return [
-        mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
-        for dimension in range(mesh.ndim)
-    ]
-
-
 def _beyond(mesh: DeviceMesh, ranks: Collection[int], slicing: Collection[int] = ()) -> str:
     """Return the dimensions of a mesh along which this rank meets other ranks than these, in words, or nothing."""
     names, found = mesh.mesh_dim_names, []
-    for dimension, line in enumerate(_lines(mesh)):
+    for dimension, line in enumerate(lines_of(mesh)):
         if dimension not in slicing and not set(line) <= set(ranks):
             found.append(f"{repr(names[dimension]) if names else f'dimension {dimension}'} of ranks {line}")
     return ", ".join(found)
@@ -367,7 +388,7 @@ class ShardedReducer:
             self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
             _set(group, _SETTINGS)
             for held in group.fsdp_params:
-                if held.reduce_dtype is not None:  # FSDP2 sums microbatches in the dtype in which it sums ranks
+                if _sums_beside(held):
                     hook = _accumulating(held)
                     self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
         self.sharding.gather()
@@ -386,10 +407,14 @@ class ShardedReducer:
             parameter = held.unsharded_param
             if parameter.requires_grad and parameter.grad is None and held.unsharded_accumulated_grad is None:
                 # No token of this rank reached it; another rank's may have, and all ranks must reduce the same.
-                if held.reduce_dtype is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
+                if _sums_beside(held):
                     held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
+                else:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+            grad = held.unsharded_accumulated_grad
+            if is_partial(grad):  # here, not in a lane's thread, where it would meet the sums of blocks
+                held.unsharded_accumulated_grad = grad.redistribute(placements=parameter.placements)
 
         def post() -> Transfer[None]:
             if self.lane.background:
@@ -441,6 +466,14 @@ class _Held(Transfer[None]):
 
     def receive(self, timeout: timedelta | None = None) -> None:
         self.reduce()
+
+
+def _sums_beside(held: Any) -> bool:
+    """Return whether FSDP2 sums microbatches beside ``.grad``, in the dtype in which it sums ranks.
+
+    From torch 2.15 on, ``.grad`` itself has that dtype.
+    """
+    return held.reduce_dtype is not None and hasattr(held, "accumulate_unsharded_grad_if_needed")
 
 
 def _accumulating(held: Any) -> Callable[[Tensor], None]:

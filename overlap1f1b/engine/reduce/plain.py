@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
@@ -123,14 +124,17 @@ class Reducer:
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's ``.grad``, dense and in memory of its own, so that it can be summed in place."""
+    """Return a parameter's ``.grad``, dense and in memory of its own, so that it can be summed in place.
+
+    Of a DTensor it is this rank's part: ranks with the same part sum.
+    """
     grad = parameter.grad
     if grad is None:  # no token of this rank reached it; another rank's may have
         grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    elif not grad.is_contiguous() or _shared(grad):
+    elif not grad.is_contiguous() or _shared(grad.to_local() if isinstance(grad, DTensor) else grad):
         grad = grad.clone(memory_format=torch.contiguous_format)
     parameter.grad = grad
-    return grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _shared(grad: Tensor) -> bool:

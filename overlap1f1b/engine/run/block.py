@@ -235,7 +235,8 @@ class BlockRun:
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
-                    "does not show to function modes (scripted or compiled code, vmap, an extension); "
+                    "does not show to function modes (scripted or compiled code, vmap, an extension, a kept "
+                    "MyFunction.apply); "
                     "allowed there: a clone() of it"
                 )
 

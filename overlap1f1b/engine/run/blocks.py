@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
@@ -185,6 +186,8 @@ class Blocks:
         """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
         self.calls: dict[tuple[int, int], str] = {}
         """Sizes with which experts were called, as text, by (block, call): equal on all ranks."""
+        self.first_rows: dict[tuple[int, int], Tensor] | None = None
+        """``[≤ 64, H]``, the first rows that went to experts, by (block, call); None if nobody asks for them."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
@@ -219,7 +222,11 @@ class Blocks:
                 seams=len(self.experts_of(index)),
                 split=bool(self.linears[index] or self._apart_of(index)) or self._delays(index),
                 reduced=bool(
-                    (reduce_own and self.own_parameters(index)) or (reduce_experts and self.expert_parameters_of(index))
+                    (reduce_own and self.own_parameters(index))
+                    or (reduce_experts and self.expert_parameters_of(index))
+                    or any(
+                        isinstance(p, DTensor) for p in (*self.own_parameters(index), *self.expert_parameters_of(index))
+                    )
                 ),
                 recompute=parse_recompute("none" if self._keeps(index) else recompute),
                 parts=parts if self.experts_of(index) else 1,
@@ -377,6 +384,8 @@ class Blocks:
         if (block, seam) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
             self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
+            if self.first_rows is not None:
+                self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
         if route.dropped is not None:
             self.dropped.append(Dropped(block, microbatch, route.dropped, route.counts, route.send[0]))
 

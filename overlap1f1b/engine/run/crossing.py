@@ -27,7 +27,7 @@ from overlap1f1b.engine.run.foreign import (
     watched,
     watched_parts,
 )
-from overlap1f1b.engine.run.graph import LAST, apply_function
+from overlap1f1b.engine.run.graph import LAST, apply_function, applying
 from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
@@ -160,9 +160,9 @@ class Asking(OpOverloadPacket):
 def functions_cross() -> Iterator[None]:
     """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
 
-    What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own. The
-    functional all-to-all asks it, too. A function mode is no place to suspend a forward: torch's bindings are then
-    on the stack, and do not bear a switch.
+    What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
+    torch 2.14 calls directly). The functional all-to-all asks it, too. A function mode is no place to suspend a
+    forward: torch's bindings are then on the stack, and do not bear a switch.
     """
     if "apply" in LAST.__dict__:  # another stage of this rank has changed it
         yield
@@ -196,12 +196,11 @@ def functions_cross() -> Iterator[None]:
         return result
 
     operations = functional_operations()
-    LAST.apply = classmethod(uncompiled(apply))
     for namespace, operation in operations:
         namespace.all_to_all_single = Asking.of(operation)
     try:
-        yield
+        with applying(apply):
+            yield
     finally:
-        del LAST.apply
         for namespace, operation in operations:
             namespace.all_to_all_single = operation

@@ -361,7 +361,7 @@ def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
     All ranks must call this. A Function is tried on all ranks that share the experts, or on none of them.
     """
     mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
-    every = mesh.gathered("ep", {place: trial.places or () for place, trial in mine.items()})
+    every = mesh.gathered_by_experts({place: trial.places or () for place, trial in mine.items()})
     verdicts: dict[tuple[int, str], bool] = {}
     for place in sorted(set().union(*every)):
         verdicts[place] = False

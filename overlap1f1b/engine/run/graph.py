@@ -6,16 +6,20 @@ microseconds a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from overlap1f1b.transport.suspend import uncompiled
+
 _graph: Any = torch.autograd.graph
-LAST: Any = torch.autograd.function._SingleLevelFunction
-"""Class whose ``apply`` is the last one in Python."""
+_functions: Any = torch.autograd.function
+LAST: Any = _functions._SingleLevelFunction
+"""Class whose ``apply`` is C++, below the one of ``Function``; from torch 2.14 on both have the same."""
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -45,6 +49,37 @@ def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs
     """Return ``function.apply(*args, **kwargs)``; no transform of ``torch.func`` must be active."""
     plain: Any = super(LAST, function)
     return plain.apply(*args, **kwargs)
+
+
+@contextmanager
+def applying(apply: Callable[..., Any]) -> Iterator[None]:
+    """Have Functions call ``apply(function, *args, **kwargs)`` in place of C++, inside the context.
+
+    It gets all arguments by position if the Function has a ``setup_context``, defaults included. Under transforms of
+    ``torch.func`` it gets what these make of a Function. From torch 2.14 on it is passed by where ``MyFunction.apply``
+    was given another name: that is C++ itself.
+    """
+    public: Any = torch.autograd.Function
+    alias = public.__dict__["apply"]
+    direct = alias is torch._C._FunctionBase.__dict__["apply"]  # torch 2.14
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, public):
+            if torch._C._are_functorch_transforms_active():
+                return apply_function(cls, *args, **kwargs)
+            if _functions._is_setup_context_defined(cls.setup_context):
+                args, kwargs = _functions._bind_default_args(cls.forward, args, kwargs)
+        return apply(cls, *args, **kwargs)
+
+    LAST.apply = classmethod(uncompiled(call if direct else apply))
+    if direct:
+        del public.apply
+    try:
+        yield
+    finally:
+        if direct:
+            public.apply = alias
+        del LAST.apply
 
 
 def graph_nodes(outputs: Iterable[Tensor]) -> list[Any]:

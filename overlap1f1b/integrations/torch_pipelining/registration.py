@@ -319,7 +319,7 @@ class AdoptedStage:
             self.runs[index] = self.runs[index]._replace(outputs=outputs)
         else:
             del self.runs[index]
-        stage.fwd_cache[index] = (outputs, [])  # SEND_F sends these
+        _keep(stage, index, outputs)
         if not stage.is_last:
             self._validate("forward outputs", "outputs", outputs)
         self.schedule._maybe_compute_loss(stage, _one(outputs), context.target_mbs, index, **loss_options)
@@ -334,7 +334,7 @@ class AdoptedStage:
         if not stage.has_backward:
             return None, None
         loss = self.schedule._maybe_get_loss(stage, index)
-        del stage.fwd_cache[index]
+        _forget(stage, index)
         if index not in self.runs:  # the microbatch has no backward
             return None, None
         microbatch, _, outputs = self.runs[index]
@@ -404,6 +404,19 @@ class _Whole(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.module(*inputs, **self.kwargs)
+
+
+def _keep(stage: Any, index: int, outputs: tuple[Tensor, ...]) -> None:
+    """Keep the outputs of a forward where torch's SEND_F looks for them."""
+    if hasattr(stage, "fwd_cache"):
+        stage.fwd_cache[index] = (outputs, [])
+    else:  # torch 2.15
+        stage._forward_chunk_states[index] = stage._make_forward_chunk_state(outputs, [])
+
+
+def _forget(stage: Any, index: int) -> None:
+    """Drop the outputs of a forward, as the backward of torch does."""
+    del (stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states)[index]
 
 
 def _one(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

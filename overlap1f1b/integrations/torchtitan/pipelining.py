@@ -119,6 +119,7 @@ def pipelining_fn(
             stages,
             program,
             mesh=_mesh(parallel_dims),
+            experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",),
             overlap=overlap,
             recompute=recompute,
             costs=costs,
@@ -134,10 +135,13 @@ _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config",
 
 def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
     """Raise ValueError for settings that the engine would ignore or break."""
-    for dimension, field in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
-        size = getattr(parallel_dims, dimension)
-        if size > 1:
-            raise ValueError(f"parallelism.{field}={size}; allowed: 1 (the engine knows pp, dp and ep)")
+    if parallel_dims.cp > 1:
+        raise ValueError(f"parallelism.context_parallel_degree={parallel_dims.cp}; allowed: 1")
+    tp, ep = parallel_dims.tp, parallel_dims.ep
+    if ep > 1 and ep % tp:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree={ep} with tensor_parallel_degree={tp}; allowed: 1, or a multiple of it"
+        )
     if parallelism.spmd_backend == "full_dtensor":
         raise ValueError("parallelism.spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'")
     if parallelism.spmd_backend != "partial_dtensor" and parallel_dims.ep > 1:
@@ -195,10 +199,11 @@ def _program_of(
 
 
 def _mesh(parallel_dims: Any) -> DeviceMesh | None:
-    """Return the engine's mesh of torchtitan's ranks: "ep" is the fastest dimension, as in its mesh of experts."""
-    world = parallel_dims.world_mesh
-    ep = parallel_dims.ep
-    sizes = {"pp": parallel_dims.pp, "dp": parallel_dims.dp_replicate * parallel_dims.dp_shard // ep, "ep": ep}
+    """Return the engine's mesh of torchtitan's ranks: the last ones share the experts, as in its mesh of experts."""
+    world, tp = parallel_dims.world_mesh, parallel_dims.tp
+    ep = max(1, parallel_dims.ep // tp)  # beside the tensor group
+    data = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    sizes = {"pp": parallel_dims.pp, "dp": data // ep, "ep": ep, "tp": tp}
     several = {name: size for name, size in sizes.items() if size > 1}
     if not several:
         return None

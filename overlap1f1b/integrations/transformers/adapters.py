@@ -35,6 +35,29 @@ def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
+def base_of(model: Any) -> Any:
+    """Return the model of transformers inside PEFT's model; any other model is its own."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def name_in_base(model: nn.Module, name: str) -> str | None:
+    """Return the name that a tensor of a model has without adapters; None for a tensor that an adapter adds."""
+    base, module, kept = base_of(model), model, list[str]()
+    labels = iter(name.split("."))
+    for label in labels:
+        if not is_adapter(module):
+            kept.append(label)
+        elif label == "modules_to_save":  # trained copies of whole modules, by adapter
+            module = module.get_submodule(f"{label}.{next(labels)}")
+            continue
+        elif label not in ("base_layer", "original_module"):
+            return None
+        module = getattr(module, label)
+        if module is base:
+            kept = []
+    return ".".join(kept)
+
+
 def outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their names; adapters as one module, without the modules inside them."""
     inside: tuple[str, ...] = ()

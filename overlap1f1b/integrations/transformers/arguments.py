@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from overlap1f1b.plan import Recompute, parse_overlap, parse_parts, parse_recompute
+from overlap1f1b.engine.play.parts import PartsChoice
+from overlap1f1b.plan import Recompute, parse_overlap, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -28,8 +29,9 @@ class OverlapArguments:
             ``gradient_accumulation_steps``.
         overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
         recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
-        parts: Parts of the tokens of each call of experts, 1 to 8, see :class:`Engine`.
+        parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
         pretrained: Folder of the weights of a model on the meta device, of which each rank reads its part.
+        adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
         timeout: Limit in seconds of every wait for another rank.
     """
 
@@ -39,14 +41,18 @@ class OverlapArguments:
     schedule: str = field(default="combined_1f1b", metadata={"help": "Schedule of an optimizer step."})
     overlap: str = field(default="3", metadata={"help": "serial, pairs, or the most actions that are open at once."})
     recompute: Recompute = field(default="none", metadata={"help": "Activations to compute again in the backward."})
-    parts: int = field(default=1, metadata={"help": "Parts of the tokens of each call of experts."})
+    # Listed, so that HfArgumentParser reads numbers as numbers; it allows no union of a number and a word.
+    parts: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = field(
+        default=1, metadata={"help": "Parts of the tokens of each call of experts; auto measures 1, 2 and 4."}
+    )
     pretrained: str | None = field(default=None, metadata={"help": "Weights of a model on the meta device."})
+    adapter: str | None = field(default=None, metadata={"help": "Adapter of a PEFT model on the meta device."})
     timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
 
     def __post_init__(self) -> None:
         parse_overlap(self.overlap)
         parse_recompute(self.recompute)
-        parse_parts(self.parts)
+        PartsChoice(self.parts)
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
         """Return the sizes of "pp", "dp" and "ep" on that many ranks.
@@ -88,16 +94,19 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallelism_config": ((None,), "pp, dp and ep of OverlapArguments"),
     "activation_checkpointing": ((None, False), "recompute of OverlapArguments"),
     "gradient_checkpointing": ((None, False), "recompute of OverlapArguments"),
+    "activation_offloading": ((False,), "recompute of OverlapArguments"),
+    "padding_free": ((False,), "False, batches are padded"),
     "auto_find_batch_size": ((False,), "a per_device_train_batch_size that fits"),
     "neftune_noise_alpha": ((None,), "None"),
     "use_liger_kernel": ((False,), "False"),
     "eval_use_gather_object": ((False,), "False"),
+    "save_on_each_node": ((False,), "False, and an output_dir that all ranks see"),
     "ddp_find_unused_parameters": ((None,), "None, the engine sums gradients"),
     "ddp_bucket_cap_mb": ((None,), "None, the engine sums gradients"),
     "ddp_broadcast_buffers": ((None,), "None, the engine sums gradients"),
     "ddp_static_graph": ((None,), "None, the engine sums gradients"),
 }
-"""Arguments of Trainer that cannot be honoured: their values that change nothing, and what to use instead."""
+"""Arguments of Trainer and SFTTrainer that cannot be honoured: their values that change nothing, and what to use."""
 
 
 def check_arguments(args: Any, parallel: OverlapArguments) -> None:
@@ -115,9 +124,33 @@ def check_arguments(args: Any, parallel: OverlapArguments) -> None:
             raise ValueError(f"{name}={value!r} under an overlapped trainer; allowed: {instead}")
     if args.debug:
         raise ValueError(f"debug={args.debug!r} under an overlapped trainer; allowed: none")
-    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
-        raise ValueError(f"optim={args.optim!r} steps inside the backward; allowed: an optimizer that steps after it")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
+        raise ValueError(f"optim={optim!r} steps inside the backward; allowed: an optimizer that steps after it")
     if parallel.pp > 1 and args.train_sampling_strategy == "batch_rebalance":
         raise ValueError("train_sampling_strategy='batch_rebalance' with pp > 1; allowed: another strategy, or pp=1")
+    if getattr(args, "packing", False) and args.packing_strategy != "wrapped":  # the others are free of padding
+        raise ValueError(
+            f"packing_strategy={args.packing_strategy!r} under an overlapped trainer; allowed: 'wrapped', or "
+            "packing=False"
+        )
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches=True; allowed: False or None, every rank reads its own data")
+
+
+def check_collator(collator: Any) -> None:
+    """Refuse a collator of transformers that pads with a tokenizer that has no token for it.
+
+    Raises:
+        ValueError: The first batch could not be made.
+    """
+    from transformers import DataCollatorForLanguageModeling
+
+    tokenizer = getattr(collator, "tokenizer", None)
+    pads = isinstance(collator, DataCollatorForLanguageModeling) or getattr(collator, "padding", False)
+    if pads in (False, "do_not_pad") or getattr(tokenizer, "pad_token", "") is not None:
+        return
+    raise ValueError(
+        f"pad_token=None of the {type(tokenizer).__name__} of a {type(collator).__name__}; "
+        "allowed: a token of the tokenizer (tokenizer.pad_token = tokenizer.eos_token), or a collator that does not pad"
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.integrations.transformers.adapters import adapter_keys, by_expert
+from overlap1f1b.integrations.transformers.adapters import adapter_keys, base_of, by_expert, name_in_base
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 from overlap1f1b.moe import Experts
 
@@ -27,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """File names of weights, as transformers writes them."""
+FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.([^.]+)(?:\.weight)?")
+"""Name of a LoRA factor: its layer, and its adapter."""
 
 
 class _Source(NamedTuple):
@@ -53,16 +56,18 @@ class Conversion:
     'model.layers.0.mlp.experts.gate_up_proj'
 
     Args:
-        model: A model of the transformers library.
+        model: A model of the transformers library, perhaps with adapters; the names are those without adapters.
     """
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self._model, self._prefix = model, getattr(model, "base_model_prefix", "")
-        self._names = model.state_dict()
-        self._rules = get_model_conversion_mapping(model)
+        base = base_of(model)
+        self._model, self._prefix = base, getattr(base, "base_model_prefix", "")
+        named = ((name_in_base(base, name), value) for name, value in base.state_dict().items())
+        self._names = {name: value for name, value in named if name is not None}
+        self._rules = get_model_conversion_mapping(base)
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
 
@@ -83,8 +88,12 @@ class Conversion:
         rule: Any = deepcopy(next(rule for rule in self._converters if pattern in rule.source_patterns))
         for source in sources:
             rule.add_tensor(name, source.key, source.pattern, source.tensor[source.rows])
-        made = rule.convert(name, model=self._model, config=self._model.config)
+        made = rule.convert(name, model=self, config=self._model.config)
         return {label: value[0] if isinstance(value, list) else value for label, value in made.items()}
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a parameter of the model, whose size a rule asks for."""
+        return self._names[name]
 
     def remember(self) -> None:
         """Record the used rules in the model, for the conversion back, as ``from_pretrained`` does."""
@@ -109,7 +118,8 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
 
     Only tensors of these stages are read, and only this rank's part of the experts. If the checkpoint has another
     layout than the model, transformers' conversion is applied to the part; if that is not possible, the tensors are
-    read whole, converted, and cut.
+    read whole, converted, and cut. Adapters keep their tensors; LoRA's factors that are on the meta device begin as
+    PEFT's new ones.
 
     Args:
         folder: Folder with ``model.safetensors.index.json`` or ``model.safetensors``.
@@ -124,10 +134,17 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
     from transformers.core_model_loading import dot_natural_key
 
     # 1. Find the keys that this rank needs.
-    slots = [slot for stage in stages for slot in _slots(stage)]
     wanted: dict[str, list[_Slot]] = {}  # several slots have one name if the rank holds both ends of a tie
-    for slot in slots:
-        for name in slot.names:
+    slots: list[_Slot] = []
+    added: dict[str, _Slot] = {}
+    for slot in (slot for stage in stages for slot in _slots(stage)):
+        named = [name for own in slot.names if (name := name_in_base(model, own)) is not None]
+        if not named:
+            added[slot.names[0]] = slot
+            continue
+        slot.names = named
+        slots.append(slot)
+        for name in named:
             wanted.setdefault(name, []).append(slot)
     files, conversion = _files(folder), Conversion(model)
     keys: dict[str, list[tuple[str, str | None]]] = {}
@@ -159,6 +176,7 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
     conversion.remember()
     # 3. Compute the tensors that no checkpoint has.
     _fill_buffers(model, stages, device)
+    _begin_adapters(model, added, device)
 
 
 @dataclass(eq=False)
@@ -198,8 +216,19 @@ class _Slot:
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}
+        self.put(new)
+
+    def put(self, value: Tensor) -> None:
+        """Replace the tensor in all modules that hold it."""
         for module, label in self.holders:
-            setattr(module, label, new)
+            setattr(module, label, value)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole tensor, of which this rank may have a part."""
+        shape = list(self.value.shape)
+        shape[1 if self.experts else 0] *= self.ranks
+        return torch.Size(shape)
 
 
 def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
@@ -294,6 +323,34 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
         for label in labels:
             module._buffers[label] = torch.empty_like(getattr(module, label), device=device)
         _initializer(model, name)(module)
+
+
+@torch.no_grad()
+def _begin_adapters(model: Any, added: Mapping[str, _Slot], device: torch.device) -> None:
+    """Let PEFT make new LoRA factors in place of those on the meta device.
+
+    The factors of all experts are drawn, of which a rank keeps its part: so every layout begins with the same numbers,
+    if torch has the same seed on all ranks. Tensors that PEFT computes from the base stay on the meta device.
+    """
+    layers: dict[tuple[str, str], list[_Slot]] = {}
+    for name, slot in added.items():
+        if slot.value.is_meta and (parts := FACTOR.fullmatch(name)):
+            layers.setdefault((parts[1], parts[2]), []).append(slot)
+    for (path, adapter), slots in layers.items():
+        config = getattr(model, "peft_config", {}).get(adapter)
+        if (start := getattr(config, "init_lora_weights", None)) not in (True, "gaussian"):
+            continue
+        olds = [slot.value for slot in slots]
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which seeds GPUs, too.
+            torch.default_generator.manual_seed(torch.initial_seed() % 2**32 + zlib.crc32(path.encode()))
+            for slot in slots:
+                slot.put(nn.Parameter(torch.empty(slot.whole_shape, dtype=slot.value.dtype)))
+            model.get_submodule(path).reset_lora_parameters(adapter, start)
+        for slot, old in zip(slots, olds, strict=True):
+            whole = slot.value
+            slot.put(old)
+            slot.fill(slot.cut(whole), device)
 
 
 def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:

@@ -109,7 +109,10 @@ class Shell:
             phases[walk.ended].setdefault(name, module)
 
         handles = [module.register_forward_pre_hook(partial(note, name)) for name, module in outside.items()]
-        device = next(self.model.parameters()).device
+        held = dict(self.model.named_parameters())
+        # Adapters may have values where the model has none.
+        device = torch.device("meta") if any(p.is_meta for p in held.values()) else next(iter(held.values())).device
+        alike = {name: p.to(device) for name, p in held.items() if p.device != device}
         try:
             with ExitStack() as around:
                 around.enter_context(torch.random.fork_rng(devices=[]))
@@ -119,7 +122,8 @@ class Shell:
                 around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
                 if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                output = self.model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device), use_cache=False)
+                given = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
+                output = torch.func.functional_call(self.model, alike, (), given)
         except (TypeError, ValueError) as error:
             if walk.refused:
                 raise

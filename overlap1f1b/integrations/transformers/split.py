@@ -57,14 +57,15 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         return len(self._stages)
 
     @staticmethod
-    def loss_fn(loss: Tensor, *_: Tensor) -> Tensor:
+    def loss_fn(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
 
-        It is the mean over the tokens whose next token has a label other than −100, so not a number if there are none:
-        where that can be, give the engine :meth:`count_tokens`, too. To use another loss, write a function
-        ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
+        It is the mean over the tokens whose next token has a label other than −100. A microbatch without any has no
+        such mean: its loss is zero with gradients of zero, auxiliary losses included, and it counts as one microbatch
+        in the step's mean. Give the engine :meth:`count_tokens`, too, for the mean over the step's tokens. To use
+        another loss, write a function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
         """
-        return loss
+        return torch.where(SplitModel.count_tokens(labels) > 0, loss, 0.0)
 
     @staticmethod
     def count_tokens(labels: Tensor, *_: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.batch import split_batch
-from overlap1f1b.integrations.transformers.adapters import writes_adapters
-from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments
+from overlap1f1b.integrations.transformers.adapters import base_of
+from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
+from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
 from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
 from overlap1f1b.integrations.transformers.split import SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
@@ -35,15 +36,14 @@ INPUTS = ("input_ids", "attention_mask", "position_ids")
 """Columns of a batch that layers read; others than these are for the loss."""
 OF_LOSS = ("labels", "shift_labels")
 CHECKPOINT = "overlap1f1b"
-"""Folder of a checkpoint with this rank's weights and optimizer."""
-SCHEDULER = "scheduler.pt"
+"""Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
 OPTIMIZER = "optimizer.pt"
 
 logger = logging.get_logger(__name__)
 Named = Mapping[str, Any]
-Batch = dict[str, Any]
 Finish = Callable[[Named], Any]
-Compute = Callable[["_Rest", Batch], Tensor]
+Compute = Callable[[int, "_Rest", Batch], Tensor]
+"""Number of a microbatch, the rest of the model and the batch → loss."""
 
 
 class Overlapped(Trainer):
@@ -68,6 +68,7 @@ class Overlapped(Trainer):
 
     accelerator: ShardedAccelerator
     _parts: _Parts | None = None
+    _ahead: Ahead | None = None
     _mesh: DeviceMesh | None = None
 
     def __init__(self, *args: Any, overlap_args: OverlapArguments | None = None, **kwargs: Any) -> None:
@@ -81,6 +82,7 @@ class Overlapped(Trainer):
                 f"optimizers with a {type(made).__name__} of the whole model; "
                 "allowed: optimizer_cls_and_kwargs, or create_optimizer and create_scheduler of a subclass"
             )
+        check_collator(self.data_collator)
         self._own_code()
         if self.overlap_args.pp > 1:
             self.callback_handler.callbacks.insert(0, _LogsOfLastStage(self))
@@ -186,7 +188,7 @@ class Overlapped(Trainer):
         parts = self._built()
         model.train()
 
-        def compute(rest: _Rest, batch: Batch) -> Tensor:
+        def compute(_: int, rest: _Rest, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
             loss, self.accelerator.loss = self.accelerator.loss, None
             assert loss is not None
@@ -194,7 +196,7 @@ class Overlapped(Trainer):
 
         shards = self.accelerator.num_processes
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, parts, batches, compute, 1.0 / shards)
+            make_feed = partial(self._feed, parts, dict(enumerate(batches)), compute, 1.0 / shards)
             self._last = result = parts.engine.play(make_feed).result
         losses = [loss.detach().double().reshape(()) for loss in result.losses]
         (total,) = parts.engine.mesh.sums(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
@@ -204,30 +206,31 @@ class Overlapped(Trainer):
         # A launcher numbers its CPUs: to "cpu:1" would be a copy of what is on the CPU.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(self, parts: _Parts, batches: list[Batch], compute: Compute, scale: float) -> Feed:
-        """Return the feed of the batches; microbatches without one get a token that does not count."""
+    def _feed(self, parts: _Parts, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
+        """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
         count, names = parts.engine.program.microbatches, parts.names
         if len(batches) > count:
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
-        for batch in batches:
+        for batch in batches.values():
             for name in batch.keys() - {*names, *OF_LOSS}:
                 raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, *OF_LOSS))}")
-        given: list[Mapping[str, Tensor | None]] = [{name: batch.get(name) for name in names} for batch in batches]
-        token = {name: None if value is None else _first(value) for name, value in given[0].items()}
-        given += [token] * (count - len(batches))
-        part = split_batch(given, count, "inputs", names)
+        given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
+        token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
+        part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
         last = parts.engine.program.placement.stages - 1
 
         def of(stage: int, index: int) -> dict[str, Any]:
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
             if stage == last:
-                batch = batches[index] if index < len(batches) else None
-                arguments |= {"loss_fn": LossOfModel(partial(self._loss, batch, compute)), "loss_scale": scale}
+                loss = partial(self._loss, batches.get(index), partial(compute, index))
+                arguments |= {"loss_fn": LossOfModel(loss), "loss_scale": scale}
             return arguments
 
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
 
-    def _loss(self, batch: Batch | None, compute: Compute, named: Named, finish: Finish) -> Tensor:
+    def _loss(
+        self, batch: Batch | None, compute: Callable[[_Rest, Batch], Tensor], named: Named, finish: Finish
+    ) -> Tensor:
         """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
         if batch is None:
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
@@ -264,30 +267,58 @@ class Overlapped(Trainer):
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does; as many batches as a step has microbatches pass the pipeline together."""
+        self._ahead = Ahead(dataloader, len(self._built().slots), whole=self.accelerator.num_processes == 1)
+        try:
+            return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            self._ahead = None
+
     def prediction_step(
         self,
         model: nn.Module,
         inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels."""
-        parts, found = self._built(), []
+    ) -> Step:
+        """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels.
 
-        def compute(rest: _Rest, batch: Batch) -> Tensor:
+        With the first of the batches that :meth:`evaluation_loop` has read together, all of them are played.
+        """
+        ahead, number = self._ahead, None if self._ahead is None else self._ahead.number(inputs)
+        if ahead is None or number is None:  # a subclass's own batch
+            ahead, number = Ahead((), 1), 0
+            ahead.batches = [inputs]
+        if number not in ahead.steps:
+            self._play_forwards(model, ahead, prediction_loss_only, ignore_keys)
+            ahead.at(number)
+        step, device = ahead.steps.pop(number), _unnumbered(self.args.device)
+        if self.overlap_args.pp > 1:
+            every = self.engine.mesh.gathered("pp", _to("cpu", step))
+            step = step or next(one for one in every if one is not None)
+        return _to(device, step)
+
+    def _play_forwards(
+        self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> None:
+        """Play the batches that were read together, and keep what the last stage computes of each."""
+        parts = self._built()
+        slots = parts.slots[: len(ahead.batches)]
+        numbers = {slot: number for number, slot in enumerate(slots)}
+
+        def compute(slot: int, rest: _Rest, batch: Batch) -> Tensor:
+            ahead.at(numbers[slot])
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
-            found.append(step)
+            # Logits of several batches would not fit into a GPU where those of one do.
+            ahead.steps[numbers[slot]] = step if prediction_loss_only else _to("cpu", step)
             return torch.zeros(()) if step[0] is None else step[0]
 
         model.eval()
-        batch: Any = self._prepare_input(inputs)
+        ahead.steps = dict.fromkeys(range(len(slots)))
+        batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
         with self.accelerator.autocast():
-            parts.engine.play(partial(self._feed, parts, [batch], compute, 1.0), grad=False)
-        if self.overlap_args.pp == 1:
-            return found[0]
-        every = parts.engine.mesh.gathered("pp", _to("cpu", found[0]) if found else None)
-        step = found[0] if found else next(_to(_unnumbered(self.args.device), one) for one in every if one is not None)
-        return step
+            parts.engine.play(partial(self._feed, parts, batches, compute, 1.0), grad=False)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -301,12 +332,16 @@ class Overlapped(Trainer):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = _of_torch(self.optimizer)
-        folder = Path(output_dir) / CHECKPOINT
-        frozen = not writes_adapters(self.model)  # of adapters' model the base is where it was
-        save_checkpoint(self.engine, folder, self.state.global_step, optimizer, keep=1, frozen=frozen)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        optimizer, folder = _of_torch(self.optimizer), Path(output_dir) / CHECKPOINT
+        # The weights are in the folder around it.
+        save_checkpoint(
+            self.engine, folder, self.state.global_step, optimizer, state=self._states(), keep=1, model="none"
+        )
+
+    def _states(self) -> dict[str, Any]:
+        """Return what the engine's checkpoint has beside the optimizer."""
+        # Trainer keeps random numbers itself: it restores them when it has skipped the batches that were read before.
+        return {"scheduler": self.lr_scheduler, "random": None}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.stages.load_pretrained(resume_from_checkpoint)
@@ -327,9 +362,7 @@ class Overlapped(Trainer):
                 )
             logger.warning(f"{folder} has weights alone: optimizer and learning rate begin anew")
             return
-        load_checkpoint(self.engine, folder / CHECKPOINT, _of_torch(self.optimizer))
-        assert self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+        load_checkpoint(self.engine, folder / CHECKPOINT, _of_torch(self.optimizer), state=self._states())
 
 
 class OverlapTrainer(Overlapped):
@@ -378,8 +411,20 @@ class _Parts:
             if parallel.pretrained is None:
                 raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")
             self.stages.load_pretrained(parallel.pretrained, device)
+        if parallel.adapter is not None:
+            self.stages.load_pretrained(parallel.adapter, device)
+        unfilled = [name for name, p in self.stages.named_parameters() if p.is_meta]
+        if unfilled:
+            raise ValueError(
+                f"{unfilled[0]} has no values on the meta device; allowed: adapter= a folder of the adapter, or LoRA "
+                "that begins without its base (init_lora_weights=True or gaussian)"
+            )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self.module = _Part(self.stages)
+        placement, last = program.placement, program.placement.stages - 1
+        pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
+        self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
+        """Microbatches whose loss one rank of the pipeline computes: a subclass's own entries of logs are its."""
         self.engine = Engine(
             self.stages,
             program,
@@ -442,8 +487,7 @@ class _Rest(nn.Module):
 def _arguments(model: Any) -> set[str]:
     from inspect import signature
 
-    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's passes most on by **kwargs
-    return set(signature(type(own).forward).parameters)
+    return set(signature(type(base_of(model)).forward).parameters)  # PEFT's model passes most on by **kwargs
 
 
 def _first(value: Tensor) -> Tensor:

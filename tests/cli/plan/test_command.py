@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from overlap1f1b.cli.draw.picture import COLOURS, LABELS
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
+from tests.cli.lasting import lasting
 from tests.cli.plan.run import ROOT, content, plan, refused
 from tests.plan.tries import few_tries
 
@@ -149,13 +151,39 @@ def test_search(capsys: Capture) -> None:
 
 
 def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.0)
-    result = plan(capsys, "--search", "--ranks", 2, "--microbatches", 4, "--json", "-")
-    count = len(json.loads(result.out)["search"]["rows"] + json.loads(result.out)["search"]["refused"])
-    said = [line for line in result.err.splitlines() if line.endswith("schedules tried")]
-    assert said == [f"{done} of {count} schedules tried" for done in range(1, count + 1)]
-    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 3600.0)
-    assert plan(capsys, "--search", "--ranks", 2, "--microbatches", 4).err == ""
+    args = ("--search", "--schedule", "zb_h1", "--ranks", 2, "--microbatches", 4)
+    lasting(monkeypatch, "overlap1f1b.simulation.search:_outcome")
+    result = plan(capsys, *args, "--json", "-")
+    count = len(json.loads(result.out)["search"]["rows"])
+    said = re.findall(r"^\d:\d\d (\d+) of (\d+) schedules tried$", result.err, re.M)
+    assert list(dict.fromkeys(said))[:count] == [(str(done), str(count)) for done in range(count)]
+    monkeypatch.undo()
+    quick = plan(capsys, *args, "--json", "-")
+    assert "tried" not in quick.err + quick.out
+
+
+def test_a_comparison_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting(monkeypatch, "overlap1f1b.cli.plan.command:played")
+    result = plan(capsys, "--schedule", "1f1b", "--compare", "zb_h1:chunks=2", "afab")
+    assert "played" not in result.out
+    said = re.findall(r"^\d:\d\d (.* of 3 programs played, now .*)$", result.err, re.M)
+    names = ("1f1b", "zb_h1:chunks=2", "afab")
+    expected = [f"{number} of 3 programs played, now {name}" for number, name in enumerate(names)]
+    assert [line for line in dict.fromkeys(said) if "tables" not in line] == expected
+
+
+def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting(monkeypatch, "overlap1f1b.simulation.synthesis:schedule_freely")
+    with few_tries():
+        sizes = ("--ranks", 2, "--microbatches", 4, "--layers", 1, "--seconds", 0.02)
+        result = plan(capsys, "--schedule", "auto", *sizes, "--json", "-")
+    said = re.findall(
+        r"^\d:\d\d 0 of 1 programs played, now auto, (\d+)% of the search for its order done$", result.err, re.M
+    )
+    shares = list(map(int, said))
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 3
+    assert max(shares) <= 100
 
 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
@@ -274,9 +302,9 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
         (("--layers", 1, "--seconds", 1), "--seconds 1 alone; allowed: with --search or auto"),
         (("--layers", 1, "--parts", 0), "--parts 0; allowed: 1 or more"),
         (("--parts", 2), "--parts 2 alone; allowed: with --layers"),
-        (("--layers", 1, "--schedule", "auto", "--memory", 0.5), "peak_activations=0.5; allowed: 1 or more"),
-        (("--layers", 1, "--schedule", "auto", "--chunks", 2), "layers=1 over 2 chunks; allowed: a multiple of 2"),
-        (("--layers", 1, "--schedule", "auto", "--extra-warmup", 1), "extra_warmup=1 with auto; allowed: none"),
+        (("--layers", 1, "--schedule", "auto", "--memory", 0.5), "--memory 0.5; allowed: 1 or more"),
+        (("--layers", 1, "--schedule", "auto", "--chunks", 2), "--layers 1 over 2 chunks; allowed: a multiple of 2"),
+        (("--layers", 1, "--schedule", "auto", "--extra-warmup", 1), "--extra-warmup 1 with auto; allowed: none"),
         (("--layers", 1, "--schedule", "auto", "--forward-only"), "forwards alone with auto; allowed: a whole step"),
     ],
 )
@@ -351,15 +379,15 @@ EXCHANGE_COSTS = ("dispatch", "combine", "counts", "send")
         (("--schedule", "2f2b"), "unknown program '2f2b'; allowed: sequential, combined_1f1b, afab, 1f1b"),
         (("--schedule", "dualpipe", "--ranks", 3), "dualpipe over 3 ranks; allowed: an even number, nearest 2 or 4"),
         (("--schedule", "dualpipe", "--microbatches", 6), "dualpipe over 4 ranks with 6 microbatches; allowed: "),
-        (("--schedule", "1f1b", "--chunks", 2), "chunks=2 with 1f1b; allowed: 1"),
+        (("--schedule", "1f1b", "--chunks", 2), "--chunks 2 with 1f1b; allowed: 1"),
         (("--ranks", 0), "--ranks 0; allowed: 1 or more"),
         (("--microbatches", -1), "--microbatches -1; allowed: 1 or more"),
-        (("--group-size", 3), "group_size=3 over 4 ranks with 8 microbatches; allowed: 4 to 8"),
+        (("--group-size", 3), "--group-size 3 over 4 ranks with 8 microbatches; allowed: 4 to 8"),
         (("--chunks", 0), "--chunks 0; allowed: 1 or more"),
         (("--search", "--chunks", 0), "--chunks 0; allowed: 1 or more"),
         (("--group-size", 0), "--group-size 0; allowed: 1 or more"),
         (("--extra-warmup", -1), "--extra-warmup -1; allowed: 0 or more"),
-        (("--schedule", "zb_v", "--chunks", 1), "chunks=1 with zb_v; allowed: 2 (a V has two chunks a rank)"),
+        (("--schedule", "zb_v", "--chunks", 1), "--chunks 1 with zb_v; allowed: 2 (a V has two chunks a rank)"),
         (("--compare", "dualpipev:chunks=1"), "chunks=1 with dualpipev; allowed: 2 (a V has two chunks a rank)"),
         *((("--" + name, 0), f"--{name} 0; allowed: a finite number > 0") for name in ACTION_COSTS),
         *((("--" + name, -0.5), f"--{name} -0.5; allowed: a finite number > 0") for name in ACTION_COSTS),
@@ -399,11 +427,11 @@ EXCHANGE_COSTS = ("dispatch", "combine", "counts", "send")
         (("--search", "--schedule", "2f2b"), "unknown program '2f2b'"),
         (("--search", "--memory", 0), "--memory 0; allowed: a finite number > 0"),
         (("--search", "--memory", 0.5), "--memory 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)"),
-        (("--search", "--chunks", 9, "--schedule", "1f1b"), "chunks=9 with 1f1b; allowed: 1 (chunks belong to seq"),
-        (("--search", "--chunks", 1, "--schedule", "zb_v"), "chunks=1 with zb_v; allowed: 2 (a V has two chunks"),
+        (("--search", "--chunks", 9, "--schedule", "1f1b"), "--chunks 9 with 1f1b; allowed: 1 (chunks belong to seq"),
+        (("--search", "--chunks", 1, "--schedule", "zb_v"), "--chunks 1 with zb_v; allowed: 2 (a V has two chunks"),
         (
             ("--search", "--extra-warmup", 1, "--schedule", "zb_h1"),
-            "extra_warmup=1 with zb_h1; allowed: 0 (it belongs to combined_1f1b, 1f1b, interleaved_1f1b)",
+            "--extra-warmup 1 with zb_h1; allowed: 0 (it belongs to combined_1f1b, 1f1b, interleaved_1f1b)",
         ),
         (
             ("--search", "--schedule", "dualpipe", "--ranks", 3),
@@ -413,8 +441,8 @@ EXCHANGE_COSTS = ("dispatch", "combine", "counts", "send")
         (("--attention", 4), "--attention 4 alone; allowed: with --layers"),
         (("--layers", 4, "--forward", 1), "--forward 1 with --layers 4; allowed: one of them"),
         (("--layers", 0), "--layers 0; allowed: 1 or more"),
-        (("--layers", 3, "--chunks", 2), "layers=3 over 2 chunks; allowed: a multiple of 2"),
-        (("--layers", 2, "--overlap", "most"), "overlap='most'; allowed: serial, pairs, or a number"),
+        (("--layers", 3, "--chunks", 2), "--layers 3 over 2 chunks; allowed: a multiple of 2"),
+        (("--layers", 2, "--overlap", "most"), "--overlap most; allowed: serial, pairs, or a number"),
         (("--layers", 2, "--dispatch", -1), "--dispatch -1; allowed: a finite number ≥ 0"),
         (("--from-csv", "x.csv", "--ranks", 2), "--ranks 2 with --from-csv x.csv, which sets it"),
         (("--from-csv", "x.csv", "--search"), "--from-csv with --search"),

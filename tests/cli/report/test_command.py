@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -17,7 +18,9 @@ from rich.console import Console
 from overlap1f1b.cli.report import command
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, tables_of
+from overlap1f1b.cli.status import lines
 from overlap1f1b.profiling import bars_of, read
+from tests.cli.lasting import lasting
 from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
@@ -232,21 +235,29 @@ def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> No
 SPANS = [("node", "dense.f[0] m0", 0.0, 1.0), ("node", "dense.b[0] m0", 1.0, 2.0)]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_bytes_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.0)
+def test_the_bytes_that_were_read_are_a_bar_in_a_terminal(tmp_path: Path) -> None:
     path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
-    text = io.StringIO()
-    with command.reading(Console(file=text, force_terminal=terminal, width=100)) as progress:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with lines(screen, "starting") as say, command.reading(screen, say, [path]) as progress:
         read(path, progress=progress)
-    assert "reading rank0.json" in text.getvalue()
-    size = path.stat().st_size / 2**20
-    assert terminal or text.getvalue().startswith(f"reading rank0.json: {size:.0f} of {size:.0f} MiB\n")
+    assert isinstance(screen.file, io.StringIO)
+    assert "reading rank0.json" in screen.file.getvalue()
 
 
-def test_nothing_is_said_of_what_is_read_at_once(tmp_path: Path) -> None:
-    path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
-    text = io.StringIO()
-    with command.reading(Console(file=text)) as progress:
-        read(path, progress=progress)
-    assert text.getvalue() == ""
+@pytest.mark.parametrize("option", ["--html", "--compare"])
+def test_a_report_that_lasts_says_how_far_it_is(
+    capsys: Capture, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    for name in ("profiling.reading:_read_json", "cli.report.command:content_of", "cli.report.command:_write"):
+        lasting(monkeypatch, f"overlap1f1b.{name}")
+    given = {"--html": (run, "--html", tmp_path / "a.html"), "--compare": ("--compare", run, run / "rank0.json")}
+    out = report(capsys, *given[option]).out
+    said = list(dict.fromkeys(re.findall(r"^\d:\d\d (.*)$", out, re.M)))
+    count = 2 if option == "--html" else 3
+    assert f"reading rank1.json, file 2 of {count}: 0 of 0 MiB" in said
+    if option == "--html":
+        assert said[-2:] == ["all files are read, now the figures", "all files are read, now the drawings"]
+
+
+def test_nothing_is_said_of_what_is_read_at_once(capsys: Capture, run: Path) -> None:
+    assert not re.search(r"^\d:\d\d ", report(capsys, run).out, re.M)

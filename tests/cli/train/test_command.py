@@ -176,6 +176,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks[:1], 30)[1]
     ranks[1].kill()  # tests/cli/test_launch.py waits until it is killed
     status, _, err = run.wait(40)
+    assert err.count("\n") == 2, err
     lost, ended = err.splitlines()
     assert status == 1
     assert lost.startswith("overlap1f1b: rank 0 lost another rank: ")
@@ -197,12 +198,12 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
             "unknown program 'zigzag'; allowed: sequential, combined_1f1b, afab, 1f1b, interleaved_1f1b, "
             "zb_h1, zb_h2, zb_v, dualpipe, dualpipev, auto",
         ),
-        ("--overlap 0", "overlap='0'; allowed: serial, pairs, or a number of open actions from 1"),
+        ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
         ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
         ("--weight-decay -1", "--weight-decay -1.0; allowed: 0 or more"),
-        ("--extra-warmup -1", "extra_warmup=-1; allowed: 0 or more"),
+        ("--extra-warmup -1", "--extra-warmup -1; allowed: 0 or more"),
         (
             f"--checkpoint {__file__}/run",
             f"--checkpoint {__file__}/run: {__file__} is a file; allowed: a folder, which may be new",
@@ -225,7 +226,7 @@ def test_the_model_runs_by_the_kernels_of_the_options() -> None:
     ("args", "error"),
     [
         ("--experts 7", "7 experts cannot be divided over 2 ranks; allowed: 1, 7"),
-        ("--experts 4 --top-k 5", "top_k=5 of 4 experts; allowed: 1 to 4"),
+        ("--experts 4 --top-k 5", "--top-k 5 of 4 experts; allowed: 1 to 4"),
     ],
 )
 def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> None:

@@ -49,5 +49,8 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has other bytes than were written"):
         consolidate(path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    path = Tiny().save(tmp_path / "bare", 1, model="none")
+    with pytest.raises(ValueError, match="has no model, it was saved with model='none'; allowed: one with all or"):
+        consolidate(path, tmp_path / "other")
     with pytest.raises(ValueError, match="does not exist"):
         consolidate(tmp_path / "step-00000009", tmp_path / "other")

@@ -196,6 +196,18 @@ def test_a_fresh_model_gets_the_same_bits(ranks2: Ranks, tmp_path: Path) -> None
     } <= saved[0].keys()
 
 
+@pytest.mark.parametrize("stored", ["trained", "none"])
+def test_what_is_not_stored_stays_as_it_is(stored: str, tmp_path: Path) -> None:
+    model = Tiny().train_steps(0, 3)
+    model.save(tmp_path, 3, model=stored)
+    other = Tiny(seed=1)
+    before, wanted = other.state(), model.state()
+    assert other.load(tmp_path) == 3
+    left = {"dense.frozen"} if stored == "trained" else before.keys() & model.state_dict().keys()
+    assert same(other.state(), wanted | {name: before[name] for name in left})
+    assert not same(other.state(), wanted)
+
+
 def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(save_on, tmp_path)
     path = latest(tmp_path)
@@ -258,6 +270,8 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
     with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
         model.save(tmp_path, 1, keep=0)
+    with pytest.raises(ValueError, match="model='some'; allowed: all, trained, none"):
+        model.save(tmp_path, 1, model="some")
     for config in (["a"], "abc", 5):
         with pytest.raises(ValueError, match="allowed: JSON values"):
             model.save(tmp_path, 1, config=config)

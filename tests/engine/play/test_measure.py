@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overlap1f1b.engine.play.measure import measured_costs
-from overlap1f1b.plan import Node, Op, Span
+from overlap1f1b.plan import Node, Op, Span, cost_key
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.mesh import Mesh
 
@@ -19,6 +19,8 @@ def test_a_transfer_takes_what_its_receiver_saw(kind: Kind, sender: int, receive
     assert costs(sends[0]) == costs(sends[1]) == 3.0
     assert costs(receives[0]) == 0.0
     assert costs.shared_links
+    alone = {cost_key(sends[0]): 2.5}  # timed behind the step, with nothing beside it
+    assert measured_costs(receives, spans, Mesh(None), shared_links=True, transfers=alone)(sends[1]) == 2.5
 
 
 def test_one_compilation_is_no_cost() -> None:

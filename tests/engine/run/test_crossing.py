@@ -66,6 +66,7 @@ class Product(torch.autograd.Function):
 
 
 product = Product.apply
+DIRECT = torch.__version__ >= "2.14"  # product is C++ itself
 Pair = namedtuple("Pair", "first second")
 
 
@@ -117,7 +118,7 @@ def written_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
 
 
 def kept_apply(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
-    h = s.a(x)
+    h = s.a(x) + 0
     return product(h, ex(s.b(x)))
 
 
@@ -164,7 +165,7 @@ EQUAL: list[Body] = [
     added_by_a_method,
     received_in_place,
     written_in_place,
-    kept_apply,
+    *([] if DIRECT else [kept_apply]),
     inside_vmap,
     used_under_a_condition,
     one_weight_in_several_calls,
@@ -239,6 +240,7 @@ REFUSED: list[Body] = [
     view_of_what_has_changed,
     base_of_what_has_changed,
     as_an_argument_of_vmap,
+    *([kept_apply] if DIRECT else []),
 ]
 
 

@@ -85,13 +85,14 @@ def by_keywords(rows: Tensor, receive: Sequence[int], send: Sequence[int], group
     return brought
 
 
+KEPT = "a Function whose apply has another name"
 WAYS: dict[str, Way] = {
     "functional, by keywords": by_keywords,
     "functional": lambda *given: funcol.all_to_all_single_autograd(*given),  # noqa: PLW0108 - looked up at the call
     "functional, imported by name": imported,
     "torch.distributed.nn": returned,
     "a Function of its own": lambda rows, receive, send, group: Own.apply(group, rows, receive, send),
-    "a Function whose apply has another name": lambda rows, receive, send, group: own(group, rows, receive, send),
+    KEPT: lambda rows, receive, send, group: own(group, rows, receive, send),
     "a Function by a tensor for each rank": lambda rows, receive, send, group: InParts.apply(
         rows, group, receive, send
     ),
@@ -184,12 +185,13 @@ def _compare(rank: int, size: int, cases: Sequence[tuple[str, str, Any, Any]]) -
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     problems = []
     for way, kind, overlap, recompute in cases:
+        unseen = way == KEPT and torch.__version__ >= "2.14"  # which calls it directly: its exchange is not hidden
         with any_sizes():
             problems += compare(
                 f"{way}, {kind}, {overlap}, recompute {recompute}",
                 lambda way=way, kind=kind: build(mesh.get_group("ep"), way, kind),  # type: ignore[misc]
                 mesh,
-                exchanges=2 * 2 * 2 * MICROBATCHES,
+                exchanges=0 if unseen else 2 * 2 * 2 * MICROBATCHES,
                 overlap=overlap,
                 recompute=recompute,
             )

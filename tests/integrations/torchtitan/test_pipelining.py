@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from overlap1f1b.integrations.torchtitan import SCHEDULES, pipelining_fn
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Plain
-from tests.integrations.torchtitan.trainers import SEQUENCES, train, weights_of
-from tests.ranks import Ranks
+from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, train, weights_of
+from tests.ranks import Ranks, run
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
 
@@ -94,6 +94,50 @@ def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain
         assert float((written[key] - value).norm()) <= 1e-3 * float(value.norm()), key
 
 
+@installed
+def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
+    """From torchtitan's full checkpoint of the second step: weights, optimizer, rate and data go on as unbroken."""
+    unbroken: dict[str, Any] = {"run": "unbroken", "by": "pipelining_fn", "pp": 2, "saves": True}
+    again = {**unbroken, "run": "again", "resumes": "unbroken"}
+    for rank, (expected, found) in enumerate(
+        titan2.run(train, [{"folder": folder, **unbroken}, {"folder": folder, **again}])
+    ):
+        assert found["norm"] == expected["norm"][STOPPED:]
+        if rank == 1:
+            assert equal(expected["loss"], plain()["loss"], 1e-6)
+            assert found["loss"] == expected["loss"][STOPPED:]
+    written, whole = weights_of(folder, again), weights_of(folder, unbroken)
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], value) for name, value in whole.items())
+
+
+@installed
+def test_validation(titan1: Ranks, titan2: Ranks, folder: str) -> None:
+    """Over two stages, beside torchtitan's own trainer on one rank."""
+    case = {"folder": folder, "validates": True}
+    own = titan1.run(train, [{"run": "validation of one", **case}])[0][0]
+    ours = titan2.run(train, [{"run": "validation of two", "by": "pipelining_fn", "pp": 2, **case}])[1][0]
+    assert len(own["valid"]) == STEPS
+    assert equal(ours["valid"], own["valid"], 1e-5)
+
+
+@installed
+@pytest.mark.parametrize("ep", [1, 2])
+def test_tensor_parallelism(folder: str, ep: int) -> None:
+    """Loss and norm are those of torchtitan's own trainer over a tensor group, which may share the experts.
+
+    In processes of their own: torch keeps how DTensors are redistributed, with groups that have ended.
+    """
+    layout = {"folder": folder, "tp": 2, "ep": ep}
+    own = {"run": f"own tensor {ep}", "batch": 1, "total": SEQUENCES, **layout}
+    expected = run(train, 2, [own], timeout=240)[0][0]
+    found = run(train, 4, [{"run": f"tensor {ep}", "by": "pipelining_fn", "pp": 2, **layout}], timeout=240)
+    assert equal(found[-1][0]["loss"], expected["loss"], 1e-6)
+    for rank in found:
+        assert_close(rank[0]["norm"], expected["norm"])
+        assert sum(rank[0]["cut"]) == (2 * 2 if ep > 1 else 0)
+
+
 def _given(**changed: Any) -> dict[str, Any]:
     dims = {"pp": 2, "tp": 1, "cp": 1, "ep": 1, "pp_enabled": True}
     training = {"local_batch_size": 8, "enable_cpu_offload": False}
@@ -119,7 +163,11 @@ def _cut(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "options", "message"),
     [
-        ({"tp": 2}, {}, "parallelism.tensor_parallel_degree=2; allowed: 1"),
+        (
+            {"tp": 2, "ep": 3},
+            {},
+            "parallelism.expert_parallel_degree=3 with tensor_parallel_degree=2; allowed: 1, or a multiple of it",
+        ),
         ({"cp": 4}, {}, "parallelism.context_parallel_degree=4; allowed: 1"),
         ({"spmd_backend": "full_dtensor"}, {}, "spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'"),
         ({"ep": 2}, {}, "spmd_backend='spmd_types' with expert_parallel_degree=2; allowed: 'partial_dtensor'"),

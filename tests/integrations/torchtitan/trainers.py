@@ -20,6 +20,8 @@ from overlap1f1b.plan import Op, StageShape
 from tests.integrations.torchtitan import on_cpu
 
 SEQUENCES, TOKENS, STEPS, EXPERTS = 8, 24, 3, 8
+STOPPED = 2
+"""Step after which a run that resumes another goes on."""
 
 FAMILIES = {"deepseek_v3": ("debugmodel", 3), "qwen3": ("debugmodel_moe", 2)}
 """The debug model with experts of each family, and how many of its layers are used."""
@@ -95,8 +97,11 @@ def config_of(
     chunked: bool = False,
     checkpointing: str = "",
     validates: bool = False,
+    saves: bool = False,
+    resumes: str | None = None,
     pp: int = 1,
     ep: int = 1,
+    tp: int = 1,
     schedule: str = "1F1B",
     backend: str = "partial_dtensor",
 ) -> Any:
@@ -116,8 +121,11 @@ def config_of(
         chunked: Whether the loss calls the head by parts.
         checkpointing: "", "full" or "selective".
         validates: Whether to validate after each step.
+        saves: Whether each step writes a checkpoint of everything, the last one included.
+        resumes: Name of a run with such checkpoints, to go on after its second step.
         pp: Pipeline ranks.
         ep: Ranks that share experts.
+        tp: Ranks of a tensor group.
         schedule: torchtitan's name.
         backend: Of torchtitan's parallelism.
     """
@@ -139,7 +147,7 @@ def config_of(
             _with_fewer_experts(layer.moe)
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     data = _packed_documents()
-    where = Path(folder) / family
+    where, begin = Path(folder) / family, 0 if resumes is None else STOPPED
     return Trainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=4) if chunked else loss,
@@ -162,6 +170,7 @@ def config_of(
         parallelism=ParallelismConfig(
             pipeline_parallel_degree=pp,
             expert_parallel_degree=ep,
+            tensor_parallel_degree=tp,
             data_parallel_shard_degree=-1,
             pipeline_parallel_schedule=schedule,
             pipeline_parallel_microbatch_size=micro,
@@ -171,8 +180,10 @@ def config_of(
         checkpoint=CheckpointManager.Config(
             enable=True,
             create_seed_checkpoint=seed,
-            interval=1000,
-            initial_load_path=None if seed else str(where / "checkpoint" / "step-0"),
+            interval=1 if saves else 1000,
+            last_save_model_only=not saves,
+            initial_load_path=None if seed else str(where / (resumes or "") / "checkpoint" / f"step-{begin}"),
+            initial_load_model_only=resumes is None,
         ),
         debug=DebugConfig(seed=1),
     )
@@ -221,23 +232,22 @@ def _packed_documents() -> Any:
             self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
         ) -> None:
             share = SEQUENCES // dp_world_size
-            self.first, self.rows = config.first, range(dp_rank * share, (dp_rank + 1) * share)
+            self.step, self.rows = config.first, range(dp_rank * share, (dp_rank + 1) * share)
             self.tokens, self.batch = seq_len, local_batch_size
 
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-            step = self.first
             while True:
-                every = [_document(step * SEQUENCES + row, self.tokens) for row in self.rows]
-                step += 1
+                every = [_document(self.step * SEQUENCES + row, self.tokens) for row in self.rows]
+                self.step += 1
                 for at in range(0, len(every), self.batch):
                     tokens, positions, labels = map(torch.stack, zip(*every[at : at + self.batch], strict=True))
                     yield {"input": tokens, "positions": positions}, labels
 
         def state_dict(self) -> dict[str, Any]:
-            return {}
+            return {"step": self.step}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            pass
+            self.step = state_dict["step"]
 
     return PackedDocuments.Config
 

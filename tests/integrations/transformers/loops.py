@@ -92,8 +92,8 @@ class Spec:
         more = {} if self.layout is None else {"overlap_args": self.layout}
         with torch.device("meta" if self.on_meta else "cpu"):
             model = None if self.model is None else tiny.build(self.model, seed=self.seed, **self.config)
-        data = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
-        return self.kind(model, arguments, data_collator=pad, **{**data, **more, **self.trainer})
+        data: dict[str, Any] = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
+        return self.kind(model, arguments, **{"data_collator": pad, **data, **more, **self.trainer})
 
 
 def history(trainer: Any) -> list[dict[str, float]]:

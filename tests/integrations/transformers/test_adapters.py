@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,9 +19,10 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, consolidate, save_checkpoint
 from overlap1f1b.integrations.transformers import OverlapArguments, split_model
 from overlap1f1b.integrations.transformers.adapters import adapter_in
+from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import loops, tiny
 from tests.ranks import Ranks
@@ -237,7 +240,7 @@ def part(name: str, value: Tensor, found: Tensor, rank: int, ranks: int, experts
 
 def _gradients(
     rank: int, size: int, name: str, targets: str, pp: int, schedule: str, grouped: bool | None, options: dict[str, Any]
-) -> tuple[float, list[str], set[str]]:
+) -> tuple[float, list[str], list[Node]]:
     """Return the worst gradient, parameters with a gradient that they should not have, and the plan's nodes."""
     mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
     at, ranks = mesh.get_local_rank("ep"), size // pp
@@ -261,17 +264,25 @@ def _gradients(
         elif whole is not None and grad is not None:
             worst = max(worst, tiny.difference(grad, part(label, whole, grad, at, ranks)))
     engine.step(tokens, target=labels)
-    return worst, wrong, {node.name for node in engine.plan.ranks[mesh.get_local_rank("pp")]}
+    return worst, wrong, list(engine.plan.ranks[mesh.get_local_rank("pp")])
 
 
 @pytest.mark.parametrize("targets", ["everything", "experts", "dora", "ends", "last"])
 def test_gradients_are_those_of_peft(ranks4: Ranks, targets: str) -> None:
     pytest.importorskip("peft")
+    summed = set()
     for worst, wrong, nodes in ranks4.run(_gradients, "mixtral", targets, 2, "1f1b", None, {}, timeout=120):
         assert worst <= 1e-5
         assert wrong == []
-        assert "experts.b" in nodes
-        assert "experts.w" not in nodes  # the base is frozen; LoRA's factors come with experts.b
+        names = {node.name for node in nodes}
+        assert "experts.b" in names
+        assert "experts.w" not in names  # the base is frozen; LoRA's factors come with experts.b
+        summed |= {(node.stage, node.block) for node in nodes if node.op is Op.REDUCE}
+    # Sums over "ep" are of blocks with factors outside their experts alone; those of experts are on one rank.
+    assert summed == SUMMED.get(targets, {(0, 0), (0, 1), (1, 0), (1, 1)})
+
+
+SUMMED: dict[str, set[tuple[int, int]]] = {"experts": set(), "last": {(1, 1)}}
 
 
 @pytest.mark.parametrize(
@@ -290,6 +301,28 @@ def test_models_ranks_and_options(
     found = ranks4.run(_gradients, name, "everything", pp, schedule, grouped, options, timeout=120)
     assert max(worst for worst, _, _ in found) <= 1e-5
     assert [wrong for _, wrong, _ in found] == [[]] * 4
+
+
+def _exported(rank: int, size: int, folder: Path) -> list[str]:
+    """Write a checkpoint, and return the tensors of its export that are not those of the whole model."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    program = build_schedule("sequential", microbatches=2)
+    stages = split_model(adapted("mixtral", "experts"), program, mesh)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=60)
+    trained = [p for p in stages.parameters() if p.requires_grad]
+    save_checkpoint(engine, folder / "saved", 1, torch.optim.SGD(trained))
+    if rank:
+        return []
+    found = load_file(consolidate(folder / "saved", folder / "exported") / "model.safetensors")
+    wanted = adapted("mixtral", "experts").state_dict()
+    factors = [name for name in wanted if ".lora_B." in name]
+    assert factors
+    return [name for name in wanted if name not in found or not torch.equal(found[name], wanted[name])]
+
+
+def test_an_export_has_the_factors_as_peft_has_them(ranks2: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert ranks2.run(_exported, tmp_path, timeout=60) == [[], []]
 
 
 def _saved(rank: int, size: int, targets: str, folder: Path) -> bool:
@@ -341,6 +374,93 @@ def test_adapters_that_transformers_has_added_are_saved(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in opened.state_dict().items())
 
 
+# ------------------------------------------------------------------------------------------------- on the meta device
+
+
+def on_meta(name: str, targets: str, **options: Any) -> Any:
+    """Return PEFT's model without memory, as :func:`adapted` without its values."""
+    import peft
+
+    with torch.device("meta"):
+        model = tiny.build(name)
+    options = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", **TARGETS[targets], **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def _read(rank: int, size: int, name: str, targets: str, folder: Path) -> list[str]:
+    """Return the tensors that are others than in a whole model that was split."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    program = build_schedule("1f1b", ranks=2, microbatches=2)
+    wanted = split_model(adapted(name, targets), program, mesh).state_dict()
+    model = on_meta(name, targets)
+    if targets == "ends":  # PEFT reads some of the adapter, and leaves the rest on the meta device
+        import peft
+
+        options = {"is_trainable": True, "low_cpu_mem_usage": True}
+        model = peft.PeftModel.from_pretrained(model.unload(), folder / "adapter", **options)
+        assert {p.is_meta for p in model.parameters()} == {True, False}
+    stages = split_model(model, program, mesh)
+    for part in ("base", "adapter"):
+        stages.load_pretrained(folder / part)
+    found = stages.state_dict()
+    assert found.keys() == wanted.keys()
+    trained = [p.requires_grad for p in stages.parameters()]
+    assert any(trained)
+    assert not all(trained)
+    return [label for label, value in wanted.items() if not torch.equal(found[label], value)]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [*[("mixtral", targets) for targets in ("everything", "experts", "dora", "ends")]]
+    + [(name, "everything") for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")],
+)
+def test_a_base_and_an_adapter_are_read_from_their_folders(
+    ranks4: Ranks, name: str, targets: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    tiny.build(name).save_pretrained(tmp_path / "base")
+    adapted(name, targets).save_pretrained(tmp_path / "adapter")
+    assert ranks4.run(_read, name, targets, tmp_path) == [[]] * 4
+
+
+def _begun(rank: int, size: int, targets: str, folder: Path, seed: int, start: Any) -> dict[str, Tensor]:
+    """Return the whole factors with which new adapters begin."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep")) if size > 1 else None
+    program = build_schedule("1f1b", ranks=min(size, 2), microbatches=2)
+    stages = split_model(on_meta("mixtral", targets, init_lora_weights=start), program, mesh)
+    torch.manual_seed(seed)
+    torch.rand(rank)  # what was drawn before does not count
+    stages.load_pretrained(folder)
+    stages.save_pretrained(folder / f"adapter {size} {seed}")
+    return load_file(folder / f"adapter {size} {seed}" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("start", [True, "gaussian"])
+@pytest.mark.parametrize("targets", ["everything", "ends"])
+def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, start: Any, tmp_path: Path) -> None:
+    """As PEFT begins them: the first factors are drawn, the second ones are zero."""
+    peft = pytest.importorskip("peft")
+    model = tiny.build("mixtral")
+    model.save_pretrained(tmp_path)
+    own = peft.get_peft_model(model, on_meta("mixtral", targets, init_lora_weights=start).peft_config["default"])
+    own.save_pretrained(tmp_path / "own")
+    theirs = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    four = ranks4.run(_begun, targets, tmp_path, 5, start)[0]
+    one, other = (_begun(0, 1, targets, tmp_path, seed, start) for seed in (5, 6))
+    assert four.keys() == one.keys() == theirs.keys()
+    for name, value in one.items():
+        assert torch.equal(value, four[name]), name
+        assert value.shape == theirs[name].shape
+        if "lora_" not in name:
+            assert torch.equal(value, theirs[name])  # a copy of the base
+        elif float(theirs[name].abs().max()) == 0:
+            assert float(value.abs().max()) == 0
+        else:
+            assert not torch.equal(value, other[name])
+            assert float(value.std()) == pytest.approx(float(theirs[name].std()), rel=0.5)
+
+
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
@@ -374,6 +494,59 @@ def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, tmp_path: 
     loops.alone(spec("again", accumulation=8, layout=OverlapArguments(), resume=str(checkpoint)))
     again = loops.weights(tmp_path / "again")
     assert all(float((again[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+
+
+def _ends() -> Any:
+    model = adapted("mixtral", "ends")
+    torch.manual_seed(7)  # the order of the rows follows
+    return model
+
+
+def _ends_on_meta() -> Any:
+    model = on_meta("mixtral", "ends")
+    torch.manual_seed(7)
+    return model
+
+
+def _new_on_meta() -> Any:
+    return on_meta("mixtral", "everything")
+
+
+def _dora_on_meta() -> Any:
+    return on_meta("mixtral", "dora")
+
+
+def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    tiny.build("mixtral").save_pretrained(tmp_path / "base")
+    _ends().save_pretrained(tmp_path / "adapter")
+    spec = loops.Spec(tmp_path, model=None, arguments=EVALUATED, rows=48, trainer={"model_init": _ends})
+    plain = loops.alone(replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, accumulation=8))
+    folders = {"pretrained": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
+    parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": _ends_on_meta})
+    for lines in ranks4.run(loops.train, parts, timeout=120):
+        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in lines]
+        for ours, theirs in zip([line for line in found if line], loops.history(plain), strict=True):
+            assert ours == pytest.approx(theirs, rel=5e-6)
+    wanted, last = loops.weights(tmp_path / "plain"), loops.weights(tmp_path)
+    assert wanted.keys() == last.keys()
+    assert all(float((last[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+
+
+def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path: Path) -> None:
+    """With the losses of one rank; what PEFT would compute from the base is refused."""
+    pytest.importorskip("peft")
+    tiny.build("mixtral").save_pretrained(tmp_path / "base")
+    layout = OverlapArguments(pretrained=str(tmp_path / "base"))
+    spec = loops.Spec(tmp_path, model=None, rows=48, trainer={"model_init": _new_on_meta}, layout=layout)
+    expected = loops.history(loops.alone(replace(spec, accumulation=8)))
+    for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
+        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in lines]
+        for ours, theirs in zip([line for line in found if line], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=5e-6)
+    with pytest.raises(ValueError, match=r"lora_magnitude.* has no values .*; allowed: adapter= a folder") as caught:
+        replace(spec, trainer={"model_init": _dora_on_meta}).build()
+    assert "\n" not in str(caught.value)
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("trl")
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
@@ -28,20 +31,46 @@ class OverlapSFTTrainer(Overlapped, SFTTrainer):
     pass
 
 
-def built(
-    kind: Any, folder: Path, layout: OverlapArguments | None, accumulation: int, rows: int, loss: str, *, even: bool
-) -> Any:
-    """Return a trainer of rows, whose first part is a prompt.
+@dataclass(frozen=True)
+class Case:
+    """A run of a trainer of rows, whose first part is a prompt.
 
-    SFTTrainer's accuracies are means over microbatches and the router's loss is added up over ranks, so over several
-    ranks only `even` rows, without the router's loss, give what one process gives.
+    Args:
+        folder: Of what it saves.
+        model: One of ``tiny.MODELS``.
+        loss: ``loss_type`` of SFTTrainer.
+        accumulation: Microbatches of a step on each rank.
+        rows: Of an evaluation's batch.
+        even: Whether all rows have equally many tokens, and the router no loss. SFTTrainer's accuracies are means over
+            microbatches and the router's loss is added up over ranks, so only then several ranks give what one process
+            gives; otherwise they give what SFTTrainer gives over as many ranks with data.
+        lora: Whether adapters are trained.
+        layout: None for SFTTrainer itself.
+        saves: Whether to save in the middle.
+        resume: A checkpoint to go on from.
+        options: Of SFTConfig besides.
     """
+
+    folder: Path
+    model: str = "qwen3_moe"
+    loss: str = "nll"
+    accumulation: int = 4
+    rows: int = 4
+    even: bool = False
+    lora: bool = False
+    layout: OverlapArguments | None = None
+    saves: bool = False
+    resume: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def built(case: Case) -> Any:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(4, 9, (40,), generator=generator).tolist()
-    ids = [torch.randint(3, tiny.V, (7 if even else length,), generator=generator).tolist() for length in lengths]
+    ids = [torch.randint(3, tiny.V, (7 if case.even else length,), generator=generator).tolist() for length in lengths]
     columns = {"input_ids": ids, "labels": [[-100, -100, *row[2:]] for row in ids]}
     data = Dataset(InMemoryTable.from_pydict(columns), fingerprint="rows")
     eval_data = Dataset(InMemoryTable.from_pydict({name: rows[:16] for name, rows in columns.items()}), fingerprint="e")
@@ -51,54 +80,138 @@ def built(
         tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
     args = SFTConfig(
-        str(folder),
+        str(case.folder),
         per_device_train_batch_size=2,
-        per_device_eval_batch_size=rows,
-        gradient_accumulation_steps=accumulation,
+        per_device_eval_batch_size=case.rows,
+        gradient_accumulation_steps=case.accumulation,
         max_steps=4,
         learning_rate=3e-3,
         adam_epsilon=1e-5,
+        warmup_steps=2,
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=2,
-        save_strategy="no",
+        save_strategy="steps" if case.saves else "no",
+        save_steps=2,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
-        loss_type=loss,
+        loss_type=case.loss,
         dataset_kwargs={"skip_prepare_dataset": True},
-        router_aux_loss_coef=0.0 if even else 0.01,
+        router_aux_loss_coef=0.0 if case.even else 0.01,
+        **case.options,
     )
-    more = {} if layout is None else {"overlap_args": layout}
-    model = tiny.build("qwen3_moe")
+    more: dict[str, Any] = {} if case.layout is None else {"overlap_args": case.layout}
+    if case.lora:
+        import peft
+
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", target_parameters=targets)
+    model = tiny.build(case.model, seed=3 if case.resume is None else 4)
+    kind = SFTTrainer if case.layout is None else OverlapSFTTrainer
     return kind(model, args, processing_class=tokenizer, train_dataset=data, eval_dataset=eval_data, **more)
 
 
-def trained(rank: int, size: int, *given: Any) -> list[dict[str, float]]:
+def trained(rank: int, size: int, case: Case) -> list[dict[str, float]]:
     with launched(rank, size):
-        *most, even = given
-        trainer = built(*most, even=even)
-        trainer.train()
+        trainer = built(case)
+        trainer.train(resume_from_checkpoint=case.resume)
         trainer.save_model()
         return list(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2)], ids=["one rank", "ep 2", "pp 2 × ep 2"])
+LAYOUTS = {"one rank": OverlapArguments(), "ep 2": OverlapArguments(ep=2), "pp 2 × ep 2": OverlapArguments(pp=2, ep=2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss", ["nll", "dft"])
-def test_sft(ranks2: Ranks, ranks4: Ranks, layout: tuple[int, int], loss: str, tmp_path: Path) -> None:
-    pp, ep = layout
-    ranks = {2: ranks2, 4: ranks4}.get(pp * ep)
-    expected = trained(0, 1, SFTTrainer, tmp_path / "plain", None, 4 * ep, 4 * ep, loss, ep > 1)
-    given = (OverlapSFTTrainer, tmp_path / "ours", OverlapArguments(pp=pp, ep=ep), 4, 4, loss, ep > 1)
-    every = [trained(0, 1, *given)] if ranks is None else ranks.run(trained, *given)
-    for found in every:
-        for one, other in zip(found, expected, strict=True):
-            wanted = {name: other[name] for name in (*SHOWN, *METRICS) if name in other}
-            assert {name: one[name] for name in wanted} == pytest.approx(wanted, rel=5e-6, abs=5e-6)
+def test_sft(ranks2: Ranks, ranks4: Ranks, layout: str, loss: str, tmp_path: Path) -> None:
+    """SFTTrainer on one process has all microbatches."""
+    compare(ranks2, ranks4, Case(tmp_path, loss=loss, even=layout != "one rank", layout=LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2 × ep 2"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_rows_of_uneven_lengths(ranks2: Ranks, ranks4: Ranks, layout: str, model: str, tmp_path: Path) -> None:
+    """With padding, other counts of tokens on each rank and the router's loss, beside SFTTrainer over the same data."""
+    case = Case(tmp_path, model, layout=LAYOUTS[layout])
+    compare(ranks2, ranks4, case)
+
+
+def test_sft_goes_on(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    """Over stages, and then on ranks without; TRL counts the tokens of a run since its start."""
+    case = Case(tmp_path, "mixtral", layout=LAYOUTS["pp 2 × ep 2"], saves=True)
+    unbroken = ranks4.run(trained, case)[0]
+    final = weights(tmp_path)
+    resume = str(tmp_path / "checkpoint-2")
+    for ranks, layout in ((ranks4, LAYOUTS["pp 2 × ep 2"]), (ranks2, LAYOUTS["ep 2"])):
+        for file in tmp_path.glob("model*.safetensors"):
+            file.unlink()
+        again = ranks.run(trained, replace(case, layout=layout, saves=False, resume=resume))
+        for found in again:
+            same(found, unbroken, [name for name in (*SHOWN, *METRICS) if name != "num_tokens"])
+        close_weights(weights(tmp_path), final, 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
+def test_sft_of_adapters(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
+    """SFTTrainer puts the adapters around the model; the adapters alone are saved."""
+    pytest.importorskip("peft")
+    compare(ranks2, ranks4, Case(tmp_path, even=layout != "one rank", lora=True, layout=LAYOUTS[layout]))
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def compare(ranks2: Ranks, ranks4: Ranks, case: Case) -> None:
+    assert case.layout is not None
+    several: dict[int, Ranks] = {2: ranks2, 4: ranks4}
+
+    def run(case: Case, ranks: int) -> list[list[dict[str, float]]]:
+        return several[ranks].run(trained, case) if ranks > 1 else [trained(0, 1, case)]
+
+    shards, plain = max(1, case.layout.ep), replace(case, folder=case.folder / "plain", layout=None)
+    if case.even:  # one process has the microbatches of all ranks
+        plain = replace(plain, accumulation=case.accumulation * shards, rows=case.rows * shards)
+    expected = run(plain, 1 if case.even else shards)[0]
+    for found in run(case, case.layout.pp * shards):
+        same(found, expected, (*SHOWN, *METRICS))
     assert any("mean_token_accuracy" in line and "entropy" in line for line in expected)
-    found_weights = weights(tmp_path / "ours")
-    for name, value in weights(tmp_path / "plain").items():
-        assert float((found_weights[name] - value).abs().max()) <= 1e-6
+    assert case.even or any(line.get("aux_loss", 0) > 0 for line in expected)
+    # The first gradients of lora_A are zero, and Adam divides by them.
+    close_weights(weights(case.folder), weights(plain.folder), 5e-6 if case.lora else 1e-6)
+
+
+def same(found: list[dict[str, float]], expected: list[dict[str, float]], names: Sequence[str]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        wanted = {name: other[name] for name in names if name in other}
+        assert {name: one[name] for name in wanted} == pytest.approx(wanted, rel=5e-6, abs=5e-6)
+
+
+def close_weights(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name] - value).abs().max()) <= tolerance, name
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "activation_offloading": ({"activation_offloading": True}, "=True under an .*; allowed: recompute of Overl"),
+    "padding_free": ({"padding_free": True, "max_length": None}, "=True under an .*; allowed: False, batches are pad"),
+    "packing_strategy": ({"packing": True}, "='bfd' under an .*; allowed: 'wrapped', or packing=False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_of_sft(name: str, tmp_path: Path) -> None:
+    """Offloading around a step would cover the rest of the model alone; packed documents come without padding."""
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{name}{message}") as caught:
+        built(Case(tmp_path, layout=OverlapArguments(), options=options))
+    assert "\n" not in str(caught.value)
+
+
+def test_packing_that_wraps(tmp_path: Path) -> None:
+    """Its batches are as others."""
+    case = Case(tmp_path, layout=OverlapArguments(), options={"packing": True, "packing_strategy": "wrapped"})
+    assert built(case).args.packing

@@ -48,7 +48,7 @@ def problems_of(stages: SplitModel, expected: dict[str, Tensor], limit: float) -
         grad = torch.zeros_like(found[name]) if grad is None else grad
         rank, ranks = parts.get(name, (0, 1))
         error = tiny.difference(grad, expected[name].chunk(ranks)[rank])
-        if error > limit:
+        if not error <= limit:  # also not a number
             problems.append(f"{name} differs by {error:.1e} from one process")
     return problems
 
@@ -128,7 +128,7 @@ def _compare(rank: int, size: int, name: str, pp: int, ep: int, double: bool, op
         result = engine.step(tokens, target=labels)
         found = problems_of(stages, expected, limit)
         for loss, own in zip(result.losses, every[ep_rank][0], strict=bool(result.losses)):
-            if tiny.difference(loss, own) > limit:
+            if not tiny.difference(loss, own) <= limit:
                 found.append(f"loss {float(loss)} instead of {float(own)}")
         problems += [f"{schedule} {overlap}: {problem}" for problem in found]
     return problems
@@ -229,6 +229,32 @@ def test_microbatches_without_a_label_and_stages_as_a_module() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     stages.eval()
     assert not any(module.training for module in model.modules())
+
+
+def _without_labels(rank: int, size: int, counts: bool) -> tuple[list[float], list[str]]:
+    """Return the losses of a step in which one of two ranks with data has no label, and gradients that are wrong."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    tokens, labels = tiny.batch(4)
+    whole = tiny.build("mixtral")
+    _, expected = tiny.own_gradients(whole, {"input_ids": tokens}, labels, 2, 1.0 if counts else 0.5)
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
+    stages = split_model(tiny.build("mixtral"), program, mesh)
+    options: dict[str, Any] = {"count_tokens": stages.count_tokens} if counts else {}
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30, **options)
+    if mesh["ep"].get_local_rank() == 1:
+        tokens, labels = tiny.batch(4, seed=6)[0], torch.full_like(labels, -100)
+    result = engine.step(tokens, target=labels)
+    return [float(loss) for loss in result.losses], problems_of(stages, expected, 1e-5)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_rank_without_labels(ranks4: Ranks, counts: bool) -> None:
+    """Its losses are zero, and its tokens at the other's experts change no gradient."""
+    found = ranks4.run(_without_labels, counts)
+    assert [problems for _, problems in found] == [[]] * 4
+    assert [losses for losses, _ in found[:2]] == [[], []]  # of the first stage
+    assert min(found[2][0]) > 0
+    assert found[3][0] == [0.0, 0.0]
 
 
 def test_a_loss_of_ones_own_sees_the_logits() -> None:

@@ -1,0 +1,706 @@
+"""Tensor and context parallelism: gradients, norms and checkpoints against one plain process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.batch import Loss, feed_batch
+from overlap1f1b.plan import NodeCosts, Overlap, compile
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.engine import tensors
+from tests.pauses import pauses
+from tests.ranks import Ranks, run
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
+MICROBATCHES = 4
+OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and how the model is split over it."""
+
+    mesh: dict[str, int]
+    sequence: bool = False  # parts of the tokens on each rank of the tensor group
+    sharded: bool = False  # FSDP2 along "dp"
+    ring: bool = False  # ring attention along "cp"; else Ulysses
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.mesh.values())
+
+
+LAYOUTS = {
+    "tp": Layout({"tp": 2}),
+    "tp with sequences": Layout({"tp": 2}, sequence=True),
+    "tp 4": Layout({"tp": 4}),
+    "dp x ep": Layout({"dp": 2, "ep": 2}),
+    "cp": Layout({"cp": 2}),
+    "cp in a ring": Layout({"cp": 4}, ring=True),
+    "ep x tp": Layout({"ep": 2, "tp": 2}),
+    "ep x tp with sequences": Layout({"ep": 2, "tp": 2}, sequence=True),
+    "dp x tp with sequences": Layout({"dp": 2, "tp": 2}, sequence=True),
+    "pp x tp": Layout({"pp": 2, "tp": 2}),
+    "pp x tp with sequences": Layout({"pp": 2, "tp": 2}, sequence=True),
+    "FSDP2 x tp": Layout({"dp": 2, "tp": 2}, sharded=True),
+    "FSDP2 x tp with sequences": Layout({"dp": 2, "tp": 2}, sequence=True, sharded=True),
+    "ep x cp": Layout({"ep": 2, "cp": 2}),
+    "ep x cp in a ring": Layout({"ep": 2, "cp": 2}, ring=True),
+    "pp x cp in a ring": Layout({"pp": 2, "cp": 2}, ring=True),
+    "cp x tp": Layout({"cp": 2, "tp": 2}),
+    "cp x tp in a ring": Layout({"cp": 2, "tp": 2}, ring=True),
+}
+
+
+def data_of(mesh: DeviceMesh | None, number: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of a batch: its own sequences, and of them its own tokens."""
+    inputs, target = models.batch(MICROBATCHES, rows=2, sequence=tensors.S, seed=number)
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        return inputs, target
+    at, size = mesh.get_local_rank("cp"), mesh["cp"].size()
+    return inputs.chunk(size, 1)[at].contiguous(), target.chunk(size, 1)[at].contiguous()
+
+
+def number_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """The number of this rank's sequences, and how many there are."""
+    number, count = 0, 1
+    for name in ("dp", "ep"):
+        if name in (mesh.mesh_dim_names or ()):
+            number, count = number * mesh[name].size() + mesh.get_local_rank(name), count * mesh[name].size()
+    return number, count
+
+
+def wrapped(mesh: DeviceMesh, layout: Layout) -> nn.Sequential:
+    model = tensors.build(mesh, sequence=layout.sequence, ring=layout.ring)
+    if layout.sharded:
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+    return model
+
+
+def engine_over(mesh: DeviceMesh, name: str, *, schedule: str = "combined_1f1b", **options: Any) -> Engine:
+    layout = LAYOUTS[name]
+    program = build_schedule(schedule, ranks=layout.mesh.get("pp", 1), microbatches=MICROBATCHES)
+    model = wrapped(mesh, layout)
+    options = {"costs": COSTS, "loss_fn": models.loss_fn, "timeout": 30} | options
+    if layout.sequence:
+        options["experts_over"] = ("ep", "tp")
+    return Engine(model, program, mesh=mesh, **options)
+
+
+def expected(count: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients and their norm of one process with all data."""
+    model = tensors.build()
+    for number in range(count):
+        models.plain_gradients(model, *data_of(None, number), MICROBATCHES, 1 / count)
+    gradients = models.gradients(model)
+    return gradients, clip_grad_norm_(model.parameters(), 1e9)
+
+
+def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e-12) -> list[str]:
+    """Names of this rank's parameters whose gradients are not those of one process."""
+    problems = []
+    assert isinstance(engine.model, nn.Sequential)
+    rank, ranks = engine.mesh.expert_slice
+    held = {id(b) for stage in engine.stages.values() for b in stage.blocks}
+    for index, block in enumerate(engine.model):
+        if id(block) not in held:
+            continue
+        for name, parameter in block.named_parameters():
+            grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if isinstance(grad, DTensor):
+                if grad.placements != parameter.placements:  # type: ignore[attr-defined]
+                    problems.append(f"{index}.{name} has placements {grad.placements}")
+                grad = grad.full_tensor()
+            whole = wanted[f"{index}.{name}"]
+            if "experts" in name:
+                whole = whole.chunk(ranks)[rank]
+            error = float((grad - whole).abs().max() / max(float(whole.abs().max()), 1.0))
+            if not error <= tolerance:
+                problems.append(f"{index}.{name} is off by {error:.1e}")
+    return problems
+
+
+def _train(rank: int, size: int, name: str, schedule: str, options: dict[str, Any]) -> list[str]:
+    sizes = LAYOUTS[name].mesh
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    number, count = number_of(mesh)
+    wanted, norm = expected(count)
+    engine = engine_over(mesh, name, schedule=schedule, **options)
+    inputs, target = data_of(mesh, number)
+    problems = []
+    for overlap in OVERLAPS:
+        for parameter in engine.parameters():
+            parameter.grad = None
+        assert isinstance(engine.model, nn.Sequential)
+        engine.model.zero_grad()
+        engine.plan = compile(engine.program, engine.shapes, COSTS, overlap)
+        with pauses(rank):
+            engine.step(inputs, target=target)
+        problems += [f"{overlap}: {problem}" for problem in differences(engine, wanted)]
+        found = engine.clip_gradients(1e9)
+        if abs(float(found) - float(norm)) > 1e-12 * float(norm):
+            problems.append(f"{overlap}: norm {float(found)}, not {float(norm)}")
+    return problems
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_and_norms_are_those_of_one_process(ranks2: Ranks, ranks4: Ranks, name: str) -> None:
+    ranks = ranks2 if LAYOUTS[name].ranks == 2 else ranks4
+    assert ranks.run(_train, name, "combined_1f1b", {}) == [[]] * LAYOUTS[name].ranks
+
+
+SCHEDULES = [("zb_v", "pp x tp"), ("dualpipev", "pp x tp with sequences"), ("zb_h1", "tp with sequences")]
+
+
+@pytest.mark.parametrize(("schedule", "name"), SCHEDULES)
+def test_other_schedules(ranks2: Ranks, ranks4: Ranks, schedule: str, name: str) -> None:
+    ranks = ranks2 if LAYOUTS[name].ranks == 2 else ranks4
+    assert ranks.run(_train, name, schedule, {}) == [[]] * LAYOUTS[name].ranks
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"recompute": "block"}, {"recompute": "attention"}, {"parts": 2}, {"capacity": 8.0}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "ep x cp in a ring"])
+def test_other_options(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
+    assert ranks4.run(_train, name, "combined_1f1b", options) == [[]] * 4
+
+
+def _measured(rank: int, size: int, name: str) -> list[str]:
+    """Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found."""
+    layout = LAYOUTS[name]
+    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+    number, count = number_of(mesh)
+    wanted, norm = expected(count)
+    engine = engine_over(mesh, name, costs=None)
+    inputs, target = data_of(mesh, number)
+    problems, plans = [], [engine.plan]
+    for step in range(4):
+        assert isinstance(engine.model, nn.Sequential)
+        engine.model.zero_grad()
+        with pauses(rank):
+            loss = engine.mean_loss(engine.step(inputs, target=target))
+        problems += [f"step {step}: {problem}" for problem in differences(engine, wanted)]
+        if abs(loss - plain_loss(count)) > 1e-12:
+            problems.append(f"step {step}: loss {loss}, not {plain_loss(count)}")
+        found = engine.clip_gradients(float(norm) / 2)
+        engine.mesh.agree({"norm": float(found)})  # equal on all ranks, to the bit
+        if abs(float(found) - float(norm)) > 1e-12 * float(norm):
+            problems.append(f"step {step}: norm {float(found)}, not {float(norm)}")
+        halved = {name: grad / 2 for name, grad in wanted.items()}
+        problems += [f"step {step}, clipped: {problem}" for problem in differences(engine, halved, 1e-6)]
+        plans.append(engine.plan)
+    if engine.costs is None or plans[-1] is plans[0]:
+        problems.append("no plan was compiled for measured costs")
+    return problems
+
+
+def _counted(rank: int, size: int, name: str) -> list[str]:
+    """Uneven numbers of labels, of which ranks along "cp" and "ep" have their own; gradients of two steps."""
+
+    def labels(target: Tensor) -> Tensor:
+        kept = torch.rand(target.shape, generator=torch.Generator().manual_seed(7)) < 0.6
+        return target.where(kept, -100)
+
+    layout = LAYOUTS[name]
+    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+    number, count = number_of(mesh)
+    model, data = tensors.build(), [data_of(None, n) for n in range(count)]
+    total = sum(int((labels(y) >= 0).sum()) for _, y in data)
+    for x, y in data:
+        loss = cross_entropy(model(x).flatten(0, 1), labels(y).flatten(), reduction="sum") / total
+        (2 * loss).backward()  # two steps
+    engine = engine_over(mesh, name, loss_fn=models.loss_fn, count_tokens=lambda y: int((y >= 0).sum()))
+    x, y = data[number][0], labels(data[number][1])
+    if "cp" in layout.mesh:
+        x, y = (part.chunk(layout.mesh["cp"], 1)[mesh.get_local_rank("cp")].contiguous() for part in (x, y))
+    for _ in range(2):
+        with pauses(rank):
+            engine.step(x, target=y)
+    return differences(engine, models.gradients(model))
+
+
+@pytest.mark.parametrize("name", ["ep x cp", "ep x tp with sequences", "cp x tp in a ring"])
+def test_labels_count_once(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_counted, name) == [[]] * 4
+
+
+def plain_loss(count: int) -> float:
+    """The mean loss of one process over the data of all ranks."""
+    model, losses = tensors.build(), []
+    for number in range(count):
+        inputs, target = data_of(None, number)
+        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        losses += [float(models.loss_fn(model(x), y)) for x, y in parts]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "ep x cp", "cp in a ring", "pp x tp"])
+def test_measured_plans(ranks4: Ranks, name: str) -> None:
+    """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process."""
+    assert ranks4.run(_measured, name) == [[]] * 4
+
+
+SAVED = ["ep x tp", "ep x tp", "tp 4", "pp x tp", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
+
+
+def _saved(rank: int, size: int, folder: Path) -> list[float]:
+    """Losses of two steps after loading, in the layout that saved and in others."""
+    found = []
+    for number, name in enumerate(SAVED):
+        sizes = LAYOUTS[name].mesh
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        engine = engine_over(mesh, name)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05 if number else 0.01)
+        inputs, target = data_of(mesh, 0)
+
+        def train(
+            steps: int, engine: Engine = engine, optimizer: Any = optimizer, data: Any = (inputs, target)
+        ) -> list[float]:
+            losses = []
+            for _ in range(steps):
+                losses.append(engine.mean_loss(engine.step(data[0], target=data[1])))
+                optimizer.step()
+                optimizer.zero_grad()
+            return losses
+
+        if number:
+            assert load_checkpoint(engine, folder / str(number - 1), optimizer) == 2
+        else:
+            train(2)
+        saving = save_checkpoint(engine, folder / str(number), 2, optimizer, background=number % 2 == 1)
+        if not isinstance(saving, Path):
+            saving.result()
+        if rank == 0:
+            consolidate(folder / str(number), folder / f"whole {number}")
+        engine.mesh.agree({"written": True})
+        found.append(train(2)[-1])
+    return found
+
+
+def test_a_checkpoint_goes_round_over_tensor_layouts(ranks4: Ranks, tmp_path: Path) -> None:
+    """Each layout loads what the layout before it has saved, to the bit, and all train on alike."""
+    for losses in ranks4.run(_saved, tmp_path, timeout=200):
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-11)
+    first, *others = (load_file(tmp_path / f"whole {number}" / "model.safetensors") for number in range(len(SAVED)))
+    for stored in others:
+        assert stored.keys() == first.keys()
+        assert all(torch.equal(stored[name], value) for name, value in first.items())
+
+
+class Run:
+    """A training run with dropout and a schedule of the learning rate."""
+
+    def __init__(self, name: str) -> None:
+        layout = LAYOUTS[name]
+        mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+        torch.manual_seed(5)  # ranks of a tensor group must draw the same
+        blocks = wrapped(mesh, layout)
+        model = nn.Sequential(blocks[0], nn.Dropout(0.1), *blocks[1:])
+        options: dict[str, Any] = {"experts_over": ("ep", "tp")} if layout.sequence else {}
+        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+        self.engine = Engine(
+            model, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, overlap=3, timeout=30, **options
+        )
+        self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=0.05, foreach=False)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.data = data_of(mesh, number_of(mesh)[0])
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step(self.data[0], target=self.data[1])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's part of all parameters and of the optimizer's state."""
+        parameters = list(self.engine.parameters())
+        moments = [self.optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+        both = [*parameters, *moments]
+        return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in both]
+
+
+def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
+    """Whether a resumed run ends with the bits of one that went on."""
+    whole = Run(name)
+    whole.train(2)
+    path = save_checkpoint(whole.engine, folder, 2, whole.optimizer, state={"scheduler": whole.scheduler})
+    whole.train(2)
+    resumed = Run(name)
+    state = {"scheduler": resumed.scheduler}
+    assert load_checkpoint(resumed.engine, path.parent, resumed.optimizer, state=state) == 2
+    resumed.train(2)
+    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+    return all(map(torch.equal, resumed.tensors(), whole.tensors()))
+
+
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
+def test_a_resumed_run_ends_with_the_same_bits(ranks4: Ranks, tmp_path: Path, name: str) -> None:
+    assert ranks4.run(_resumed, name, tmp_path) == [True] * 4
+
+
+def _another_layout(rank: int, size: int, folder: Path) -> list[str]:
+    """What is said of a state of each rank of another tensor layout, and random numbers that stay."""
+    first = Run("ep x tp")
+    first.train(1)
+    mine = {"loader": torch.optim.lr_scheduler.ExponentialLR(first.optimizer, 1 - 0.1 * rank)}
+    save_checkpoint(first.engine, folder, 1, first.optimizer, state=mine)
+    other = Run("tp 4")
+    torch.manual_seed(100 + rank)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="allowed") as caught:
+        load_checkpoint(other.engine, folder, other.optimizer, state=mine)
+    third = Run("tp 4")
+    torch.manual_seed(100 + rank)
+    load_checkpoint(third.engine, folder, third.optimizer, state={"loader": None})
+    return [str(caught.value), str(torch.equal(before, torch.get_rng_state()))]
+
+
+def test_states_of_each_rank_of_another_tensor_layout(tmp_path: Path) -> None:
+    message = (
+        "it has a state['loader'] of each rank of pp 1 × dp 1 × ep 2 × tp 2, this run has pp 1 × dp 1 × ep 1 × tp 4; "
+        "allowed: the same layout, or None to leave the state"
+    )
+    for found, kept in run(_another_layout, 4, tmp_path):
+        assert found.endswith(message)
+        assert kept == "True"
+
+
+def _mixed(rank: int, size: int) -> list[str]:
+    """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
+    policy, found = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), []
+    for overlap in OVERLAPS:
+        model = tensors.build(mesh, sequence=True).float()
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+        options: dict[str, Any] = {"costs": COSTS, "overlap": overlap, "experts_over": ("ep", "tp"), "timeout": 30}
+        engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+        with pauses(rank):
+            engine.step(inputs, target=target)
+        found.append(differences(engine, expected(2)[0], 0.05))
+        engine.close()
+    return [problem for problems in found for problem in problems]
+
+
+def test_mixed_precision(ranks4: Ranks) -> None:
+    assert ranks4.run(_mixed) == [[]] * 4
+
+
+def _order(rank: int, size: int, folder: Path) -> bool:
+    """Whether experts come back in a mesh that names the tensor group first."""
+    whole = tensors.build()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
+    model = tensors.build(mesh, sequence=True)
+    engine = Engine(
+        model,
+        build_schedule("combined_1f1b", microbatches=2),
+        mesh=mesh,
+        loss_fn=models.loss_fn,
+        experts_over=("ep", "tp"),
+        timeout=30,
+    )
+    save_checkpoint(engine, folder, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
+    if rank == 0:
+        consolidate(folder, folder / "whole")
+    engine.mesh.agree({"written": True})
+    stored = load_file(folder / "whole" / "model.safetensors")
+    return all(torch.equal(stored[name], value) for name, value in whole.state_dict().items())
+
+
+def test_experts_are_stored_in_the_order_of_their_group(ranks4: Ranks, tmp_path: Path) -> None:
+    assert ranks4.run(_order, tmp_path) == [True] * 4
+
+
+class Failing(nn.Module):
+    """Fails on one rank, where the others wait for it."""
+
+    def __init__(self, linear: nn.Module, fails: bool) -> None:
+        super().__init__()
+        self.linear, self.fails = linear, fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise KeyError("broken")
+        found: Tensor = self.linear(x)
+        return found
+
+
+def _fails(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    linear = nn.Linear(tensors.H, tensors.H)
+    parallelize_module(linear, mesh, RowwiseParallel(input_layouts=Replicate()))
+    model = nn.Sequential(Failing(linear, rank == 0), nn.Linear(tensors.H, 4))
+    engine = Engine(
+        model,
+        build_schedule("1f1b", microbatches=2),
+        mesh=mesh,
+        loss_fn=lambda y, _: y.sum(),
+        costs=COSTS,
+        timeout=1000,
+    )
+    x = torch.ones(4, tensors.H)
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        engine.step(x, target=x)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def test_a_rank_that_fails_in_a_block_ends_its_tensor_group() -> None:
+    """Long before the limit; in processes of their own, since torch's groups have ended behind it."""
+    for text in run(_fails, 2):
+        assert "rank tp 0 failed" in text or "broken" in text
+
+
+def _auxiliary(rank: int, size: int) -> list[float]:
+    """Factors of auxiliary losses, by whether the tensor group shares the experts."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = []
+    for over in (("ep",), ("ep", "tp")):
+        model = tensors.build(mesh, sequence=len(over) > 1)
+        program = build_schedule("1f1b", microbatches=MICROBATCHES)
+        options: dict[str, Any] = {"experts_over": over, "timeout": 30, "costs": COSTS}
+        with Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options) as engine:
+            feed = feed_batch(
+                engine.stages, program, engine.mesh, Loss(models.loss_fn, None, 1.0), *data_of(None, 0), keep=False
+            )
+            found.append(float(feed.auxiliary or 0.0))
+    return found
+
+
+def test_auxiliary_losses_count_tokens_once(ranks2: Ranks) -> None:
+    assert ranks2.run(_auxiliary) == [[1 / MICROBATCHES, 1 / (2 * MICROBATCHES)]] * 2
+
+
+def _compared(rank: int, size: int, case: str) -> str:
+    """What the first step says of ranks of a tensor group that differ."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tensors.build(mesh, sequence=True)
+    if case == "copy" and rank:
+        gate: Any = model[1].gate
+        gate.weight.data.to_local().mul_(2)
+    program = build_schedule("1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
+    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    inputs, target = data_of(None, rank if case == "batch" else 0)
+    with pytest.raises(ValueError, match="allowed: the same on all ranks") as caught:
+        engine.step(inputs, target=target)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("batch", "inputs on pp 0, dp 0, ep 0"), ("copy", "parameter gate.weight of block 1 (Block) of stage 0")],
+)
+def test_ranks_of_a_tensor_group_that_differ_are_refused(case: str, what: str) -> None:
+    """In processes of their own, since torch's groups have ended behind it."""
+    for message in run(_compared, 2, case):
+        assert message.startswith(f"the sum of bits of {what} is ")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "experts that are copied, with other tokens": (
+        {"sequence": True, "over": ("ep",)},
+        "the gradient of parameter experts",
+    ),
+    "experts that are shared, with the same tokens": (
+        {"over": ("ep", "tp")},
+        r"experts_over=\('ep', 'tp'\) with the same tokens on all ranks of a tensor group, \[0, 1\]",
+    ),
+    "a router with other tokens": ({"sequence": True}, "the gradient of parameter gate.weight of block 1"),
+}
+
+
+def _wrong(rank: int, size: int, case: str) -> bool:
+    """Whether the first step refuses tokens that do not fit the layout."""
+    options, message = WRONG[case]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tensors.build(mesh, **options)
+    if case == "a router with other tokens":
+        for block in (model[1], model[3]):
+            assert isinstance(block, tensors.Block)
+            block.gate.weight = nn.Parameter(torch.tensor(block.gate.weight.full_tensor()))  # type: ignore[operator]
+    engine = Engine(
+        model,
+        build_schedule("1f1b", microbatches=MICROBATCHES),
+        mesh=mesh,
+        loss_fn=models.loss_fn,
+        costs=COSTS,
+        timeout=30,
+        experts_over=options.get("over", ("ep", "tp")),
+    )
+    inputs, target = data_of(None, 0)
+    with pytest.raises(ValueError, match=f"^{message}.*allowed: "):
+        engine.step(inputs, target=target)
+    return True
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tokens_that_do_not_fit_the_layout_are_refused(case: str) -> None:
+    """Else experts or routers would learn wrong gradients in silence; in processes of their own, as above."""
+    assert run(_wrong, 2, case) == [True] * 2
+
+
+def _alike(rank: int, size: int) -> bool:
+    """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tensors.build(mesh, sequence=True)
+    assert isinstance(model[0], tensors.Embedding)
+    nn.init.zeros_(model[0].positions.weight)
+    program = build_schedule("1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
+    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    inputs, target = data_of(None, 0)
+    engine.step(torch.zeros_like(inputs), target=target)
+    return True
+
+
+def test_tokens_that_are_all_alike_are_not_refused(ranks2: Ranks) -> None:
+    assert ranks2.run(_alike) == [True] * 2
+
+
+class Scale(nn.Module):
+    """A factor that only the first rank of a tensor group uses, for its part of the tokens."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.first = mesh.get_local_rank() == 0
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(tensors.H), mesh, [Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return x * weight.to_local(grad_placements=[Partial()]) if self.first else x.clone()
+
+
+def _lacking(rank: int, size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    linear = nn.Linear(tensors.H, tensors.H)
+    parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))
+    model = nn.Sequential(linear, Scale(mesh))
+    program = build_schedule("1f1b", microbatches=2)
+    engine = Engine(model, program, mesh=mesh, loss_fn=lambda y, _: y.sum(), costs=COSTS, timeout=30)
+    x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
+    grads = []
+    for _ in range(2):
+        engine.step(x, target=x)
+        grad: Any = model[1].weight.grad
+        grads.append(grad.to_local().tolist())
+        assert grad.placements == (Replicate(),)
+        model[1].zero_grad()
+    return grads
+
+
+def test_a_rank_without_a_gradient_takes_part_in_the_sum(ranks2: Ranks) -> None:
+    first, second = ranks2.run(_lacking)
+    assert first == second
+    assert first[0] == first[1]
+    assert any(first[0])
+
+
+def _passed_on(rank: int, size: int) -> list[str]:
+    """Stages that pass on a DTensor in parts of two sizes, of sums that are not complete, and a result under way."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 2 * MICROBATCHES, 7, tensors.H, generator=generator, dtype=torch.float64)
+
+    def mean_square(found: Any, wanted: Tensor) -> Tensor:
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        return (whole - wanted).square().mean()
+
+    problems = []
+    for layout, plain in ((Shard(1), False), (Replicate(), False), (Replicate(), True), (Partial(), False)):
+        torch.manual_seed(7)
+        blocks = [nn.Linear(tensors.H, tensors.H, dtype=torch.float64) for _ in range(2)]
+        for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (mean_square(blocks[1](blocks[0](a).relu()), b) / MICROBATCHES).backward()
+        wanted = [p.grad for block in blocks for p in block.parameters()]
+        torch.manual_seed(7)
+        model = nn.Sequential(*(nn.Linear(tensors.H, tensors.H, dtype=torch.float64) for _ in range(2)))
+        row = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout, use_local_output=plain)
+        parallelize_module(model[0], mesh["tp"], row)
+        first = nn.Sequential(model[0])
+        second = nn.Sequential(nn.ReLU(), model[1])
+        into = () if plain else ((layout if layout.is_shard() else Replicate()),)
+        column = ColwiseParallel(input_layouts=into[0] if into else Replicate(), output_layouts=Replicate())
+        parallelize_module(model[1], mesh["tp"], column)
+        stages: dict[int, Any] = {0: [first]} if mesh.get_local_rank("pp") == 0 else {1: [second]}
+        engine = Engine(stages, program, mesh=mesh, loss_fn=mean_square, costs=COSTS, timeout=20)
+        for step in range(2):
+            for p in engine.parameters():
+                p.grad = None
+            engine.step(x, target=y)
+            found = [p.grad for p in model[mesh.get_local_rank("pp")].parameters()]
+            at = 2 * mesh.get_local_rank("pp")
+            for have, want in zip(found, wanted[at : at + 2], strict=True):
+                assert have is not None
+                assert want is not None
+                whole = have.full_tensor() if isinstance(have, DTensor) else have
+                if not torch.allclose(whole, want, rtol=1e-12, atol=1e-14):
+                    problems.append(f"{layout}, step {step}: {float((whole - want).abs().max())}")
+        engine.close()
+    return problems
+
+
+def test_what_stages_pass_on(ranks4: Ranks) -> None:
+    assert ranks4.run(_passed_on) == [[]] * 4
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    """Messages of layouts that cannot be played."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    program, found = build_schedule("combined_1f1b", microbatches=2), []
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (init_device_mesh("cpu", (2,), mesh_dim_names=("sp",)), {}),
+        (mesh, {"experts_over": ("dp",)}),
+        (mesh, {"experts_over": "tp"}),
+        (mesh, {"experts_over": ()}),
+        (mesh["dp"], {}),
+        (init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), {}),
+        (init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}),  # last: its group ends
+    ]
+    for given, options in cases:
+        model = tensors.build(other)
+        with pytest.raises(ValueError, match="allowed") as caught:
+            Engine(model, program, mesh=given, loss_fn=models.loss_fn, timeout=10, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_played_is_refused(ranks2: Ranks) -> None:
+    for rank, found in enumerate(ranks2.run(_refused)):
+        assert found == [
+            "mesh with dimensions ('sp',) of sizes (2,); allowed: any of 'pp', 'dp', 'ep', 'cp', 'tp'",
+            "experts_over=('dp',); allowed: some of 'ep', 'cp', 'tp'",
+            "experts_over='tp'; allowed: some of 'ep', 'cp', 'tp'",
+            "experts_over=(); allowed: some of 'ep', 'cp', 'tp'",
+            *(
+                "parameter 0.tokens.weight of Sequential is a DTensor over 'tp' of ranks [0, 1], which is not FSDP2's "
+                f"over the engine's ranks {ranks}; allowed: FSDP2 over those, tensor parallelism over the mesh's "
+                "dimension 'tp', experts over one called 'ep'"
+                for ranks in ([rank], [0, 1], [0, 1])
+            ),
+        ]
