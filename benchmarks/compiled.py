@@ -15,7 +15,6 @@ import argparse
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from overlap1f1b.cli.bench.measure import slowest
-from overlap1f1b.cli.launch import STORE, run_ranks
+from overlap1f1b.cli.launch import STORE, end_with, run_ranks
 from overlap1f1b.cli.output import check_json, console, write_json
 from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.status import Say, showing
@@ -141,8 +140,8 @@ def main() -> int:
     if STORE not in os.environ:
         with Wire(RANKS, rate) as wire:
             return run_ranks(sys.argv[1:], RANKS, wire=wire, command=(sys.executable, __file__))
-    status = 1
-    try:
+
+    def run() -> int:
         with joined((1, 1, RANKS), options.timeout) as rank:
             screen = console(options.json, quiet=rank.rank != 0)
             with showing(screen, "starting") as say:
@@ -151,13 +150,9 @@ def main() -> int:
                 show(rows, options, screen)
                 named = {name: value for name, value in vars(options).items() if name not in ("json", "timeout")}
                 write_json(options.json, {"environment": environment(rank), "workload": named, "rows": rows})
-        status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)  # without Python's finalization, in which gloo's threads would abort the process
+        return 0
+
+    end_with(run)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -47,7 +46,7 @@ from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange
 from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, slowest
 from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.cli.bench.variants import Samples
-from overlap1f1b.cli.launch import STORE, cores, run_ranks
+from overlap1f1b.cli.launch import STORE, cores, end_with, run_ranks
 from overlap1f1b.cli.output import check_json, write_json
 from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.text import Corpus
@@ -672,17 +671,13 @@ def main() -> int:
     if STORE not in os.environ:
         with Wire(RANKS) as wire:
             return run_ranks(sys.argv[1:], RANKS, wire=wire, command=(sys.executable, __file__))
-    status = 1
-    try:
+
+    def run() -> int:
         with joined((1, 1, RANKS), options.timeout) as rank:
             bench(options, rank)
-            status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)  # without Python's finalization, in which gloo's threads would abort the process
+        return 0
+
+    end_with(run)
 
 
 if __name__ == "__main__":

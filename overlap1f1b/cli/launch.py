@@ -57,6 +57,23 @@ def end_with_agent(environ: Mapping[str, str] = os.environ) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
+def end_with(run: Callable[[], int]) -> NoReturn:
+    """Run this process as one of several ranks and end it with the status that `run` returns; 1 if it raises.
+
+    Python's finalization is left out: during it, a thread of gloo that frees a tensor, or a thread of the engine that
+    still waits for a lost rank, would abort the process and hide its exit status.
+    """
+    try:
+        status = run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def run_ranks(
     argv: Sequence[str],
     ranks: int,

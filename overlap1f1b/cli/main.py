@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
-from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, enter_nsys, run_ranks, under_torchrun
+from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, end_with, enter_nsys, run_ranks, under_torchrun
 from overlap1f1b.cli.options import (
     VERBS,
     BenchOptions,
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             check_run(options)
         if STORE in os.environ:
-            _end_rank(options)
+            end_with(partial(_status, options))
         if under_torchrun():
             if isinstance(options, BenchOptions) and options.wire is not None:
                 raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
-            _end_rank(options)
+            end_with(partial(_status, options))
         return _run_here(options, argv)
     except ValueError as error:
         return _fail(error, options)
@@ -103,27 +103,16 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         return run_ranks(argv, options.ranks, wire=link)
 
 
-def _end_rank(options: RunOptions) -> NoReturn:
-    """Run this process as one of several ranks and end it without Python's finalization.
-
-    During finalization, a thread of gloo that frees a tensor, or a thread of the engine that still waits for a lost
-    rank, would abort the process and hide its exit status.
-    """
+def _status(options: RunOptions) -> int:
+    """Run this process as one of several ranks and return its exit status."""
     try:
-        status = _run_rank(options)
+        return _run_rank(options)
     except ValueError as error:
-        status = _fail(error, options)
+        return _fail(error, options)
     except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader is gone
-        status = 128 + signal.SIGPIPE
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        status = 1
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
+        return 128 + signal.SIGPIPE
 
 
 def _run_rank(options: RunOptions) -> int:

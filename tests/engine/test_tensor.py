@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -582,41 +583,66 @@ def test_tokens_that_are_all_alike_are_not_refused(ranks2: Ranks) -> None:
 
 
 class Scale(nn.Module):
-    """A factor that only the first rank of a tensor group uses, for its part of the tokens."""
+    """A factor that the first rank of a tensor group uses for its part of the tokens, and the second not or for all."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, both: bool = False) -> None:
         super().__init__()
-        self.first = mesh.get_local_rank() == 0
+        self.first, self.both, self.used = mesh.get_local_rank() == 0, both, True
         self.weight = nn.Parameter(distribute_tensor(torch.ones(tensors.H), mesh, [Replicate()]))
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        return x * weight.to_local(grad_placements=[Partial()]) if self.first else x.clone()
+        if self.used and (self.first or self.both):
+            return x * weight.to_local(grad_placements=[Partial() if self.first else Replicate()])
+        return x.clone()
 
 
-def _lacking(rank: int, size: int) -> list[Any]:
+def _scaled(*, both: bool = False) -> tuple[Engine, Scale]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    linear = nn.Linear(tensors.H, tensors.H)
+    linear, scale = nn.Linear(tensors.H, tensors.H), Scale(mesh, both=both)
     parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))
-    model = nn.Sequential(linear, Scale(mesh))
     program = build_schedule("1f1b", microbatches=2)
-    engine = Engine(model, program, mesh=mesh, loss_fn=lambda y, _: y.sum(), costs=COSTS, timeout=30)
+    options: dict[str, Any] = {"mesh": mesh, "costs": COSTS, "timeout": 30}
+    return Engine(nn.Sequential(linear, scale), program, loss_fn=lambda y, _: y.sum(), **options), scale
+
+
+def _lacking(rank: int, size: int, used: Sequence[bool]) -> list[Any]:
+    """The gradients of two steps in which a rank uses the factor."""
+    engine, scale = _scaled()
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
     grads = []
-    for _ in range(2):
+    for scale.used in used:
         engine.step(x, target=x)
-        grad: Any = model[1].weight.grad
-        grads.append(grad.to_local().tolist())
-        assert grad.placements == (Replicate(),)
-        model[1].zero_grad()
+        grad: Any = scale.weight.grad
+        if grad is not None:
+            assert grad.placements == (Replicate(),)
+            grads.append(grad.to_local().tolist())
+        scale.zero_grad()
     return grads
 
 
-def test_a_rank_without_a_gradient_takes_part_in_the_sum(ranks2: Ranks) -> None:
-    first, second = ranks2.run(_lacking)
+@pytest.mark.parametrize("used", [(True, True), (False, True, True)])
+def test_a_rank_without_a_gradient_takes_part_in_the_sum(ranks2: Ranks, used: Sequence[bool]) -> None:
+    """Also where the first step gives a gradient to no rank."""
+    first, second = ranks2.run(_lacking, used)
     assert first == second
+    assert len(first) == 2
     assert first[0] == first[1]
     assert any(first[0])
+
+
+def _unequal(rank: int, size: int) -> str:
+    engine, _ = _scaled(both=True)
+    x = torch.ones(4, tensors.H)
+    with pytest.raises(ValueError, match="allowed: the same on all its ranks") as caught:
+        engine.step(x, target=x)
+    return str(caught.value)
+
+
+def test_gradients_of_other_placements_on_each_rank_are_refused() -> None:
+    """In processes of their own, since torch's groups have ended behind it."""
+    for message in run(_unequal, 2):
+        assert message.startswith("the gradient of weight of block 1 (Scale) has placements (Replicate(),) on a rank")
 
 
 def _passed_on(rank: int, size: int) -> list[str]:
@@ -704,3 +730,24 @@ def test_what_cannot_be_played_is_refused(ranks2: Ranks) -> None:
                 for ranks in ([rank], [0, 1], [0, 1])
             ),
         ]
+
+
+def _split_over_experts(rank: int, size: int, style: type[ColwiseParallel] | type[RowwiseParallel]) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
+    parallelize_module(model[0], mesh, style())
+    with pytest.raises(ValueError, match="allowed") as caught:
+        Engine(model, build_schedule("1f1b", microbatches=2), mesh=mesh, loss_fn=models.loss_fn, timeout=10)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_linear_layers_split_over_the_ranks_of_the_experts_are_refused(
+    style: type[ColwiseParallel] | type[RowwiseParallel],
+) -> None:
+    """Their ranks have different tokens; in processes of their own, since torch's groups have ended behind it."""
+    for message in run(_split_over_experts, 2, style):
+        assert message == (
+            "parameter 0.weight of Sequential is split over the ranks that share the experts, as by "
+            "parallelize_module; allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
+        )

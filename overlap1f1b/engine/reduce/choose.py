@@ -9,7 +9,7 @@ from torch import nn
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer, Sharding
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
-from overlap1f1b.engine.reduce.tensor import PartialSums
+from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -42,8 +42,8 @@ def reductions_of(
     Raises:
         ValueError: FSDP2 was applied over other ranks than those that hold the same parameters.
     """
-    partial = PartialSums(stages, mesh)
-    reductions: list[Reduction] = [partial] if partial.reduces else []  # before gradients are summed over other ranks
+    tensors = TensorGradients(stages, mesh)
+    reductions: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
     apart: Set[nn.Parameter] = frozenset()
     if sharding.groups:
         if len(replicas) > 1:  # these play other plans

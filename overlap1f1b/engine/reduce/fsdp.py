@@ -112,6 +112,11 @@ class Sharding:
                         split = _tensor_dimensions(parameter.device_mesh, tensor)
                         slicing = _slicing(parameter, group, sharing) - split
                         _check_parameter(parameter.device_mesh, slicing | split, group, module, ranks, name)
+                        if slicing and isinstance(module, nn.Linear | nn.Embedding):
+                            raise ValueError(
+                                f"{name} is split over the ranks that share the experts, as by parallelize_module; "
+                                "allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
+                            )
                         if slicing:
                             self.sliced.add(parameter)
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -15,14 +15,14 @@ from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.mesh import Mesh
 
 
-class PartialSums:
+class TensorGradients:
     """Gives gradients the placements of their parameters, when the last contribution to a block is in.
 
     The gradient of a DTensor may have placements ``Partial``, as of a norm's weight under sequence parallelism. Torch
     would sum it wherever it is used next: in an optimizer, or in a thread that reduces it over other ranks, where the
-    sums of two threads can meet. Here all ranks of a tensor group sum at the same node of their plan. In the first step
-    they tell each other which gradients have placements of their own, since a rank may lack one. The gradient of an
-    embedding whose rows are split is whole on every rank; here each keeps its rows.
+    sums of two threads can meet. Here all ranks of a tensor group sum at the same node of their plan. They tell each
+    other the placements of each gradient in the first step in which one of them has it, since a rank may lack it. The
+    gradient of an embedding whose rows are split is whole on every rank; here each keeps its rows.
 
     Args:
         stages: Stages of this rank, by number.
@@ -46,21 +46,28 @@ class PartialSums:
         """Prepare nothing."""
 
     def launch(self, node: Node) -> Sequence[Flight[Any]]:
-        """Sum the partial gradients of a block, and wait for them."""
+        """Give the gradients of a block the placements of their parameters, and wait for the sums.
+
+        Raises:
+            ValueError: Ranks differ in the placements of a gradient, so that one would wait for a sum for ever.
+            RuntimeError: A gradient has placements that it did not have before.
+        """
         if node.stage in self.stages and (parameters := self._parameters(node.stage, node.block)):
             known = self._known(node, parameters)
             for number, parameter in enumerate(parameters):
-                grad = parameter.grad
-                if number in known:
-                    if grad is None:
-                        options = {"device_mesh": parameter.device_mesh, "placements": known[number]}
-                        grad = zeros(*parameter.shape, dtype=parameter.dtype, **options)
-                    parameter.grad = grad.redistribute(placements=parameter.placements)
-                elif grad is not None and grad.placements != parameter.placements:
+                grad, placements = parameter.grad, known.get(number)
+                if placements is None or (grad is None and placements == parameter.placements):
+                    continue
+                if grad is None:
+                    options = {"device_mesh": parameter.device_mesh, "placements": placements}
+                    grad = zeros(*parameter.shape, dtype=parameter.dtype, **options)
+                elif grad.placements != placements:
                     raise RuntimeError(
-                        f"the gradient of {self._name(node, parameter)} has placements {tuple(grad.placements)}, which "
-                        f"it had on no rank in the first step; allowed: a first step in which all parameters are used"
+                        f"the gradient of {self._name(node, parameter)} has placements {tuple(grad.placements)}; "
+                        f"allowed: {placements}, as in its first step"
                     )
+                if placements != parameter.placements:
+                    parameter.grad = grad.redistribute(placements=parameter.placements)
         return ()
 
     def _name(self, node: Node, parameter: nn.Parameter) -> str:
@@ -69,13 +76,18 @@ class PartialSums:
         return f"{label} of {stage.names[node.block]}"
 
     def _known(self, node: Node, parameters: Sequence[Any]) -> dict[int, tuple[Placement, ...]]:
-        """Return the placements of gradients that differ from those of their parameters, on any rank."""
-        key = node.stage, node.block
-        if key not in self._placements:
-            grads = {n: p.grad for n, p in enumerate(parameters) if p.grad is not None}
-            mine = {n: tuple(g.placements) for n, g in grads.items() if g.placements != parameters[n].placements}
-            self._placements[key] = {n: found for table in self.mesh.gathered("tp", mine) for n, found in table.items()}
-        return self._placements[key]
+        """Return the placements of gradients; ranks exchange them until each parameter has had a gradient."""
+        known = self._placements.setdefault((node.stage, node.block), {})
+        if len(known) < len(parameters):
+            mine = {n: tuple(p.grad.placements) for n, p in enumerate(parameters) if p.grad is not None}
+            for table in self.mesh.gathered("tp", mine):
+                for number, found in table.items():
+                    if known.setdefault(number, found) != found:
+                        raise ValueError(
+                            f"the gradient of {self._name(node, parameters[number])} has placements {found} on a rank "
+                            f"of a tensor group and {known[number]} on another; allowed: the same on all its ranks"
+                        )
+        return known
 
     def settle(self) -> None:
         """Return at once: nothing is in flight between nodes."""
