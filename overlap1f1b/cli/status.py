@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 
 EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
@@ -22,21 +23,22 @@ class Say(Protocol):
 
 
 @contextmanager
-def showing(screen: Console, text: str) -> Iterator[Say]:
+def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
     """Yield a function that is told what is done and left: the text of a spinner, or of :func:`lines`.
 
     Args:
         screen: Console of the command; nothing is printed if it is quiet.
         text: What begins now.
+        to: Console of the lines where there is no terminal, by default ``screen``.
     """
     if not screen.is_terminal:
-        with lines(screen, text) as say:
+        with lines(screen, text, to=to) as say:
             yield say
         return
-    with screen.status(text) as shown:
+    with screen.status(escape(text)) as shown:
 
         def update(text: str, *, now: bool = False) -> None:
-            shown.update(text)
+            shown.update(escape(text))
 
         yield update
 
@@ -45,7 +47,7 @@ def showing(screen: Console, text: str) -> Iterator[Say]:
 def lines(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
     """Yield a function that is told what is done and left; a thread prints its last text every ten seconds.
 
-    In a terminal it prints nothing: there the caller shows a bar.
+    In a terminal it prints nothing: there the caller shows a bar. If the reader of the lines is gone, they end.
 
     Args:
         screen: Console of the command; nothing is printed if it is quiet.
@@ -88,4 +90,7 @@ class _Lines:
         while not self.ended.wait(max(0.0, self.last + EVERY_S - time.monotonic())):
             if time.monotonic() >= self.last + EVERY_S:
                 minutes, seconds = divmod(round(time.monotonic() - self.begun), 60)
-                self._print(f"{minutes}:{seconds:02} {self.text}")
+                try:
+                    self._print(f"{minutes}:{seconds:02} {self.text}")
+                except OSError:  # the command finds out itself when it prints next
+                    return

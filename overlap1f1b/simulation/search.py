@@ -232,7 +232,7 @@ class NodeModel:
     overlaps: tuple[Overlap, ...] = OVERLAPS
     parts: int = 1
     seconds: float = 10.0
-    progress: Callable[[float], None] = lambda share: None
+    progress: Callable[[float], None] = field(default=lambda share: None, compare=False, repr=False)
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
         """Return a program's timeline.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.text import Text
 
 from overlap1f1b.cli.draw.grid import Grid
@@ -20,7 +17,7 @@ from overlap1f1b.cli.output import console, write_json
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
-from overlap1f1b.cli.status import Say, lines
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.schedule import AUTO, Program
 from overlap1f1b.simulation import (
     ActionModel,
@@ -61,7 +58,7 @@ def plan(options: PlanOptions) -> None:
     """
     check_plan(options)
     screen = console(options.output.json)
-    with lines(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
+    with showing(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
         _plan(options, screen, _Progress(say))
 
 
@@ -76,7 +73,7 @@ class _Progress:
         self.say(text)
 
     def searched(self, share: float) -> None:
-        self.say(f"{self.text}, {share:.0%} of the search for its order done")
+        self.say(f"{self.text}, {share:.0%} of the search for an order done")
 
 
 def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
@@ -98,7 +95,7 @@ def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
     else:
         candidate = requested(options)
         if options.search:
-            ranking = _search(options, ranks, microbatches, model, screen, progress)
+            ranking = _search(options, ranks, microbatches, model, progress)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         check_scale(candidate, ranks, microbatches, layers)
@@ -127,25 +124,27 @@ def _played(candidate: Candidate, model: Model, **of_step: Any) -> tuple[Program
     return program, timeline
 
 
-def _search(
-    options: PlanOptions, ranks: int, microbatches: int, model: Model, screen: Console, progress: _Progress
-) -> Ranking:
+def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, progress: _Progress) -> Ranking:
     tried = searched(options, model)
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule not in (None, AUTO):
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
-    with _counted_tries(len(tried), screen, progress) as count:
-        ranking = search(
-            tried,
-            ranks=ranks,
-            microbatches=microbatches,
-            model=model,
-            forward_only=options.forward_only,
-            memory=options.memory,
-            top=(options.top or 1) if isinstance(model, NodeModel) else None,
-            progress=count,
-        )
+
+    def tell(done: int) -> None:
+        progress.begin(f"{done} of {len(tried)} schedules tried")
+
+    tell(0)
+    ranking = search(
+        tried,
+        ranks=ranks,
+        microbatches=microbatches,
+        model=model,
+        forward_only=options.forward_only,
+        memory=options.memory,
+        top=(options.top or 1) if isinstance(model, NodeModel) else None,
+        progress=tell,
+    )
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
         raise ValueError(
@@ -154,23 +153,6 @@ def _search(
     if not ranking.found:
         raise ValueError(f"none of {len(tried)} schedules is possible: {ranking.refused[0][1]}")
     return ranking
-
-
-@contextmanager
-def _counted_tries(total: int, screen: Console, progress: _Progress) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of tries and tells it, in a terminal to a bar."""
-
-    def tell(done: int) -> None:
-        progress.begin(f"{done} of {total} schedules tried")
-
-    tell(0)
-    if not screen.is_terminal:
-        yield tell
-        return
-    columns = (TextColumn("schedules tried"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> None:

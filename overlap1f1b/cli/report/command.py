@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from overlap1f1b.cli.draw.picture import paint
@@ -18,7 +17,7 @@ from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
 from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
-from overlap1f1b.cli.status import Say, lines
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress as Told
 from overlap1f1b.profiling.reading import files_of
@@ -35,7 +34,7 @@ def report(options: ReportOptions) -> None:
     """
     check_report(options)
     screen = console(options.output.json)
-    with lines(screen, "starting") as say:
+    with showing(screen, "starting") as say:
         if options.compare is not None:
             _compare(options.compare, screen, say, options.output.json)
         else:
@@ -43,7 +42,7 @@ def report(options: ReportOptions) -> None:
 
 
 def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: Say) -> None:
-    with reading(screen, say, files) as progress:
+    with reading(say, files) as progress:
         recordings = read(*files, progress=progress)
     content = content_of(recordings)
     bars: list[Bar] = []
@@ -66,7 +65,7 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
 
 
 def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | None) -> None:
-    with reading(screen, say, paths) as progress:
+    with reading(say, paths) as progress:
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
     for content, name in zip(contents, names, strict=True):
@@ -129,31 +128,14 @@ def _title(recordings: Recordings) -> str:
 
 
 @contextmanager
-def reading(screen: Console, say: Say, paths: Sequence[Path]) -> Iterator[Told]:
-    """Yield a function that is told the bytes read of a file: for a bar in a terminal, for ``say`` elsewhere."""
-    if not screen.is_terminal:
-        count, seen = len(files_of(*paths)), dict[Path, None]()
+def reading(say: Say, paths: Sequence[Path]) -> Iterator[Told]:
+    """Yield a function that is told the bytes read of a file and passes them on to ``say``."""
+    count, seen = len(files_of(*paths)), dict[Path, None]()
 
-        def tell(path: Path, read: int, size: int) -> None:
-            seen.setdefault(path)
-            megabytes = f"{read / 2**20:.0f} of {size / 2**20:.0f} MiB"
-            say(f"reading {path.name}, file {len(seen)} of {count}: {megabytes}")
+    def tell(path: Path, read: int, size: int) -> None:
+        seen.setdefault(path)
+        megabytes = f"{read / 2**20:.0f} of {size / 2**20:.0f} MiB"
+        say(f"reading {path.name}, file {len(seen)} of {count}: {megabytes}")
 
-        yield tell
-        say(f"{READ}, now the figures")
-        return
-    columns = (
-        TextColumn("reading {task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=screen, transient=True) as bar:
-        tasks = {}
-
-        def show(path: Path, read: int, size: int) -> None:
-            if path not in tasks:
-                tasks[path] = bar.add_task(path.name, total=size)
-            bar.update(tasks[path], completed=read)
-
-        yield show
+    yield tell
+    say(f"{READ}, now the figures")

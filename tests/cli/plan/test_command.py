@@ -178,7 +178,7 @@ def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: 
         sizes = ("--ranks", 2, "--microbatches", 4, "--layers", 1, "--seconds", 0.02)
         result = plan(capsys, "--schedule", "auto", *sizes, "--json", "-")
     said = re.findall(
-        r"^\d:\d\d 0 of 1 programs played, now auto, (\d+)% of the search for its order done$", result.err, re.M
+        r"^\d:\d\d 0 of 1 programs played, now auto, (\d+)% of the search for an order done$", result.err, re.M
     )
     shares = list(map(int, said))
     assert shares == sorted(shares)
