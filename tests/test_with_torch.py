@@ -57,6 +57,8 @@ def test_the_torch_of_ci_keeps_all_pins(script: ModuleType) -> None:
 @pytest.mark.parametrize(("release", "pin"), [("2.15", "torch==2.15.*"), ("2.11.0", "torch==2.11.0")])
 def test_another_torch_brings_its_own_triton(script: ModuleType, release: str, pin: str) -> None:
     expected = {line for line in pins_of(PINS) if not line.startswith(("torch==", "triton=="))} | {pin}
+    if release == "2.11.0":  # its triton needs an older numpy
+        expected = {"numpy<2.4" if line.startswith("numpy==") else line for line in expected}
     assert pins_of(script.constraints_for(release)) == expected
 
 

@@ -72,7 +72,7 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
             step()
         say(f"0 {steps}")
         if not options.nsys:
-            with torch_profile():  # the first step under a profiler is slower
+            with torch_profile(acc_events=True):  # the first step under a profiler is slower
                 step()
         counters = []
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")

@@ -407,6 +407,7 @@ def _mixed(rank: int, size: int) -> list[str]:
     return [problem for problems in found for problem in problems]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
 def test_mixed_precision(ranks4: Ranks) -> None:
     assert ranks4.run(_mixed) == [[]] * 4
 
@@ -650,7 +651,8 @@ def _passed_on(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(2, 2 * MICROBATCHES, 7, tensors.H, generator=generator, dtype=torch.float64)
+    tokens = 7 if torch.__version__ >= "2.13" else 8  # torch 2.11 gathers no uneven parts of a second dimension
+    x, y = torch.randn(2, 2 * MICROBATCHES, tokens, tensors.H, generator=generator, dtype=torch.float64)
 
     def mean_square(found: Any, wanted: Tensor) -> Tensor:
         whole = found.full_tensor() if isinstance(found, DTensor) else found

@@ -80,7 +80,8 @@ class Profile:
             tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
         else:
             devices = [ProfilerActivity.CUDA] if gpu else []
-            tracing = self._profiler = profile(activities=[ProfilerActivity.CPU, *devices])
+            activities = [ProfilerActivity.CPU, *devices]
+            tracing = self._profiler = profile(activities=activities, acc_events=True)  # else torch 2.11 warns
         with tracing:
             yield
             if gpu:  # the work of these steps is inside

@@ -139,6 +139,7 @@ def _not_summed(rank: int, size: int, folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch sums this state at once")
 def test_a_state_that_ranks_have_not_summed(ranks4: Ranks, tmp_path: Path) -> None:
     for text in ranks4.run(_not_summed, tmp_path):
         assert re.search(r"the optimizer's sum of \S+ has placements \(.*\); allowed: shards or copies$", text)

@@ -214,7 +214,8 @@ class Few(Run):
 
 def _few(rank: int, size: int, name: str, folder: Path) -> tuple[bool, list[float]]:
     run = Few({"pp": size}, name)
-    run.optimizer.param_groups[0]["params"] = [p for p in run.engine.parameters() if p.shape == (3, 2) or rank == 0]
+    few = [p for p in run.engine.parameters() if p.shape == (3, 2) or rank == 0]
+    run.optimizer = OPTIMIZERS[name]([{"params": few, "lr": run.optimizer.param_groups[0]["lr"]}])
     run.train(2)
     run.save(folder)
     return any(run.optimizer.state.values()), run.train(2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integrations.torchtitan.trainers import FAMILIES, SEQUENCES, train
 from tests.ranks import Ranks
@@ -14,6 +15,8 @@ Plain = Callable[..., dict[str, Any]]
 
 
 def _kept(size: int) -> Iterator[Ranks]:
+    if torch.__version__ < "2.13":
+        pytest.skip("torchtitan 0.3.0 needs torch 2.13")
     workers = Ranks(size, timeout=240, few=True)
     yield workers
     workers.close()

@@ -58,5 +58,6 @@ def _compare(rank: int, size: int) -> list[str]:
     return [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torchtitan 0.3.0 needs torch 2.13")
 def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_compare, timeout=120) == [[], []]
