@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 LIMIT_BYTES = 32 * 2**20
+ALLOWED = "allowed: text files, or folders of them"
 BINARY_PROBE = 8 * 2**10  # a zero byte this early marks a file as binary
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -165,9 +166,9 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
     """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
     for path in paths:
         if not path.exists():
-            raise ValueError(f"text {path} does not exist; give text files, or folders of them")
+            raise ValueError(f"--text {path} does not exist; {ALLOWED}")
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"text {path} is neither a file nor a folder; give text files, or folders of them")
+            raise ValueError(f"--text {path} is neither a file nor a folder; {ALLOWED}")
     seen: set[Path] = set()
     for path in paths:
         named = path.is_file()
@@ -179,9 +180,9 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
                 raise ValueError(f"text file {file} cannot be read: {error.strerror}; leave it out") from None
             binary = b"\0" in content[:BINARY_PROBE]
             if named and not content:
-                raise ValueError(f"text file {path} is empty; give text files, or folders of them")
+                raise ValueError(f"--text {path} is empty; {ALLOWED}")
             if named and binary:
-                raise ValueError(f"text file {path} is binary (a zero byte in its first 8 KiB); give text files")
+                raise ValueError(f"--text {path} is binary (a zero byte in its first 8 KiB); {ALLOWED}")
             if not content or binary:
                 continue
             some = True
@@ -189,7 +190,7 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
                 seen.add(file.resolve())
                 yield content
         if not some:
-            raise ValueError(f"text folder {path} holds no text: it has no files, or only hidden, empty or binary ones")
+            raise ValueError(f"--text {path} holds no text: it has no files, or only hidden, empty or binary ones")
 
 
 def _read(path: Path, limit: int | None) -> bytes:

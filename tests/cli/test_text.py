@@ -239,13 +239,13 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "bare" / ".hidden").write_bytes(b"h" * 100)
     os.mkfifo(tmp_path / "pipe")
     for name, why in {
-        "nowhere": "does not exist; give text files, or folders of them",
-        "empty": "is empty; give text files, or folders of them",
-        "binary": r"is binary \(a zero byte in its first 8 KiB\); give text files",
+        "nowhere": "does not exist; allowed: text files, or folders of them",
+        "empty": "is empty; allowed: text files, or folders of them",
+        "binary": r"is binary \(a zero byte in its first 8 KiB\); allowed: text files, or folders of them",
         "bare": "holds no text: it has no files, or only hidden, empty or binary ones",
-        "pipe": "is neither a file nor a folder; give text files, or folders of them",
+        "pipe": "is neither a file nor a folder; allowed: text files, or folders of them",
     }.items():
-        with pytest.raises(ValueError, match=rf"^text (file |folder )?{tmp_path}/{name} {why}$"):
+        with pytest.raises(ValueError, match=rf"^--text {tmp_path}/{name} {why}$"):
             Corpus.load([folder, tmp_path / name], sequence=S)
 
 

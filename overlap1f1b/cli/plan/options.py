@@ -159,9 +159,10 @@ def check_plan(options: PlanOptions) -> None:
     if options.forward_only:
         _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
     _check_costs(options)
-    auto = any(name is not None and name.partition(":")[0] == AUTO for name in (options.schedule, *options.compare))
+    named = [f"--schedule {options.schedule}", *(f"--compare {name}" for name in options.compare)]
+    auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
     if auto and options.sub_op_costs.layers is None:
-        raise ValueError("auto alone; allowed: with --layers")
+        raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
     if not options.search and not auto:
         _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
         _refuse(options, ("memory",), needed="with --search or auto")

@@ -122,7 +122,10 @@ def parse(text: str) -> Candidate:
         key, _, value = part.partition("=")
         key, value = key.strip().replace("-", "_"), value.strip()
         if key == "overlap" and (value in ("serial", "pairs") or value.isdecimal()):
-            given[key] = parse_overlap(value)
+            try:
+                given[key] = parse_overlap(value)
+            except ValueError as error:
+                raise ValueError(f"--compare {text}: {error}") from None
         elif key in _NUMBERS and value.isdecimal():
             given[key] = int(value)
         else:

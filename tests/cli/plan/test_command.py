@@ -297,8 +297,14 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--schedule", "auto"), "auto alone; allowed: with --layers"),
-        (("--compare", "auto:chunks=2"), "auto alone; allowed: with --layers"),
+        (
+            ("--schedule", "auto"),
+            "--schedule auto without --layers; allowed: with --layers, which gives costs of sub-ops",
+        ),
+        (
+            ("--compare", "auto:chunks=2"),
+            "--compare auto:chunks=2 without --layers; allowed: with --layers, which gives costs of sub-ops",
+        ),
         (("--layers", 1, "--seconds", 1), "--seconds 1 alone; allowed: with --search or auto"),
         (("--layers", 1, "--parts", 0), "--parts 0; allowed: 1 or more"),
         (("--parts", 2), "--parts 2 alone; allowed: with --layers"),

@@ -236,9 +236,9 @@ def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> No
 def test_text_that_cannot_be_read(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
-    expected = f"text file {empty} is empty; give text files, or folders of them"
+    expected = f"--text {empty} is empty; allowed: text files, or folders of them"
     assert refused("train", "--text", empty, "--ranks", 1) == expected
-    expected = f"text {tmp_path}/none does not exist; give text files, or folders of them"
+    expected = f"--text {tmp_path}/none does not exist; allowed: text files, or folders of them"
     assert refused("train", "--text", tmp_path / "none") == expected
 
 
