@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
-from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, end_with, enter_nsys, run_ranks, under_torchrun
+from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, cores, end_with, enter_nsys, run_ranks, under_torchrun
 from overlap1f1b.cli.options import (
     VERBS,
     BenchOptions,
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from overlap1f1b.cli.ranks import Rank
+
+MOST_RANKS = 32
+"""Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +99,11 @@ def _check_profile(options: Any, argv: Sequence[str]) -> None:
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
     """Start the ranks; a single rank without a wire is this process."""
+    if options.ranks > (most := MOST_RANKS * cores()):
+        raise ValueError(
+            f"--pp {options.pp} --dp {options.dp} --ep {options.ep} are {options.ranks} ranks on {cores()} processors; "
+            f"allowed: up to {most} on this machine, more under torchrun"
+        )
     wire = options.wire if isinstance(options, BenchOptions) else None
     if wire is None:
         return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)

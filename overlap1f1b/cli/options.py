@@ -221,18 +221,7 @@ class BenchOptions(RunOptions):
 def check_run(options: RunOptions) -> None:
     """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
     check_torch()
-    train = isinstance(options, TrainOptions)
-    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
-    counts += [] if options.chunks is None else ["chunks"]
-    counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
-    for name in counts:
-        if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
-    if not 0 < options.timeout <= LONGEST:
-        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
-    for name in ("lr", "clip") if train else ():
-        if not 0 < (value := getattr(options, name)) < float("inf"):
-            raise ValueError(f"--{name} {value}; allowed: more than 0")
+    _check_numbers(options)
     if options.batch % options.microbatches:
         raise ValueError(
             f"--batch {options.batch} cannot be split into --microbatches {options.microbatches}; allowed: a multiple"
@@ -242,15 +231,39 @@ def check_run(options: RunOptions) -> None:
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
     parse_overlap(options.overlap)
-    stages, blocks = options.program().placement.stages, options.model.layers + 2
-    if options.hf_config is None and stages > blocks:
-        raise ValueError(f"--layers {options.model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
+    if options.hf_config is None:
+        _check_model(options.model, options.ep, options.program().placement.stages)
     if isinstance(options, BenchOptions):
         _check_bench(options)
     if isinstance(options, TrainOptions):
         _check_train(options)
     if options.json is not None:
         check_json(options.json)
+
+
+def _check_numbers(options: RunOptions) -> None:
+    train = isinstance(options, TrainOptions)
+    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
+    counts += [] if options.chunks is None else ["chunks"]
+    counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
+    for name in counts:
+        if (value := getattr(options, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed {options.seed}; allowed: 0 to {2**63 - 1}")
+    if not 0 < options.timeout <= LONGEST:
+        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    for name in ("lr", "clip") if train else ():
+        if not 0 < (value := getattr(options, name)) < float("inf"):
+            raise ValueError(f"--{name} {value}; allowed: more than 0")
+
+
+def _check_model(model: ModelOptions, ep: int, stages: int) -> None:
+    if model.experts % ep:
+        allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
+        raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
+    if stages > (blocks := model.layers + 2):
+        raise ValueError(f"--layers {model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
 
 
 def _check_bench(options: BenchOptions) -> None:

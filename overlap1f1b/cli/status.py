@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
 EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
@@ -35,10 +37,13 @@ def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterato
         with lines(screen, text, to=to) as say:
             yield say
         return
-    with screen.status(escape(text)) as shown:
+    spinner = Spinner("dots", Text(text))
+    # Not Console.status: it sends what goes to a standard output that is a file to the terminal, too.
+    options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Live(spinner, console=screen, **options):
 
         def update(text: str, *, now: bool = False) -> None:
-            shown.update(escape(text))
+            spinner.update(text=Text(text))
 
         yield update
 

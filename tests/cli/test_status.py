@@ -61,6 +61,15 @@ def test_a_line_that_is_printed_at_once_puts_the_next_one_off(monkeypatch: pytes
     assert not terminal.getvalue()  # a bar shows it
 
 
+def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spinner is on the standard error, the standard output is a file."""
+    with (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        with showing(Console(file=io.StringIO(), force_terminal=True), "starting"):
+            print("{}")
+    assert (tmp_path / "out").read_text() == "{}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "target", "expected"),

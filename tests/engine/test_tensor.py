@@ -637,7 +637,7 @@ def test_a_rank_without_a_gradient_takes_part_in_the_sum_under_fsdp2(ranks2: Ran
 
 def _added(rank: int, size: int) -> bool:
     """Whether two steps without ``zero_grad`` give twice the gradient of one."""
-    engine, scale = _scaled()
+    engine, _ = _scaled()
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
     found = []
     for _ in range(2):

@@ -204,6 +204,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
         ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
         ("--weight-decay -1", "--weight-decay -1.0; allowed: 0 or more"),
         ("--extra-warmup -1", "--extra-warmup -1; allowed: 0 or more"),
+        ("--seed 9223372036854775808", "--seed 9223372036854775808; allowed: 0 to 9223372036854775807"),
         (
             f"--checkpoint {__file__}/run",
             f"--checkpoint {__file__}/run: {__file__} is a file; allowed: a folder, which may be new",
@@ -222,10 +223,17 @@ def test_the_model_runs_by_the_kernels_of_the_options() -> None:
     assert model_config(TrainOptions(kernels="torch")).kernels == "torch"
 
 
+def test_more_ranks_than_a_machine_can_hold() -> None:
+    """They are not started."""
+    error = refused("train", "--ep", 4096, "--experts", 4096)
+    assert error.startswith("--pp 1 --dp 1 --ep 4096 are 4096 ranks on ")
+    assert "; allowed: up to " in error
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        ("--experts 7", "7 experts cannot be divided over 2 ranks; allowed: 1, 7"),
+        ("--experts 7", "--experts 7 cannot be divided over --ep 2; allowed: --ep 1, 7"),
         ("--experts 4 --top-k 5", "--top-k 5 of 4 experts; allowed: 1 to 4"),
     ],
 )
