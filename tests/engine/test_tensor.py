@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.batch import Loss, feed_batch
+from overlap1f1b.engine.tensor_group import _sampled
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -598,28 +599,55 @@ class Scale(nn.Module):
         return x.clone()
 
 
-def _scaled(*, both: bool = False) -> tuple[Engine, Scale]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    linear, scale = nn.Linear(tensors.H, tensors.H), Scale(mesh, both=both)
-    parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))
+def _scaled(*, both: bool = False, mixed: bool = False) -> tuple[Engine, Scale]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    linear, scale = nn.Linear(tensors.H, tensors.H), Scale(mesh["tp"], both=both)
+    parallelize_module(linear, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    for block in (linear, scale) if mixed else ():
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     program = build_schedule("1f1b", microbatches=2)
     options: dict[str, Any] = {"mesh": mesh, "costs": COSTS, "timeout": 30}
-    return Engine(nn.Sequential(linear, scale), program, loss_fn=lambda y, _: y.sum(), **options), scale
+    return Engine(nn.Sequential(linear, scale), program, loss_fn=lambda y, _: y.float().sum(), **options), scale
 
 
-def _lacking(rank: int, size: int, used: Sequence[bool]) -> list[Any]:
+def _lacking(rank: int, size: int, used: Sequence[bool], mixed: bool = False) -> list[Any]:
     """The gradients of two steps in which a rank uses the factor."""
-    engine, scale = _scaled()
+    engine, scale = _scaled(mixed=mixed)
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
     grads = []
     for scale.used in used:
         engine.step(x, target=x)
         grad: Any = scale.weight.grad
         if grad is not None:
-            assert grad.placements == (Replicate(),)
+            assert mixed or grad.placements == (Replicate(),)
             grads.append(grad.to_local().tolist())
         scale.zero_grad()
     return grads
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+def test_a_rank_without_a_gradient_takes_part_in_the_sum_under_fsdp2(ranks2: Ranks) -> None:
+    """FSDP2 sums these gradients beside ``.grad``."""
+    first, second = ranks2.run(_lacking, (True, True), True)
+    assert first == second
+    assert first[0] == first[1]
+    assert any(first[0])
+
+
+def _added(rank: int, size: int) -> bool:
+    """Whether two steps without ``zero_grad`` give twice the gradient of one."""
+    engine, _ = _scaled()
+    x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
+    found = []
+    for _ in range(2):
+        engine.step(x, target=x)
+        found.append([p.grad.to_local().clone() for p in engine.parameters() if isinstance(p.grad, DTensor)])
+    return len(found[0]) == 3 and all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True))
+
+
+def test_gradients_of_two_steps_are_added(ranks2: Ranks) -> None:
+    assert ranks2.run(_added) == [True] * 2
 
 
 @pytest.mark.parametrize("used", [(True, True), (False, True, True)])
@@ -635,7 +663,7 @@ def test_a_rank_without_a_gradient_takes_part_in_the_sum(ranks2: Ranks, used: Se
 def _unequal(rank: int, size: int) -> str:
     engine, _ = _scaled(both=True)
     x = torch.ones(4, tensors.H)
-    with pytest.raises(ValueError, match="allowed: the same on all its ranks") as caught:
+    with pytest.raises(ValueError, match="allowed: the same on all ranks") as caught:
         engine.step(x, target=x)
     return str(caught.value)
 
@@ -643,7 +671,9 @@ def _unequal(rank: int, size: int) -> str:
 def test_gradients_of_other_placements_on_each_rank_are_refused() -> None:
     """In processes of their own, since torch's groups have ended behind it."""
     for message in run(_unequal, 2):
-        assert message.startswith("the gradient of weight of block 1 (Scale) has placements (Replicate(),) on a rank")
+        assert message.startswith(
+            "the gradient of weight of block 1 (Scale) has placements (Replicate(),) on a rank of"
+        )
 
 
 def _passed_on(rank: int, size: int) -> list[str]:
@@ -753,3 +783,8 @@ def test_linear_layers_split_over_the_ranks_of_the_experts_are_refused(
             "parameter 0.weight of Sequential is split over the ranks that share the experts, as by "
             "parallelize_module; allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
         )
+
+
+def test_entries_of_large_gradients_are_compared() -> None:
+    """In float32 the last index would be rounded up."""
+    assert _sampled(torch.zeros(2**24 + 4)).shape == (64,)

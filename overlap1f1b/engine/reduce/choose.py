@@ -42,8 +42,8 @@ def reductions_of(
     Raises:
         ValueError: FSDP2 was applied over other ranks than those that hold the same parameters.
     """
-    tensors = TensorGradients(stages, mesh)
-    reductions: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
+    reductions: list[Reduction] = []
+    sharded = None
     apart: Set[nn.Parameter] = frozenset()
     if sharding.groups:
         if len(replicas) > 1:  # these play other plans
@@ -53,6 +53,9 @@ def reductions_of(
             sharded = ShardedReducer(sharding, stages, shards, ranks=ranks, expert_ranks=expert_ranks)
         reductions.append(sharded)
         apart = sharded.parameters
+    tensors = TensorGradients(stages, mesh, sharded)
+    if tensors.reduces:
+        reductions.insert(0, tensors)  # before gradients are summed over other ranks
     own = Reducer(stages, dense, experts, lane, apart=apart)
     if own.reduces:
         reductions.append(own)

@@ -31,7 +31,6 @@ from overlap1f1b.engine.reduce.reduction import BlockKey
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.groups import abort, limit
 from overlap1f1b.transport.lanes import Flight, Lane
@@ -365,10 +364,12 @@ class ShardedReducer:
         self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
         self.parameters: set[nn.Parameter] = set()
         """Parameters that FSDP2 reduces, gathered."""
+        self._beside: dict[nn.Parameter, Any] = {}  # state of those whose gradients FSDP2 sums beside ``.grad``
         for group in sharding.groups:
             parameters = [p for held in group.fsdp_params if (p := held.unsharded_param) in places]
             experts.update(held.unsharded_param for held in group.fsdp_params if held.sharded_param in sharding.sliced)
             self.parameters.update(parameters)
+            self._beside.update({held.unsharded_param: held for held in group.fsdp_params if _sums_beside(held)})
             if parameters:
                 self._places.append((group, {place for p in parameters for place in places[p]}))
             for parameter in parameters:
@@ -379,6 +380,19 @@ class ShardedReducer:
         self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
         self._hooks: list[RemovableHandle] = []
         self._begun = False
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return this step's gradient of any parameter, wherever it is summed."""
+        held = self._beside.get(parameter)
+        return parameter.grad if held is None else held.unsharded_accumulated_grad
+
+    def set_gradient(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Replace this step's gradient of any parameter."""
+        held = self._beside.get(parameter)
+        if held is None:
+            parameter.grad = grad
+        else:
+            held.unsharded_accumulated_grad = grad
 
     def begin(self, order: Sequence[Node]) -> None:
         """Gather the parameters, and take FSDP2's settings over for the step."""
@@ -416,10 +430,6 @@ class ShardedReducer:
                     held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
                 else:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-
-            grad = held.unsharded_accumulated_grad
-            if is_partial(grad):  # here, not in a lane's thread, where it would meet the sums of blocks
-                held.unsharded_accumulated_grad = grad.redistribute(placements=parameter.placements)
 
         def post() -> Transfer[None]:
             if self.lane.background:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, zeros
 
-from overlap1f1b.engine.reduce.reduction import BlockKey
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer
+from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.mesh import Mesh
+
+Kind = tuple[tuple[Placement, ...], torch.dtype]
+"""Placements and dtype of a gradient."""
 
 
 class TensorGradients:
@@ -27,11 +32,13 @@ class TensorGradients:
     Args:
         stages: Stages of this rank, by number.
         mesh: Ranks of the engine.
+        sharded: FSDP2's reduction, which may sum gradients beside ``.grad``.
     """
 
-    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh) -> None:
-        self.stages, self.mesh = stages, mesh
-        self._placements: dict[BlockKey, dict[int, tuple[Placement, ...]]] = {}  # by number of the parameter
+    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, sharded: ShardedReducer | None) -> None:
+        self.stages, self.mesh, self.sharded = stages, mesh, sharded
+        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
+        self._aside = GradientsAside()
 
     @property
     def reduces(self) -> bool:
@@ -43,7 +50,12 @@ class TensorGradients:
         return [parameter for parameter in every if isinstance(parameter, DTensor)]
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Prepare nothing."""
+        """Set gradients of earlier steps aside: torch would sum partial ones before it adds to them."""
+        blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
+        self._aside.take(parameter for place in blocks for parameter in self._parameters(*place))
+
+    def _gradient(self, parameter: nn.Parameter) -> Any:
+        return parameter.grad if self.sharded is None else self.sharded.gradient(parameter)
 
     def launch(self, node: Node) -> Sequence[Flight[Any]]:
         """Give the gradients of a block the placements of their parameters, and wait for the sums.
@@ -53,21 +65,26 @@ class TensorGradients:
             RuntimeError: A gradient has placements that it did not have before.
         """
         if node.stage in self.stages and (parameters := self._parameters(node.stage, node.block)):
-            known = self._known(node, parameters)
+            known = self._kinds(node, parameters)
             for number, parameter in enumerate(parameters):
-                grad, placements = parameter.grad, known.get(number)
-                if placements is None or (grad is None and placements == parameter.placements):
+                if number not in known:
                     continue
-                if grad is None:
-                    options = {"device_mesh": parameter.device_mesh, "placements": placements}
-                    grad = zeros(*parameter.shape, dtype=parameter.dtype, **options)
-                elif grad.placements != placements:
+                grad, (placements, dtype) = self._gradient(parameter), known[number]
+                if grad is not None and grad.placements != placements:
                     raise RuntimeError(
                         f"the gradient of {self._name(node, parameter)} has placements {tuple(grad.placements)}; "
                         f"allowed: {placements}, as in its first step"
                     )
-                if placements != parameter.placements:
-                    parameter.grad = grad.redistribute(placements=parameter.placements)
+                if placements == parameter.placements:
+                    continue
+                if grad is None:
+                    options = {"device_mesh": parameter.device_mesh, "placements": placements}
+                    grad = zeros(*parameter.shape, dtype=dtype, **options)
+                grad = grad.redistribute(placements=parameter.placements)
+                if self.sharded is None:
+                    parameter.grad = grad
+                else:
+                    self.sharded.set_gradient(parameter, grad)
         return ()
 
     def _name(self, node: Node, parameter: nn.Parameter) -> str:
@@ -75,17 +92,18 @@ class TensorGradients:
         label = next(name for name, p in stage.blocks[node.block].named_parameters() if p is parameter)
         return f"{label} of {stage.names[node.block]}"
 
-    def _known(self, node: Node, parameters: Sequence[Any]) -> dict[int, tuple[Placement, ...]]:
-        """Return the placements of gradients; ranks exchange them until each parameter has had a gradient."""
-        known = self._placements.setdefault((node.stage, node.block), {})
+    def _kinds(self, node: Node, parameters: Sequence[Any]) -> dict[int, Kind]:
+        """Return placements and dtypes of gradients; ranks exchange them until each parameter has had a gradient."""
+        known = self._known.setdefault((node.stage, node.block), {})
         if len(known) < len(parameters):
-            mine = {n: tuple(p.grad.placements) for n, p in enumerate(parameters) if p.grad is not None}
+            grads = {n: grad for n, p in enumerate(parameters) if (grad := self._gradient(p)) is not None}
+            mine = {n: (tuple(grad.placements), grad.dtype) for n, grad in grads.items()}
             for table in self.mesh.gathered("tp", mine):
                 for number, found in table.items():
                     if known.setdefault(number, found) != found:
                         raise ValueError(
-                            f"the gradient of {self._name(node, parameters[number])} has placements {found} on a rank "
-                            f"of a tensor group and {known[number]} on another; allowed: the same on all its ranks"
+                            f"the gradient of {self._name(node, parameters[number])} has placements {found[0]} on a "
+                            f"rank of a tensor group and {known[number][0]} on another; allowed: the same on all ranks"
                         )
         return known
 
@@ -93,7 +111,9 @@ class TensorGradients:
         """Return at once: nothing is in flight between nodes."""
 
     def finish(self) -> None:
-        """Return at once: every block with a DTensor has had its node."""
+        """Add the gradients of earlier steps."""
+        self.restore()
 
     def restore(self) -> None:
-        """Leave the gradients as they are."""
+        """Add the gradients of earlier steps, also after a step that failed."""
+        self._aside.add_back()
