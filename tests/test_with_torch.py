@@ -50,6 +50,14 @@ def test_bad_values_are_named_in_one_line(arguments: list[str], message: str) ->
     assert done.stderr.count("\n") == 1
 
 
+def test_an_environment_that_is_there_keeps_its_python(tmp_path: Path) -> None:
+    (tmp_path / "pyvenv.cfg").touch()
+    arguments = ["--python", sys.executable, "--keep", str(tmp_path), "2.15"]
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"with --keep {tmp_path}, which has its own; allowed: one of them\n")
+
+
 def test_the_torch_of_ci_keeps_all_pins(script: ModuleType) -> None:
     assert script.constraints_for("2.13") == script.constraints_for("2.13.0") == PINS
 

@@ -65,7 +65,8 @@ def check_files(written: Mapping[str, Path | str | None], read: Mapping[Path, st
         if str(path) == "-":
             raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
         if not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: its folder does not exist; allowed: a file in a folder that does")
+            allowed = "a file in a folder that exists" + (", or -" if name == "json" else "")
+            raise ValueError(f"--{name} {path}: its folder does not exist; allowed: {allowed}")
         if path.is_dir():
             raise ValueError(f"--{name} {path} is a folder; allowed: a file")
         if (of := taken.get(path.resolve())) is not None:

@@ -78,7 +78,7 @@ def test_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("zigzag", {"microbatches": 4}, "unknown program 'zigzag'; allowed: sequential, combined_1f1b"),
+        ("zigzag", {"microbatches": 4}, "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b"),
         ("combined_1f1b", {"microbatches": 4, "ranks": 0}, "ranks=0; allowed: 1 or more"),
         ("combined_1f1b", {"microbatches": 4, "chunks": 0}, "chunks=0; allowed: 1 or more"),
         ("zb_h2", {"microbatches": 4, "chunks": 2}, r"chunks=2 with zb_h2; allowed: 1 \(chunks belong to sequential, "),

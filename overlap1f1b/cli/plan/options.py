@@ -163,11 +163,11 @@ def check_plan(options: PlanOptions) -> None:
     auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
     if auto and options.sub_op_costs.layers is None:
         raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
-    if not options.search and not auto:
-        _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
-        _refuse(options, ("memory",), needed="with --search or auto")
-    elif not options.search:
-        pass
+    if not options.search:
+        _refuse(options, ("top",), needed="with --search")
+        if not auto:
+            _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
+            _refuse(options, ("memory",), needed="with --search or auto")
     elif options.group_size is not None:
         raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
     elif options.compare:

@@ -116,7 +116,7 @@ def parse(text: str) -> Candidate:
     """
     name, _, rest = text.partition(":")
     if name not in (*SCHEDULES, AUTO):
-        raise ValueError(f"--compare {text}: unknown program {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
+        raise ValueError(f"--compare {text}: unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
     given: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")

@@ -94,7 +94,7 @@ def schedule_of(name: str) -> Schedule:
     """
     if name not in SCHEDULES:
         nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
-        raise ValueError(f"unknown program {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}{nearest}")
+        raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}{nearest}")
     return BY_NAME[name]
 
 

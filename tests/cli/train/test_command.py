@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
         ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple"),
         (
             "--schedule zigzag",
-            "unknown program 'zigzag'; allowed: sequential, combined_1f1b, afab, 1f1b, interleaved_1f1b, "
+            "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b, afab, 1f1b, interleaved_1f1b, "
             "zb_h1, zb_h2, zb_v, dualpipe, dualpipev, auto",
         ),
         ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),

@@ -179,7 +179,7 @@ def _cut(*_: Any, **__: Any) -> Any:
             {},
             "dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
         ),
-        ({}, {"schedule": "zigzag"}, "unknown program 'zigzag'; allowed: sequential"),
+        ({}, {"schedule": "zigzag"}, "unknown schedule 'zigzag'; allowed: sequential"),
         ({}, {"schedule": "zb_v"}, "chunks=1 with zb_v; allowed: 2"),
     ],
 )
