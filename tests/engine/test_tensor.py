@@ -566,6 +566,44 @@ def test_tokens_that_do_not_fit_the_layout_are_refused(case: str) -> None:
     assert run(_wrong, 2, case) == [True] * 2
 
 
+def _wrong_after_evaluation(rank: int, size: int) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = tensors.build(mesh, sequence=False, over=("ep", "tp"))
+    program = build_schedule("1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
+    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    inputs, target = data_of(None, 0)
+    engine.evaluate(inputs, target=target)
+    with pytest.raises(ValueError, match="with the same tokens on all ranks of a tensor group") as caught:
+        engine.step(inputs, target=target)
+    return str(caught.value)
+
+
+def test_tokens_are_compared_in_the_first_step_behind_an_evaluation() -> None:
+    assert len(run(_wrong_after_evaluation, 2)) == 2
+
+
+def _left_unreduced(rank: int, size: int) -> list[str]:
+    """Two steps of FSDP2 over a tensor group, the first without a reduction."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = tensors.build(mesh, sequence=True)
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
+    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    inputs, target = data_of(None, 0)
+    for reduces in (False, True):
+        for block in model:
+            block.set_requires_gradient_sync(reduces)
+        engine.step(inputs, target=target)
+    return differences(engine, {name: 2 * grad for name, grad in expected(1)[0].items()})
+
+
+def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(ranks2: Ranks) -> None:
+    assert ranks2.run(_left_unreduced) == [[], []]
+
+
 def _alike(rank: int, size: int) -> bool:
     """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -49,8 +49,8 @@ class GradientsAside:
         for parameter in self._before:
             parameter.grad = None
 
-    def add_back(self) -> None:
-        """Add the gradients that were set aside to those of the step."""
-        for parameter, grad in self._before.items():
-            parameter.grad = grad if parameter.grad is None else grad + parameter.grad
-        self._before = {}
+    def add_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Add the gradients that were set aside, of some parameters or all, to those of the step."""
+        for parameter in list(self._before if parameters is None else parameters):
+            if (grad := self._before.pop(parameter, None)) is not None:
+                parameter.grad = grad if parameter.grad is None else grad + parameter.grad

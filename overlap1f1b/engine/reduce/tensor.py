@@ -85,6 +85,8 @@ class TensorGradients:
                     parameter.grad = grad
                 else:
                     self.sharded.set_gradient(parameter, grad)
+            if self.sharded is not None:  # it reduces what steps without set_requires_gradient_sync have left
+                self._aside.add_back(parameters)
         return ()
 
     def _name(self, node: Node, parameter: nn.Parameter) -> str:

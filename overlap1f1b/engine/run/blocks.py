@@ -384,8 +384,8 @@ class Blocks:
         if (block, seam) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
             self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
-            if self.first_rows is not None:
-                self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
+        if self.first_rows is not None and (block, seam) not in self.first_rows:
+            self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
         if route.dropped is not None:
             self.dropped.append(Dropped(block, microbatch, route.dropped, route.counts, route.send[0]))
 
