@@ -583,12 +583,12 @@ def test_tokens_are_compared_in_the_first_step_behind_an_evaluation() -> None:
     assert len(run(_wrong_after_evaluation, 2)) == 2
 
 
-def _left_unreduced(rank: int, size: int) -> list[str]:
+def _left_unreduced(rank: int, size: int, policy: MixedPrecisionPolicy) -> list[str]:
     """Two steps of FSDP2 over a tensor group, the first without a reduction."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = tensors.build(mesh, sequence=True)
     for block in model:
-        fully_shard(block, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
     options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
     engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
@@ -600,8 +600,12 @@ def _left_unreduced(rank: int, size: int) -> list[str]:
     return differences(engine, {name: 2 * grad for name, grad in expected(1)[0].items()})
 
 
-def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(ranks2: Ranks) -> None:
-    assert ranks2.run(_left_unreduced) == [[], []]
+@pytest.mark.parametrize("reduced", [None, torch.float64], ids=str)
+def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
+    ranks2: Ranks, reduced: torch.dtype | None
+) -> None:
+    """Also where gradients are summed in the dtype that they have."""
+    assert ranks2.run(_left_unreduced, MixedPrecisionPolicy(reduce_dtype=reduced)) == [[], []]
 
 
 def _alike(rank: int, size: int) -> bool:

@@ -384,12 +384,13 @@ class ShardedReducer:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient of any parameter, wherever it is summed."""
         held = self._beside.get(parameter)
-        return parameter.grad if held is None else held.unsharded_accumulated_grad
+        beside: Tensor | None = None if held is None else held.unsharded_accumulated_grad
+        return parameter.grad if beside is None else beside
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Replace this step's gradient of any parameter."""
         held = self._beside.get(parameter)
-        if held is None:
+        if held is None or grad.dtype == parameter.dtype:  # FSDP2 keeps nothing beside ``.grad`` in its own dtype
             parameter.grad = grad
         else:
             held.unsharded_accumulated_grad = grad
