@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from overlap1f1b.engine.checkpoint.folder import check_files, latest, read_contents
+from overlap1f1b.engine.checkpoint.folder import check_files, checkpoint_in, read_contents
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors
 
 FILE_BYTES = 5_000_000_000
@@ -34,12 +34,9 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     """
     from safetensors.torch import save_file
 
-    path, folder = Path(checkpoint), Path(folder)
-    if not path.name.startswith("step-"):
-        found = latest(path)
-        if found is None:
-            raise ValueError(f"{path} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")
-        path = found
+    path, folder = checkpoint_in(Path(checkpoint)), Path(folder)
+    if path is None:
+        raise ValueError(f"{checkpoint} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")
     if others := sorted(folder.glob("model*.safetensors*")):
         raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
     contents = read_contents(path)

@@ -59,6 +59,13 @@ def latest(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def checkpoint_in(path: Path) -> Path | None:
+    """Return ``path`` if it is a checkpoint, perhaps a renamed one or one that is absent; else the last one in it."""
+    named = path.name.startswith("step-")
+    folder_of_others = path.is_dir() and NAME.fullmatch(path.name) is None and not (path / CONFIG).exists()
+    return path if named and not folder_of_others else latest(path)
+
+
 def begin(directory: Path, step: int) -> Path:
     """Remove unfinished checkpoints, and return an empty hidden folder for the files of a new one."""
     unfinished = directory / f".{name_of(step)}.unfinished"

@@ -12,7 +12,7 @@ copies, over groups of its own.
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
 an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
-:class:`.slices.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2's shards and
+:class:`.tensors.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
 tensor-parallel parameters are DTensors, which DCP knows.
 Everything else is equal on all ranks that hold it.
 
@@ -27,8 +27,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, overload
 
@@ -49,9 +50,9 @@ from overlap1f1b.engine.checkpoint.folder import (
     abandon,
     begin,
     check_files,
+    checkpoint_in,
     damaged,
     fingerprints,
-    latest,
     name_of,
     of_another_run,
     publish,
@@ -67,9 +68,8 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
     groups_of,
     set_groups,
 )
-from overlap1f1b.engine.checkpoint.slices import Slice, zeros_like_rows
 from overlap1f1b.engine.checkpoint.state import States, choose_files, file_of, pack, unpack, with_random
-from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors
+from overlap1f1b.engine.checkpoint.tensors import Index, Slice, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
@@ -222,24 +222,19 @@ def load_checkpoint(
             difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
-    path: Path | None = Path(directory)
     engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
-        if not Path(directory).name.startswith("step-"):
-            together = Together(engine.mesh, f"{directory} cannot be searched")
-            path = together.first(lambda: latest(Path(directory)))
-        if path is None:
+        together = Together(engine.mesh, f"{directory} cannot be searched")
+        checkpoint = together.first(lambda: checkpoint_in(Path(directory)))
+        if checkpoint is None:
             return 0
-        checkpoint = path
         together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
         contents = together.first(lambda: read_contents(checkpoint, config or {}))
         names = sorted(contents.files)
         together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
         reading = _Reading(engine, optimizer, checkpoint, contents, state)
-        counts = together.each(reading.compare)
-        reading.check_groups(counts)
-        together.each(reading.choose_groups)
-        together.each(reading.read_states)
+        reading.check_groups(together.each(reading.compare))
+        together.each(reading.prepare)
         together.each(reading.fill)
         together.each(reading.fill_states)
         return contents.step
@@ -373,21 +368,16 @@ class _SliceState(NamedTuple):
     """Optimizer state of one rank's slice of a parameter.
 
     Args:
-        updates: Number of updates of the slice, if the state has it.
+        number: Number of the slice.
         rank: The rank that has the slice.
+        updates: Number of updates of the slice, if the state has it.
         rows: Dtype and shape of one row of each tensor that is sliced like the parameter.
     """
 
-    updates: float
+    number: int
     rank: int
+    updates: float
     rows: dict[str, tuple[torch.dtype, torch.Size]]
-
-
-class _Lead(NamedTuple):
-    """The most updated slice of a sliced parameter, and the numbers of all slices that have state."""
-
-    slice: _SliceState
-    begun: set[int]
 
 
 class _Description(NamedTuple):
@@ -396,7 +386,7 @@ class _Description(NamedTuple):
     Args:
         step: Number of training steps.
         groups: Numbers and parameter names of the optimizer's groups.
-        slices: State of slices, by the parameter's name and the number of the slice.
+        slices: State of this rank's slices, by the parameter's name.
         numbers: State that is not a tensor, by parameter and entry.
         states: Checksum of each of the run's states, by name.
         columns: Rows of parameters whose columns are stored as rows, by name.
@@ -404,7 +394,7 @@ class _Description(NamedTuple):
 
     step: int
     groups: list[GroupNumbers]
-    slices: dict[tuple[str, int], _SliceState]
+    slices: dict[str, _SliceState]
     numbers: dict[str, dict[str, Json]]
     states: dict[str, int]
     columns: dict[str, int]
@@ -427,28 +417,20 @@ class _Copies(DefaultSavePlanner):
         return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
 
 
+@dataclass
 class _Writing:
     """One rank's part in writing a checkpoint; the methods are its phases, in order."""
 
-    held: _Held
-    tensors: dict[str, Tensor]
-    folder: Path
-    own: SavePlan
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    together: Together
+    step: int
+    state: States | None
+    config: Mapping[str, Any]
+    keep: int
+    model: Stored
+    own: SavePlan = field(init=False)
     """What this rank writes."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        together: Together,
-        step: int,
-        state: States | None,
-        config: Mapping[str, Any],
-        keep: int,
-        model: Stored,
-    ) -> None:
-        self.engine, self.optimizer, self.together = engine, optimizer, together
-        self.step, self.state, self.config, self.keep, self.model = step, state, config, keep, model
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
@@ -480,8 +462,8 @@ class _Writing:
                 elif held.has_rows(name, parameter, entry, value):
                     rows[entry] = value.dtype, value.shape[1:]
             if state and name in held.sliced:
-                one = _SliceState(float(state.get("step", 1)), self.together.rank, rows)
-                found.slices[stored_name, held.slice] = one
+                updates = float(state.get("step", 1))
+                found.slices[stored_name] = _SliceState(held.slice, self.together.rank, updates, rows)
             if numbers:
                 found.numbers[stored_name] = numbers
         return found
@@ -498,11 +480,15 @@ class _Writing:
                     "allowed: the same names on all ranks"
                 )
         self._shared_states = {name for name in every[0].states if len({one.states[name] for one in every}) == 1}
-        self._leads = _leads(every)
+        slices: dict[str, list[_SliceState]] = {}
+        for name, state in (entry for one in every for entry in one.slices.items()):
+            slices.setdefault(name, []).append(state)
+        self._leads = {name: max(states, key=lambda state: state.updates) for name, states in slices.items()}
+        self._begun = {name: {state.number for state in states} for name, states in slices.items()}
         numbers: dict[str, dict[str, Json]] = {}
         for rank, one in enumerate(every):
             for name, entries in one.numbers.items():
-                if name not in self._leads or self._leads[name].slice.rank == rank:
+                if name not in self._leads or self._leads[name].rank == rank:
                     numbers.setdefault(name, entries)
         groups = describe_groups([one.groups for one in every])
         self._added = {"groups": groups, "state": numbers, "layout": self.held.mesh.layout}
@@ -534,10 +520,10 @@ class _Writing:
             for entry, value in state.items():
                 if isinstance(value, Tensor):
                     rows = held.has_rows(name, parameter, entry, value)
-                    if rows or lead is None or lead.slice.rank == rank:
+                    if rows or lead is None or lead.rank == rank:
                         tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
-            if lead is not None and held.slice not in lead.begun:
-                for entry, (dtype, row) in lead.slice.rows.items():
+            if lead is not None and held.slice not in self._begun[stored_name]:
+                for entry, (dtype, row) in lead.rows.items():
                     zeros = zeros_like_rows(parameter, row, dtype)
                     tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
         return tensors
@@ -582,19 +568,8 @@ def _number(mesh: Mesh) -> int:
     return number
 
 
-def _leads(every: Iterable[_Description]) -> dict[str, _Lead]:
-    leads: dict[str, _Lead] = {}
-    for description in every:
-        for (name, number), one in description.slices.items():
-            lead = leads.setdefault(name, _Lead(one, set()))
-            lead.begun.add(number)
-            if one.updates > lead.slice.updates:
-                leads[name] = _Lead(one, lead.begun)
-    return leads
-
-
 class _Reading:
-    """One rank's part in loading a checkpoint; the methods are its phases, and only the last changes the model."""
+    """One rank's part in loading a checkpoint; the methods are its phases, of which the last two change the run."""
 
     def __init__(
         self,
@@ -610,11 +585,7 @@ class _Reading:
         self._chosen: list[dict[str, Any] | None] | None = None
 
     def compare(self) -> int:
-        """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups.
-
-        Raises:
-            ValueError: The checkpoint has a tensor of another name, shape or dtype, or is damaged.
-        """
+        """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""
         self.held = held = _Held(self.engine, self.optimizer)
         added = self.contents.added
         self.tensors = held.tensors(added.get("model", "all") if isinstance(added, dict) else "all")
@@ -634,48 +605,24 @@ class _Reading:
         return len(self.optimizer.param_groups)
 
     def check_groups(self, counts: list[int]) -> None:
-        """Compare the numbers of parameter groups with the checkpoint's, with the same outcome on all ranks.
-
-        Raises:
-            ValueError: All ranks have the same number of groups, but the checkpoint has another.
-        """
+        """Compare the numbers of all ranks' parameter groups with the checkpoint's, with one outcome on all ranks."""
         if self._groups is not None:
             with self._naming_checkpoint():
                 self._groups.check_count(counts)
 
-    def choose_groups(self) -> None:
-        """Find the numbers of this rank's parameter groups.
-
-        Raises:
-            ValueError: A group has parameters from several stored groups with different numbers.
-        """
-        if self._groups is not None:
-            with self._naming_checkpoint():
-                self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
-
-    def read_states(self) -> None:
-        """Read the run's states.
-
-        Raises:
-            ValueError: The run and the checkpoint have different states, or each rank of another layout has its own.
-        """
+    def prepare(self) -> None:
+        """Find the numbers of this rank's parameter groups, and read the run's states."""
         mesh, added = self.held.mesh, self.contents.added
         stored = added.get("layout", {}) if isinstance(added, dict) else {}
         with self._naming_checkpoint():
+            if self._groups is not None:
+                self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
             self._states = with_random(self.state)
             files = choose_files(self._states, self.contents.files, _number(mesh), mesh.layout, stored)
         self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
 
-    def fill_states(self) -> None:
-        """Give the run's objects their states."""
-        unpack(self._states, self._packed)
-
     def fill(self) -> None:
-        """Read all tensors into the model and the optimizer.
-
-        Raises:
-            ValueError: A file is damaged.
-        """
+        """Read all tensors into the model and the optimizer."""
         read_tensors(self.checkpoint, self.tensors)
         for first, *others in self._copies.values():
             for name in others:
@@ -691,6 +638,10 @@ class _Reading:
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
         if self._chosen is not None:
             set_groups(self.optimizer, self._chosen)
+
+    def fill_states(self) -> None:
+        """Give the run's objects their states."""
+        unpack(self._states, self._packed)
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:

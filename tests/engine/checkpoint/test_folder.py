@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.engine.checkpoint.folder import CONFIG, abandon, begin, check_files, latest, publish, read_contents
+from overlap1f1b.engine.checkpoint.folder import (
+    CONFIG,
+    abandon,
+    begin,
+    check_files,
+    checkpoint_in,
+    latest,
+    publish,
+    read_contents,
+)
 
 HERE = {"hidden": 5, "text": "abc"}
 
@@ -36,6 +45,16 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-100000000", "step-99999999"]
     write(tmp_path, 5, keep=1)
     assert os.listdir(tmp_path) == ["step-00000005"]
+
+
+def test_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "step-by-step"  # begins as a checkpoint does
+    assert checkpoint_in(folder.parent) is None
+    checkpoint = write(folder, 5)
+    assert checkpoint_in(folder) == checkpoint == checkpoint_in(checkpoint)
+    assert checkpoint_in(absent := folder / "step-00000006") == absent
+    renamed = checkpoint.rename(folder / "step-best")
+    assert checkpoint_in(renamed) == renamed
 
 
 def test_the_same_step_once_more(tmp_path: Path) -> None:
