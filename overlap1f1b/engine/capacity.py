@@ -81,7 +81,7 @@ class Capacity:
         mine = self._lost_here()
         if not self.mesh.sums(mine is not None)[0]:
             return None
-        return self.mesh.combined(mine, lambda _, every: next(filter(None, every), None))
+        return next(filter(None, self.mesh.every(mine).values()))
 
     def _lost_here(self) -> str | None:
         """Return the text of this rank; waits for the device once."""

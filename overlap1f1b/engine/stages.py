@@ -19,7 +19,7 @@ from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
 from overlap1f1b.transport.exchange import Exchange
-from overlap1f1b.transport.mesh import DIMENSIONS, Dimension, Mesh
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.Module]]
 """An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
@@ -178,11 +178,8 @@ def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = T
 
 def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
     """Return the shapes of all stages, from the ranks that hold them; replicas have agreed on theirs before."""
-
-    def merged(_: Dimension, tables: list[dict[int, StageShape]]) -> dict[int, StageShape]:
-        return {stage: shape for table in tables for stage, shape in table.items()}
-
-    shapes = mesh.combined({number: stage.shape for number, stage in stages.items()}, merged)
+    every = mesh.every({number: stage.shape for number, stage in stages.items()})
+    shapes = {stage: shape for table in every.values() for stage, shape in table.items()}
     return tuple(shapes[stage] for stage in range(placement.stages))
 
 

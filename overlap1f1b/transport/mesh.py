@@ -91,7 +91,8 @@ class Mesh:
                 if dimension not in names:
                     self._ranks = self._ranks.unsqueeze(position)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._lines = {name: self._line(name) for name in DIMENSIONS}
+        lines = {} if mesh is None else dict(zip(names, lines_of(mesh), strict=True))
+        self._lines = {name: lines.get(name, [self._rank]) for name in DIMENSIONS}
         self.exchanging = self._exchanging()
         self.labels = self._labels()
         self._own: Groups | None = None
@@ -104,13 +105,6 @@ class Mesh:
         for name in self._groups:
             with _naming(name):
                 self._control[name] = self._own.new(self.along(name), f"control {name}", gloo=True)
-
-    def _line(self, dimension: Dimension) -> list[int]:
-        if self._ranks is None:
-            return [self._rank]
-        at = [slice(None) if name == dimension else self.rank(name) for name in DIMENSIONS]
-        ranks: list[int] = self._ranks[tuple(at)].tolist()
-        return ranks
 
     def _exchanging(self) -> Group | None:
         several = [name for name in self.experts_over if name in self._groups]
@@ -400,6 +394,14 @@ class Mesh:
             value = combine(dimension, self.gathered(dimension, value))
         return value
 
+    def every(self, value: T) -> dict[int, T]:
+        """Return the values of all ranks by their numbers in the default group; all ranks must call this."""
+
+        def union(_: Dimension, tables: list[dict[int, T]]) -> dict[int, T]:
+            return {rank: found for table in tables for rank, found in table.items()}
+
+        return self.combined({self._rank: value}, union)
+
 
 @contextmanager
 def _naming(dimension: str) -> Iterator[None]:
@@ -498,9 +500,7 @@ class Together:
 
     def _exchanged(self, mine: _Outcome) -> list[_Outcome]:
         try:
-            every = self.mesh.combined(
-                {self.rank: mine}, lambda _, parts: {rank: one for part in parts for rank, one in part.items()}
-            )
+            every = self.mesh.every(mine)
         except LostRankError as error:
             raise LostRankError(f"{self.failed}: {error}") from error
         return [every[rank] for rank in sorted(every)]

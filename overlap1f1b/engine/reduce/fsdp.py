@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from overlap1f1b.engine.reduce.reduction import BlockKey
+from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
@@ -326,7 +326,7 @@ def _held(root: FSDPModule) -> list[FSDPModule]:
 _SETTINGS = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True, "reshard_after_backward": False}
 
 
-class ShardedReducer:
+class ShardedReducer(Reduction):
     """One reduction a parameter group of FSDP2, launched when the last contribution of all its blocks is in.
 
     FSDP2 adds the sum to the sharded ``.grad``, which may hold earlier steps. Gradients are sums over ranks, whatever
@@ -352,6 +352,7 @@ class ShardedReducer:
         ranks: Sequence[int],
         expert_ranks: Sequence[int],
     ) -> None:
+        super().__init__()
         self.sharding, self.lane = sharding, lane
         places: dict[nn.Parameter, set[BlockKey]] = {}
         experts: set[nn.Parameter] = set()
@@ -396,7 +397,7 @@ class ShardedReducer:
             held.unsharded_accumulated_grad = grad
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Gather the parameters, and take FSDP2's settings over for the step."""
+        # Gather the parameters, and take FSDP2's settings over for the step; FSDP2 adds to earlier gradients itself.
         self._begun, self._flights, self._ready = True, [], set()
         at = {(node.stage, node.block): index for index, node in enumerate(order) if node.op is Op.REDUCE}
 
@@ -414,7 +415,7 @@ class ShardedReducer:
         self.sharding.gather()
 
     def launch(self, node: Node) -> list[Flight[None]]:
-        """Start the reductions that this block completes, and reductions that waited for their turn behind them."""
+        # Those that this block completes, and those that waited for their turn behind them.
         self._ready.add((node.stage, node.block))
         self.sharding.gather_rest()
         launched = []
@@ -443,7 +444,6 @@ class ShardedReducer:
         return flight
 
     def settle(self) -> None:
-        """Wait until nothing is in flight."""
         for flight in self._flights:
             flight.settle(self.lane.timeout.total_seconds())
 

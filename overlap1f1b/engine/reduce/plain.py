@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
+from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.transport import streams
@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 20
 """On gloo a sum of its own costs a gradient of this size less than the copies of a common one."""
 
 
-class Reducer:
+class Reducer(Reduction):
     """One all-reduce a block, launched when the block's last contribution is in, so that the rest of the step hides it.
 
     Gradients are summed where they are, without a copy. Those of earlier steps are not reduced again: they are set
@@ -44,8 +44,8 @@ class Reducer:
         *,
         apart: Set[nn.Parameter] = frozenset(),
     ) -> None:
+        super().__init__()
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
-        self._aside = GradientsAside()
         self._flights: list[Flight[list[Tensor]]] = []
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
@@ -58,7 +58,6 @@ class Reducer:
         return any(parameters for place in blocks for parameters, _ in self._parameters(*place))
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Set gradients of earlier steps aside, and note the order of launches."""
         reduced = [node for node in order if node.op is Op.REDUCE]
         self._order = [(node.stage, node.block) for node in reversed(reduced) if node.stage in self.stages]
         self._ready, self._flights = {}, []
@@ -73,7 +72,7 @@ class Reducer:
         return [([p for p in part if p not in self.apart], group) for part, group in both if group is not None]
 
     def launch(self, node: Node) -> list[Flight[list[Tensor]]]:
-        """Start the reduction of a block, and of blocks that waited for their turn behind it."""
+        # Of this block, and of blocks that waited for their turn behind it.
         self._ready[node.stage, node.block] = node
         launched = []
         while self._order and self._order[-1] in self._ready:
@@ -106,20 +105,17 @@ class Reducer:
         return start
 
     def settle(self) -> None:
-        """Wait until nothing is in flight."""
         for flight in self._flights:
             flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
-        """Wait for all reductions, and add the gradients of earlier steps."""
         assert not self._order, f"no reduction of {self._order} in the plan"
         for flight in self._flights:
             flight.wait()
         self.restore()
 
     def restore(self) -> None:
-        """Add the gradients of earlier steps, also after a step that failed."""
-        self._aside.add_back()
+        super().restore()
         self._flights = []
 
 

@@ -1,9 +1,9 @@
-"""What every sum of gradients over ranks has to do, and gradients of earlier steps set aside meanwhile."""
+"""The sums of a step's gradients over ranks, and gradients of earlier steps set aside meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,29 +12,6 @@ from overlap1f1b.transport.lanes import Flight
 
 BlockKey = tuple[int, int]
 """Numbers of stage and block."""
-
-
-class Reduction(Protocol):
-    """Sums gradients of a step over ranks, under the rest of the step."""
-
-    def begin(self, order: Sequence[Node]) -> None:
-        """Prepare before the first node of a step.
-
-        Args:
-            order: Plan of one of the ranks that sum together; all of them launch reductions in its order.
-        """
-
-    def launch(self, node: Node) -> Sequence[Flight[Any]]:
-        """Carry out a ``reduce`` node: the last contribution of its block is in."""
-
-    def settle(self) -> None:
-        """Wait until nothing is in flight, so that the groups can be used for something else."""
-
-    def finish(self) -> None:
-        """Wait, after the last node, until ``.grad`` holds the sums."""
-
-    def restore(self) -> None:
-        """After a failure, in a step or outside: leave the model as the user left it."""
 
 
 class GradientsAside:
@@ -54,3 +31,32 @@ class GradientsAside:
         for parameter in list(self._before if parameters is None else parameters):
             if (grad := self._before.pop(parameter, None)) is not None:
                 parameter.grad = grad if parameter.grad is None else grad + parameter.grad
+
+
+class Reduction:
+    """Sums gradients of a step over ranks, under the rest of the step; this one sums nothing."""
+
+    def __init__(self) -> None:
+        self._aside = GradientsAside()
+
+    def begin(self, order: Sequence[Node]) -> None:
+        """Set gradients of earlier steps aside, and prepare for the first node of a step.
+
+        Args:
+            order: Plan of one of the ranks that sum together; all of them launch reductions in its order.
+        """
+
+    def launch(self, node: Node) -> Sequence[Flight[Any]]:
+        """Carry out a ``reduce`` node: the last contribution of its block is in."""
+        return ()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, so that the groups can be used for something else."""
+
+    def finish(self) -> None:
+        """Wait, after the last node, until ``.grad`` holds the sums and the gradients of earlier steps."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Add the gradients of earlier steps, also after a step that failed."""
+        self._aside.add_back()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, zeros
 
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
-from overlap1f1b.engine.reduce.reduction import BlockKey, GradientsAside
+from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node
 from overlap1f1b.transport.lanes import Flight
@@ -20,7 +20,7 @@ Kind = tuple[tuple[Placement, ...], torch.dtype]
 """Placements and dtype of a gradient."""
 
 
-class TensorGradients:
+class TensorGradients(Reduction):
     """Gives gradients the placements of their parameters, when the last contribution to a block is in.
 
     The gradient of a DTensor may have placements ``Partial``, as of a norm's weight under sequence parallelism. Torch
@@ -36,9 +36,9 @@ class TensorGradients:
     """
 
     def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, sharded: ShardedReducer | None) -> None:
+        super().__init__()
         self.stages, self.mesh, self.sharded = stages, mesh, sharded
         self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
-        self._aside = GradientsAside()
 
     @property
     def reduces(self) -> bool:
@@ -50,7 +50,7 @@ class TensorGradients:
         return [parameter for parameter in every if isinstance(parameter, DTensor)]
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Set gradients of earlier steps aside: torch would sum partial ones before it adds to them."""
+        # Torch would sum partial ones before it adds to them.
         blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
         self._aside.take(parameter for place in blocks for parameter in self._parameters(*place))
 
@@ -108,14 +108,3 @@ class TensorGradients:
                             f"rank of a tensor group and {known[number][0]} on another; allowed: the same on all ranks"
                         )
         return known
-
-    def settle(self) -> None:
-        """Return at once: nothing is in flight between nodes."""
-
-    def finish(self) -> None:
-        """Add the gradients of earlier steps."""
-        self.restore()
-
-    def restore(self) -> None:
-        """Add the gradients of earlier steps, also after a step that failed."""
-        self._aside.add_back()

@@ -87,11 +87,9 @@ class Pipeline(nn.Module):
         first, second = (type(module) for module in self.module)
         self.overlapped_forward_backward = first is second and hasattr(first, OWN)
         # All ranks must run in the same way, even if their modules differ.
-        own = spanned.combined(
-            self.overlapped_forward_backward or weight_store is not None, lambda _, every: any(every)
-        )
+        own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
         self._whole = None
-        if own:
+        if any(own.values()):
             self._whole = WholeModules(
                 self._stages,
                 placement,

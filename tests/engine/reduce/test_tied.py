@@ -79,6 +79,15 @@ def test_two_stages_of_one_rank() -> None:
         torch.testing.assert_close(stage.tied["weight"].grad, expected)
 
 
+def test_frozen_weights_get_no_gradient() -> None:
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+    stages = build([0, 1], 2)
+    tied = [stage.tied["weight"].requires_grad_(False) for stage in stages.values()]
+    inputs, target = models.batch(MICROBATCHES)
+    Engine(stages, program, loss_fn=models.loss_fn, costs=COSTS).step(inputs, target=target)
+    assert all(parameter.grad is None for parameter in tied), "weight decay would change frozen weights"
+
+
 def test_not_without_reductions() -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2)
