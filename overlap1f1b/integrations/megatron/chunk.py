@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchan
 from overlap1f1b.integrations.megatron.linears import leaving, linears_of
 from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
+from overlap1f1b.integrations.replaced import replaced
 
 
 class Chunk(MicrobatchBlock):
@@ -58,13 +60,14 @@ class Chunk(MicrobatchBlock):
     @contextmanager
     def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
+        changed = (
+            exchanging(self._dispatchers),
+            leaving(self._linears, self._in_force),
+            delaying(self._delayed, self._in_force),
+        )
         self.step = step
         try:
-            with (
-                exchanging(self._dispatchers),
-                leaving(self._linears, self._in_force),
-                delaying(self._delayed, self._in_force),
-            ):
+            with replaced(chain.from_iterable(changed)):
                 yield
         finally:
             self.step = None

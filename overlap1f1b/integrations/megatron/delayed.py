@@ -9,7 +9,6 @@ may be open, in any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.replaced import Replacement
 
 MARK = "skip_backward_post_hook"
 """Attribute of the parameters whose gradients ``backward_dw`` computes."""
@@ -46,16 +46,10 @@ def delayed_of(model: nn.Module) -> list[Any]:
     return layers
 
 
-@contextmanager
-def delaying(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[None]:
-    """Let layers call ``backward_dw`` when the queue in force of a stage is computed, inside the context."""
+def delaying(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[Replacement]:
+    """Yield what lets layers call ``backward_dw`` when the queue in force of a stage is computed."""
     for layer in layers:
-        layer.wgrad_store.put = _queueing(layer, stage)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.wgrad_store.put
+        yield vars(layer.wgrad_store), "put", _queueing(layer, stage)
 
 
 def _queueing(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., None]:

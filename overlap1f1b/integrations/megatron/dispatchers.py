@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.replaced import Replacement, replaced
 from overlap1f1b.transport.calls import exchange, exchange_by
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
@@ -20,7 +20,6 @@ METHODS = ("token_dispatch", "token_combine")
 """Methods of the dispatcher that exchange rows along "ep", and do nothing else with them."""
 MODULE = "megatron.core.transformer.moe.token_dispatcher"
 SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts"
-_ABSENT: Any = object()
 ORDER = "set_tensor_grad_fn_sequence_sr"
 """Function of :data:`SHARED_EXPERTS` that changes when autograd runs a node, by the number that tells its age."""
 
@@ -38,41 +37,26 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     return [one for one in held if kinds & {kind.__name__ for kind in type(one).__mro__}]
 
 
-@contextmanager
-def exchanging(dispatchers: Iterable[Any]) -> Iterator[None]:
-    """Let dispatchers exchange rows by :func:`exchange` inside the context: tokens and probabilities together.
+def exchanging(dispatchers: Iterable[Any]) -> Iterator[Replacement]:
+    """Yield what lets dispatchers exchange rows by :func:`exchange`: tokens and probabilities together.
 
     Flex dispatchers call their library by :func:`exchange_by`. Of Megatron-Core's modules only the functions by which
     they do so change, and one that orders autograd's nodes, which does nothing; else only these instances.
     """
-    held: list[tuple[Any, str, Any]] = []
-
-    def change(owner: Any, name: str, value: Any) -> None:
-        held.append((owner, name, owner.__dict__.get(name, _ABSENT)))
-        setattr(owner, name, value)
-
     by_kind: dict[bool, list[Any]] = {True: [], False: []}
     for dispatcher in dispatchers:
         by_kind[any(kind.__name__ == FLEX for kind in type(dispatcher).__mro__)].append(dispatcher)
-    try:
-        for dispatcher in by_kind[False]:
-            for name in METHODS:
-                change(dispatcher, name, _collecting(getattr(dispatcher, name)))
-        shared = sys.modules.get(SHARED_EXPERTS)
-        if by_kind[False] and hasattr(shared, ORDER):
-            change(shared, ORDER, lambda *_: None)
-        module = sys.modules.get(MODULE)
-        for name in LIBRARIES if by_kind[True] else ():
-            function = getattr(module, name, None)
-            if function is not None and not isinstance(function, _ByLibrary):  # another chunk may have changed it
-                change(module, name, _ByLibrary(function, by_kind[True][0].tp_ep_group))
-        yield
-    finally:
-        for owner, name, value in reversed(held):
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+    for dispatcher in by_kind[False]:
+        for name in METHODS:
+            yield vars(dispatcher), name, _collecting(getattr(dispatcher, name))
+    shared = sys.modules.get(SHARED_EXPERTS)
+    if by_kind[False] and hasattr(shared, ORDER):
+        yield vars(shared), ORDER, lambda *_: None
+    module = sys.modules.get(MODULE)
+    for name in LIBRARIES if by_kind[True] else ():
+        function = getattr(module, name, None)
+        if function is not None and not isinstance(function, _ByLibrary):  # another chunk may have changed it
+            yield vars(module), name, _ByLibrary(function, by_kind[True][0].tp_ep_group)
 
 
 class _ByLibrary:
@@ -101,7 +85,6 @@ class _ByLibrary:
 
 def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a dispatcher that makes one exchange of all its all-to-alls."""
-    module: Any = sys.modules[MODULE]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls: list[tuple[Any, Tensor, Any, Any]] = []
@@ -110,12 +93,8 @@ def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
             calls.append((group, rows, receive, send))
             return rows
 
-        plain = module.all_to_all
-        module.all_to_all = collect
-        try:
+        with replaced([(vars(sys.modules[MODULE]), "all_to_all", collect)]):
             returned = method(*args, **kwargs)
-        finally:
-            module.all_to_all = plain
         results = returned if isinstance(returned, tuple) else (returned,)
         tensors = tuple(rows for _, rows, _, _ in calls)
         if not calls or len(results) != len(calls) or any(a is not b for a, b in zip(results, tensors, strict=True)):

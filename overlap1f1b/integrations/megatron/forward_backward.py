@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -115,34 +116,22 @@ def get_forward_backward_func(
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(
-        schedule,
-        groups,
-        vp_size=vp_size,
-        overlap=overlap,
-        costs=costs,
-        split_rank=split_rank,
-        timeout=timeout,
-    )
+    return ForwardBackward(schedule, groups, vp_size, overlap, costs, split_rank, timeout)
 
 
+@dataclass(eq=False, repr=False)
 class ForwardBackward:
     """One of Megatron-Core's forward-backward functions; made by :func:`get_forward_backward_func`."""
 
-    def __init__(
-        self,
-        name: str,
-        groups: object,
-        *,
-        vp_size: int | None,
-        overlap: Overlap,
-        costs: NodeCosts | None,
-        split_rank: int | None,
-        timeout: float,
-    ) -> None:
-        self.__name__ = name
-        self.groups, self.vp_size, self.overlap, self.costs = groups, vp_size, overlap, costs
-        self.split_rank, self.timeout = split_rank, timeout
+    __name__: str
+    groups: object
+    vp_size: int | None
+    overlap: Overlap
+    costs: NodeCosts | None
+    split_rank: int | None
+    timeout: float
+
+    def __post_init__(self) -> None:
         self._engines: dict[tuple[Any, ...], ChunkEngine] = {}
         self._exchange: Exchange | None = None
 
@@ -202,13 +191,10 @@ class ForwardBackward:
         groups = self._checked_groups(pg_collection, p2p_communicator)
         models = self._checked_models(model)
         iterators = self._checked_iterators(data_iterator, len(models))
-        sizes = {
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "decoder_seq_length": decoder_seq_length,
-        }
+        sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
+        sizes |= {} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}
         for name, value in {"num_microbatches": num_microbatches, **sizes}.items():
-            if value is not None and value < 1:
+            if value < 1:
                 raise ValueError(f"{name}={value}; allowed: 1 or more")
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
@@ -238,7 +224,7 @@ class ForwardBackward:
             marks_first = not forward_only or first_val_step is None or first_val_step
             steps = [ChunkStep(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
             if forward_only:
-                engine.evaluate(steps)
+                engine.play(steps)
             else:
                 engine.train(steps)
         # 4. Let the user reduce the gradients.
@@ -275,11 +261,8 @@ class ForwardBackward:
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last, exchanges = stage == program.placement.stages - 1, size_of(self.groups, "ep") > 1
             chunk = Chunk(model, stage=stage, last=last, exchanges=exchanges, passes_last_input=passes and not last)
-            if (
-                chunk.state is not None
-                or chunk.delays
-                or any(isinstance(module, Experts) for module in model.modules())
-            ):
+            holds_experts = any(isinstance(module, Experts) for module in model.modules())
+            if chunk.state is not None or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
@@ -347,17 +330,13 @@ class ChunkEngine:
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
         self.engine, self.chunks, self.groups, self.limit = engine, dict(chunks), groups, limit
         self.device = next(iter(self.chunks.values())).device
-        self._sizes: Mapping[str, int | None] | None = None
+        self._sizes: Mapping[str, int] | None = None
 
-    def expect(self, sizes: Mapping[str, int | None]) -> None:
+    def expect(self, sizes: Mapping[str, int]) -> None:
         """Let tensors between stages change their sizes, if the call's sizes differ from the last call's."""
         if self._sizes not in (None, sizes):
             self.engine.boundary.forget()
         self._sizes = sizes
-
-    def evaluate(self, steps: Sequence[ChunkStep]) -> None:
-        """Play the forwards of a step."""
-        self._play(steps, None)
 
     def train(self, steps: Sequence[ChunkStep]) -> None:
         """Play a step, and let data-parallel wrappers reduce gradients in it."""
@@ -369,12 +348,12 @@ class ChunkEngine:
         gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], engine.program.microbatches - 1)
         costs = engine.costs
         with gradient_sync.stepping():
-            self._play(steps, gradient_sync)
+            self.play(steps, gradient_sync)
         if engine.costs is not costs:  # they were measured in this step
             with engine.guarded(lambda: "in the agreement on costs"):
                 engine.costs = agreed(engine.costs, self.groups, self.limit)
 
-    def _play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None) -> None:
+    def play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None = None) -> None:
         """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""
         losses, player, last = steps[0].losses, self.engine.player, self.engine.program.placement.stages - 1
 

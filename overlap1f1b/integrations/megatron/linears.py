@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.autograd import SplitLinear, added_to_main
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.integrations.replaced import Replacement
 from overlap1f1b.transport.suspend import uncompiled
 
 MODULE = "megatron.core.tensor_parallel.layers"
@@ -35,16 +35,10 @@ def _is_trained(weight: object) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad
 
 
-@contextmanager
-def leaving(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[None]:
-    """Let layers leave their weight gradients to the queue in force of a stage, inside the context."""
+def leaving(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[Replacement]:
+    """Yield what lets layers leave their weight gradients to the queue in force of a stage."""
     for layer in layers:
-        setattr(layer, METHOD, uncompiled(_leaving(layer, stage)))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            delattr(layer, METHOD)
+        yield vars(layer), METHOD, uncompiled(_leaving(layer, stage))
 
 
 def _leaving(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., Tensor]:

@@ -69,6 +69,7 @@ class Schedule:
         losses: list[Tensor] | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
         return_outputs: bool = False,
+        grad: bool = True,
     ) -> Tensor | None:
         """Run forwards and backwards of all microbatches; add the gradients of the sum of their losses to ``.grad``.
 
@@ -81,40 +82,15 @@ class Schedule:
             losses: Is filled with the loss of each microbatch there.
             loss_kwargs: Keyword arguments of the loss, such as the number of tokens that count.
             return_outputs: Whether to return the outputs of the last stage, ``[B, …]``, on the rank that holds it.
+            grad: Whether backwards follow.
 
         Raises:
             ValueError: Another number of microbatches than the program has, or a list that a stage needs is missing.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
-        return self._play(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs, grad=True)
-
-    def eval(
-        self,
-        *,
-        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
-        kwarg_mbs: Arguments | None = None,
-        target_mbs: Sequence[Tensor] | None = None,
-        losses: list[Tensor] | None = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        return_outputs: bool = False,
-    ) -> Tensor | None:
-        """Run the forwards alone, without gradients; the arguments are those of :meth:`step`."""
-        return self._play(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs, grad=False)
-
-    def _play(
-        self,
-        args: Sequence[tuple[Tensor, ...]] | None,
-        kwargs: Arguments | None,
-        targets: Sequence[Tensor] | None,
-        losses: list[Tensor] | None,
-        loss_kwargs: Mapping[str, Any] | None,
-        return_outputs: bool,
-        *,
-        grad: bool,
-    ) -> Tensor | None:
-        needed: dict[str, Sequence[Any] | None] = {"kwarg_mbs": kwargs} if kwargs is not None else {}
-        needed |= {"arg_mbs": args} if 0 in self._parts else {}
-        needed |= {"target_mbs": targets} if self._last in self._parts else {}
+        needed: dict[str, Sequence[Any] | None] = {"kwarg_mbs": kwarg_mbs} if kwarg_mbs is not None else {}
+        needed |= {"arg_mbs": arg_mbs} if 0 in self._parts else {}
+        needed |= {"target_mbs": target_mbs} if self._last in self._parts else {}
         count = self.program.microbatches
 
         def feed() -> Feed:
@@ -129,16 +105,16 @@ class Schedule:
 
             def positions(index: int) -> dict[str, Any]:
                 # On one pipeline rank torchtitan's trainer gives them to the loss.
-                held = kwargs[index] if kwargs and grad and self._last == 0 else {}
+                held = kwarg_mbs[index] if kwarg_mbs and grad and self._last == 0 else {}
                 return {name: held[name] for name in ("positions",) if name in held}
 
             def given_to(stage: int, index: int) -> dict[str, Any]:
                 arguments: dict[str, Any] = {}
-                if stage == 0 and args is not None:
-                    arguments["inputs"] = args[index]
-                if stage == self._last and targets is not None:
+                if stage == 0 and arg_mbs is not None:
+                    arguments["inputs"] = arg_mbs[index]
+                if stage == self._last and target_mbs is not None:
                     arguments |= {
-                        "target": targets[index],
+                        "target": target_mbs[index],
                         "loss_fn": partial(self._loss, {**positions(index), **(loss_kwargs or {})}),
                         "keep_outputs": return_outputs,
                     }
@@ -149,7 +125,7 @@ class Schedule:
         engine = self.engine
         try:
             for part in self._parts.values():
-                part.arguments = kwargs or [{}] * count
+                part.arguments = kwarg_mbs or [{}] * count
             with self._head_gathered():
                 self.result = engine.play(feed, grad=grad).result
         finally:
@@ -159,6 +135,10 @@ class Schedule:
             losses[:] = self.result.losses
         outputs = [output for output in self.result.outputs if isinstance(output, Tensor)]
         return torch.cat(outputs) if outputs else None
+
+    def eval(self, **arguments: Any) -> Tensor | None:
+        """Run the forwards alone, without gradients; the arguments are those of :meth:`step`."""
+        return self.step(**arguments, grad=False)
 
     def _loss(self, loss_kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
         *outputs, labels = given

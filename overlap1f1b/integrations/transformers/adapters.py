@@ -78,25 +78,19 @@ def check_method(model: Any) -> None:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or "peft" not in sys.modules:
         return
-    from peft import PeftMixedModel, PeftModel
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
     for config in configs.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         # Without PEFT's model around it, a model has the adapters in its layers alone.
         tuner = type(model.base_model) if isinstance(model, PeftModel | PeftMixedModel) else BaseTuner
-        if not issubclass(_tuner_of(config), BaseTuner) or tuner.forward is not BaseTuner.forward:
+        named: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+        if not issubclass(named, BaseTuner) or tuner.forward is not BaseTuner.forward:
             raise ValueError(
                 f"peft_type={kind!r} changes the call of the whole model, which is divided into stages; allowed: "
                 "LORA, and other methods that change single layers outside the experts"
             )
-
-
-def _tuner_of(config: Any) -> type:
-    from peft import PEFT_TYPE_TO_TUNER_MAPPING
-
-    kind: type = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
-    return kind
 
 
 # ------------------------------------------------------------------------------------------------- LoRA of parameters

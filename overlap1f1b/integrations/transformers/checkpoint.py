@@ -161,14 +161,9 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
             sources = [_Source(key, pattern, opened[files[key]].get_slice(key)) for key, pattern in parts]
             for name, value in _read(conversion, first, sources, wanted).items():
                 for slot in wanted.get(name, ()):
-                    if value.shape != slot.value.shape:
-                        raise ValueError(
-                            f"{folder} has {name} of shape {list(value.shape)} for this rank; "
-                            f"allowed: {list(slot.value.shape)}"
-                        )
                     # A checkpoint may have a tied tensor under several names; the first one counts.
                     if id(slot) not in filled or name == slot.names[0]:
-                        slot.fill(value, device)
+                        slot.fill(value, device, f"{folder} has {name}")
                         filled.add(id(slot))
     missing = [slot.names[0] for slot in slots if id(slot) not in filled]
     if missing:
@@ -207,8 +202,11 @@ class _Slot:
         return by_expert(parts[self.rank], self.experts, back=True)
 
     @torch.no_grad()
-    def fill(self, value: Tensor, device: torch.device) -> None:
+    def fill(self, value: Tensor, device: torch.device, source: str = "") -> None:
+        """Set the values; ``source`` says in an error's message where they come from."""
         old = self.value
+        if value.shape != old.shape:
+            raise ValueError(f"{source} of shape {list(value.shape)} for this rank; allowed: {list(old.shape)}")
         if not old.is_meta:
             old.copy_(value)
             return
@@ -366,8 +364,10 @@ def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
 # -------------------------------------------------------------------------------------------------------------- saving
 
 
-def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage, model: Any, *, writes: bool) -> None:
-    """Write one file for a stage in the layout of the model's checkpoints. Collective over ranks that share experts.
+def save_part(
+    folder: Path, number: int, stages: int, stage: LanguageModelStage, model: Any, *, adapters: bool, writes: bool
+) -> None:
+    """Write a stage's file in the layout of the model's checkpoints. Collective over ranks that share experts.
 
     Args:
         folder: Folder to write to.
@@ -375,21 +375,28 @@ def save_stage(folder: Path, number: int, stages: int, stage: LanguageModelStage
         stages: Number of all stages.
         stage: This rank's part of the stage.
         model: The model that was split.
+        adapters: Whether to write the part of the adapters alone, for :func:`join_adapter`.
         writes: Whether this rank writes the file.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    copies = {id(p) for p in stage.tied.values()} if number else set()
-    tied = {name for name, p in stage.named_parameters() if id(p) in copies}  # transformers ties them again
-    tensors = _whole(stage, lambda name, _: writes and name not in tied)
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
+    if adapters:
+        chosen = {tensor for keys in adapter_keys(model).values() for tensor in keys}
+    else:  # all but copies of tied tensors, which transformers ties again
+        chosen = {id(p) for p in stage.tied.values()} if number else set()
+    tensors = _whole(stage, lambda value: writes and (id(value) in chosen) == adapters)
+    if not writes:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if adapters:
+        save_file(tensors, folder / _part_of(number))
+    else:
         tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
         save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
 
 
-def _whole(stage: LanguageModelStage, keeps: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
+def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool]) -> dict[str, Tensor]:
     """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts."""
     shared, columns = shared_experts(stage), stage.columns
     tensors: dict[str, Tensor] = {}
@@ -404,24 +411,13 @@ def _whole(stage: LanguageModelStage, keeps: Callable[[str, Tensor], bool]) -> d
             parts = [torch.empty_like(whole) for _ in range(experts.exchange.ranks)]
             dist.all_gather(parts, whole, group=experts.group)
             whole = by_expert(torch.cat(parts), columns.get(name, 0), back=True)
-        if keeps(name, value):
+        if keeps(value):
             tensors[name] = whole.cpu().contiguous()
     return tensors
 
 
 def _file_of(number: int, stages: int) -> str:
     return f"model-{number + 1:05d}-of-{stages:05d}.safetensors"
-
-
-def save_adapter_part(folder: Path, number: int, stage: LanguageModelStage, model: Any, *, writes: bool) -> None:
-    """Write a stage's part of the adapters to a file for :func:`join_adapter`. Collective as :func:`save_stage` is."""
-    from safetensors.torch import save_file
-
-    wanted = {tensor for keys in adapter_keys(model).values() for tensor in keys}
-    tensors = _whole(stage, lambda _, value: writes and id(value) in wanted)
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / _part_of(number))
 
 
 def _part_of(number: int) -> str:
@@ -432,12 +428,13 @@ def join_adapter(folder: Path, stages: int, model: Any) -> None:
     """Let PEFT write the adapters from the parts of all stages, and delete the parts."""
     from safetensors.torch import load_file
 
+    parts = [folder / _part_of(number) for number in range(stages)]
     tensors: dict[str, Tensor] = {}
-    for number in range(stages):
-        tensors |= load_file(folder / _part_of(number))
+    for part in parts:
+        tensors |= load_file(part)
     model.save_pretrained(str(folder), state_dict=tensors)
-    for number in range(stages):
-        (folder / _part_of(number)).unlink()
+    for part in parts:
+        part.unlink()
 
 
 def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
@@ -460,13 +457,7 @@ def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStag
                     continue
                 if key not in known:
                     raise ValueError(f"{file} has nothing for {slot.names[0]}; allowed: an adapter of the same targets")
-                value = slot.cut(opened.get_tensor(key))
-                if value.shape != slot.value.shape:
-                    raise ValueError(
-                        f"{file} has {key} of shape {list(value.shape)} for this rank; "
-                        f"allowed: {list(slot.value.shape)}"
-                    )
-                slot.fill(value, device)
+                slot.fill(slot.cut(opened.get_tensor(key)), device, f"{file} has {key}")
 
 
 def write_index(folder: Path, stages: int, model: Any) -> None:

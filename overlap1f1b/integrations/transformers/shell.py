@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from overlap1f1b.integrations.replaced import Replacement, replaced
 from overlap1f1b.integrations.transformers.adapters import is_adapter, outermost
 from overlap1f1b.integrations.transformers.experts import Found
 
@@ -117,9 +118,9 @@ class Shell:
             with ExitStack() as around:
                 around.enter_context(torch.random.fork_rng(devices=[]))
                 around.enter_context(torch.enable_grad())
-                around.enter_context(self._replaced(walk))
                 # The stand-ins compute no router logits, from which the model would compute a loss.
-                around.enter_context(_put(self.model.config.__dict__, "output_router_logits", False))
+                without_logits = (vars(self.model.config), "output_router_logits", False)
+                around.enter_context(replaced([self._stand_ins(walk), without_logits]))
                 if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 given = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
@@ -194,31 +195,14 @@ class Shell:
             like: To leave out the embedding, a tensor of the device to use; the hidden states are then zeros.
         """
         walk = _Walk(self, until=until, result=None)
-        with self._replaced(walk), nullcontext() if like is None else self._without_embedding(like):
+        changed = [self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
+        with replaced(changed):
             try:
                 self.model(**named, use_cache=False)
             except _Reached:
                 assert walk.first is not None
                 return walk.first, walk.calls
         raise AssertionError("the last needed layer was not reached")
-
-    def end(
-        self, named: Mapping[str, Tensor], hidden: Tensor, routed: Sequence[Tensor], labels: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Run the forward after the last layer; return its logits, and before them its loss if there are labels.
-
-        Args:
-            named: The model's arguments, by name.
-            hidden: Hidden states ``[B, S, H]`` of the last layer.
-            routed: Router logits of the layers in order, if the model asks for them.
-            labels: Labels ``[B, S]``.
-
-        Raises:
-            RuntimeError: The config requests router logits, but did not when the model was split.
-        """
-        given = dict(named) if labels is None else dict(named, labels=labels)
-        output = self.finish(given, hidden, routed)
-        return (output.logits,) if labels is None else (output.loss, output.logits)
 
     def finish(self, given: Mapping[str, Any], hidden: Tensor, routed: Sequence[Tensor]) -> Any:
         """Run the forward after the last layer; return what the model returns.
@@ -231,48 +215,38 @@ class Shell:
         Raises:
             RuntimeError: The config requests router logits, but did not when the model was split.
         """
-        walk = _Walk(self, until=None, result=hidden)
-        with self._replaced(walk), self._without_embedding(hidden):
-            return self._with_router_logits({**given, "use_cache": False}, tuple(routed))
-
-    def _with_router_logits(self, given: Mapping[str, Any], routed: tuple[Tensor, ...]) -> Any:
         own = self.owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = own(*args, **kwargs)
-            output["router_logits"] = routed
+            output["router_logits"] = tuple(routed)
             return output
 
-        if not routed:
-            asked = getattr(self.model.config, "output_router_logits", False)
-            if asked and any(self.routers(number) for number in range(len(self.layers))):
-                raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
-            return self.model(**given)
-        with _put(self.owner.__dict__, "forward", forward):
-            return self.model(**given)
+        changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
+        asked = getattr(self.model.config, "output_router_logits", False)
+        if routed:
+            changed.append((vars(self.owner), "forward", forward))
+        elif asked and any(map(self.routers, range(len(self.layers)))):
+            raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
+        with replaced(changed):
+            return self.model(**{**given, "use_cache": False})
 
-    @contextmanager
-    def _replaced(self, walk: _Walk) -> Iterator[None]:
+    def _stand_ins(self, walk: _Walk) -> Replacement:
         stands = nn.ModuleList(_StandIn(layer, number, walk) for number, layer in enumerate(self.layers))
-        with _put(self.owner._modules, self.attribute, stands):
-            yield
+        return self.owner._modules, self.attribute, stands
 
-    @contextmanager
-    def _without_embedding(self, like: Tensor) -> Iterator[None]:
-        """Replace the modules before the layers: they return tensors of the right shape and compute nothing."""
+    def _without_embedding(self, like: Tensor) -> Iterator[Replacement]:
+        """Yield forwards of the modules before the layers that compute nothing; an embedding's has the right shape."""
 
         def embedded(module: nn.Embedding) -> Any:
             return lambda ids: torch.zeros(
                 *ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=like.device
             )
 
-        with ExitStack() as replaced:
-            for module in self.around.before.values():
-                inside = module.modules() if is_adapter(module) else (module,)
-                embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
-                forward = _same if embedding is None else embedded(embedding)
-                replaced.enter_context(_put(module.__dict__, "forward", forward))
-            yield
+        for module in self.around.before.values():
+            inside = module.modules() if is_adapter(module) else (module,)
+            embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
+            yield vars(module), "forward", _same if embedding is None else embedded(embedding)
 
 
 MOST_RETURNED = 3
@@ -354,17 +328,3 @@ class _StandIn(nn.Module):
 
 def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
-
-
-@contextmanager
-def _put(table: dict[str, Any], key: str, value: object) -> Iterator[None]:
-    """Set an entry of a table inside the context, and put back the old one after it."""
-    had, before = key in table, table.get(key)
-    table[key] = value
-    try:
-        yield
-    finally:
-        if had:
-            table[key] = before
-        else:
-            del table[key]

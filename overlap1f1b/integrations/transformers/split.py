@@ -18,8 +18,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
     join_adapter,
     load_adapters,
     load_stages,
-    save_adapter_part,
-    save_stage,
+    save_part,
     write_index,
 )
 from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
@@ -117,10 +116,8 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         count = self._placement.stages
         for number, stage in self._stages.items():
             if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                if adapters:
-                    save_adapter_part(folder, number, stage, self.model, writes=at.get("ep", 0) == 0)
-                else:
-                    save_stage(folder, number, count, stage, self.model, writes=at.get("ep", 0) == 0)
+                writes = at.get("ep", 0) == 0
+                save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
         if self._mesh is not None:
             dist.barrier()
         if not any(at.values()):

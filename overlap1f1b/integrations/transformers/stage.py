@@ -58,10 +58,6 @@ class StageRange:
         """Run the embedding; return the hidden states before layer 0, and the layers' calls.
 
         Other blocks share only the calls: a recomputation needs hidden states with a graph of their own.
-
-        Args:
-            given: The step's inputs of the microbatch.
-            microbatch: The microbatch; None without an engine.
         """
         hidden, calls = self.shell.begin(self.named(given), self.end - 1)
         if microbatch is not None:
@@ -69,13 +65,7 @@ class StageRange:
         return hidden, calls
 
     def calls(self, given: OptionalTensors, microbatch: Microbatch | None, like: Tensor) -> list[Call]:
-        """Return the layers' calls, which the stage's blocks share, without the embedding.
-
-        Args:
-            given: The step's inputs of the microbatch.
-            microbatch: The microbatch; None without an engine.
-            like: A tensor of the device to use.
-        """
+        """Return the layers' calls, which the stage's blocks share, without the embedding; ``like`` gives a device."""
         calls: list[Call] | None = None if microbatch is None else microbatch.memo.get(self)
         if calls is None:
             _, calls = self.shell.begin(self.named(given), self.end - 1, like)
@@ -177,7 +167,8 @@ class Layer(MicrobatchBlock):
                 microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed))
             )
         labels = microbatch.target[0] if microbatch is not None and microbatch.target else None
-        return self._checked_outputs(*part.shell.end(part.named(given), hidden, routed, labels))
+        output = part.shell.finish(part.named(given) | ({} if labels is None else {"labels": labels}), hidden, routed)
+        return self._checked_outputs(*(() if labels is None else (output.loss,)), output.logits)
 
     def _checked_outputs(self, *outputs: Tensor | None) -> OptionalTensors:
         """Check once that no output depends on another block's parameters: their gradients would be lost."""

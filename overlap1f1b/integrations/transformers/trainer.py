@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.operations import convert_to_fp32
+from accelerate.utils.operations import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer, TrainerCallback
@@ -258,8 +258,7 @@ class Overlapped(Trainer):
             tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
         figures = {"tokens": tokens}
         if mesh.size("ep") > 1:
-            pair = (timeline.exposed, timeline.exchange)
-            every = mesh.combined([pair], lambda _, pairs: list(chain.from_iterable(pairs)))
+            every = mesh.every((timeline.exposed, timeline.exchange)).values()
             hidden = [1.0 - exposed / exchange for exposed, exchange in every if exchange]
             figures["exchange_exposed_s"] = max(exposed for exposed, _ in every)
             figures["exchange_hidden"] = min(hidden, default=1.0)
@@ -295,9 +294,9 @@ class Overlapped(Trainer):
             ahead.at(number)
         step, device = ahead.steps.pop(number), _unnumbered(self.args.device)
         if self.overlap_args.pp > 1:
-            every = self.engine.mesh.gathered("pp", _to("cpu", step))
+            every = self.engine.mesh.gathered("pp", send_to_device(step, "cpu"))
             step = step or next(one for one in every if one is not None)
-        return _to(device, step)
+        return send_to_device(step, device)
 
     def _play_forwards(
         self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
@@ -311,7 +310,7 @@ class Overlapped(Trainer):
             ahead.at(numbers[slot])
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
             # Logits of several batches would not fit into a GPU where those of one do.
-            ahead.steps[numbers[slot]] = step if prediction_loss_only else _to("cpu", step)
+            ahead.steps[numbers[slot]] = step if prediction_loss_only else send_to_device(step, "cpu")
             return torch.zeros(()) if step[0] is None else step[0]
 
         model.eval()
@@ -405,7 +404,8 @@ class _Parts:
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
         self.given = model
         self.parameters = model.num_parameters(exclude_embeddings=True)
-        self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in _arguments(model))
+        known = signature(type(base_of(model)).forward).parameters  # PEFT's model passes most on by **kwargs
+        self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)
         self.stages = split_model(model, program, mesh, inputs=self.names)
         if any(p.is_meta for p in self.stages.parameters()):
             if parallel.pretrained is None:
@@ -484,12 +484,6 @@ class _Rest(nn.Module):
         return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
 
-def _arguments(model: Any) -> set[str]:
-    from inspect import signature
-
-    return set(signature(type(base_of(model)).forward).parameters)  # PEFT's model passes most on by **kwargs
-
-
 def _first(value: Tensor) -> Tensor:
     """Return the first token of an input [B, S], or the first row of another."""
     return value[:1, :1] if value.dim() == 2 else value[:1]
@@ -503,10 +497,3 @@ def _unnumbered(device: torch.device) -> torch.device:
 def _of_torch(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _to(device: torch.device | str, value: Any) -> Any:
-    """Return a value with its tensors on a device; those of tuples and lists too."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(_to(device, one) for one in value) if isinstance(value, tuple | list) else value
