@@ -136,12 +136,6 @@ def feed_batch(
     """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
 
     Args:
-        stages: Stages of this rank, by number.
-        program: Of the step.
-        mesh: Ranks of the engine.
-        loss: Of the step.
-        inputs: Of the first stage.
-        target: Of the last stage.
         keep: Whether outputs are kept beside the loss.
 
     Raises:
@@ -214,14 +208,7 @@ def check_feed(feed: Feed, program: Program, rank: int) -> None:
 
 
 class Microbatches(dict[MicrobatchKey, Microbatch]):
-    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
-
-    Args:
-        stages: Stages of this rank, by number.
-        placement: Of all stages.
-        feed: Gives each microbatch its arguments.
-        grad: Whether a backward follows.
-    """
+    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played."""
 
     def __init__(self, stages: Mapping[int, Blocks], placement: Placement, feed: Feed, *, grad: bool) -> None:
         self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad

@@ -62,11 +62,7 @@ def _best_split(
 ) -> tuple[float, tuple[int, ...]]:
     """Return the best split by dynamic programming: its cost, and where each stage ends, the first as late as possible.
 
-    Args:
-        sums: Weights of the blocks before each position.
-        stages: Number of stages.
-        combine: Cost of a stage's weight and of the stages behind it.
-        heaviest: Largest weight of a stage.
+    ``combine`` gives the cost of a stage's weight and of the stages behind it.
     """
     least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # of the blocks behind a position
     for _ in range(stages):

@@ -102,11 +102,9 @@ class Communicators:
         )
 
     def use(self, device: torch.device, stamp: Stamp | None) -> None:
-        """Say what the groups carry.
+        """Say what the groups carry: tensors of a device.
 
-        Args:
-            device: Device of the model.
-            stamp: Records an event behind what the device was given; None on a CPU, where threads wait for transfers.
+        ``stamp`` records an event behind what the device was given; None on a CPU, where threads wait for transfers.
 
         Raises:
             ValueError: The mesh's groups, the default group or the budget do not fit the device.

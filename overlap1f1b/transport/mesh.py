@@ -139,11 +139,7 @@ class Mesh:
             self._own.abort()
 
     def check(self, program: Program) -> None:
-        """Compare the program's number of pipeline ranks with the mesh's.
-
-        Raises:
-            ValueError: They differ.
-        """
+        """Raise ValueError if the program has another number of pipeline ranks than the mesh."""
         if self.size("pp") != program.placement.ranks:
             raise ValueError(
                 f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with "
@@ -467,7 +463,7 @@ class Together:
 
     def first(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the first rank alone; return its result, or raise its error, on every rank."""
-        return self._shared(work if self.rank == 0 else _nothing, RuntimeError, every=False)[0]
+        return self._shared(work if self.rank == 0 else lambda: None, RuntimeError, every=False)[0]
 
     def _shared(self, work: Callable[[], Any], error: type[Exception], *, every: bool) -> list[Any]:
         cause: BaseException | None = None
@@ -504,10 +500,6 @@ class Together:
         except LostRankError as error:
             raise LostRankError(f"{self.failed}: {error}") from error
         return [every[rank] for rank in sorted(every)]
-
-
-def _nothing() -> None:
-    return None
 
 
 def lines_of(mesh: DeviceMesh) -> list[list[int]]:

@@ -135,11 +135,7 @@ class StoredGroups(NamedTuple):
             raise ValueError(f"no groups of an optimizer ({type(error).__name__})") from None
 
     def check_count(self, here: Sequence[int]) -> None:
-        """Compare the numbers of groups that the ranks have with the stored number.
-
-        Raises:
-            ValueError: All ranks have the same number of groups, but another number was stored.
-        """
+        """Raise ValueError if the ranks all have one number of groups, but another was stored."""
         if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
             raise ValueError(
                 f"the optimizer has {here[0]} parameter groups, the checkpoint has {len(self.places)}; "

@@ -365,39 +365,23 @@ class _Held:
 
 
 class _SliceState(NamedTuple):
-    """Optimizer state of one rank's slice of a parameter.
+    """Optimizer state of one rank's slice of a parameter."""
 
-    Args:
-        number: Number of the slice.
-        rank: The rank that has the slice.
-        updates: Number of updates of the slice, if the state has it.
-        rows: Dtype and shape of one row of each tensor that is sliced like the parameter.
-    """
-
-    number: int
+    number: int  # of the slice
     rank: int
-    updates: float
-    rows: dict[str, tuple[torch.dtype, torch.Size]]
+    updates: float  # of the slice, if the state has their number
+    rows: dict[str, tuple[torch.dtype, torch.Size]]  # of each tensor that is sliced like the parameter
 
 
 class _Description(NamedTuple):
-    """Description of a rank's tensors and groups, which the other ranks need before all of them write.
-
-    Args:
-        step: Number of training steps.
-        groups: Numbers and parameter names of the optimizer's groups.
-        slices: State of this rank's slices, by the parameter's name.
-        numbers: State that is not a tensor, by parameter and entry.
-        states: Checksum of each of the run's states, by name.
-        columns: Rows of parameters whose columns are stored as rows, by name.
-    """
+    """Description of a rank's tensors and groups, which the other ranks need before all of them write."""
 
     step: int
     groups: list[GroupNumbers]
-    slices: dict[str, _SliceState]
-    numbers: dict[str, dict[str, Json]]
-    states: dict[str, int]
-    columns: dict[str, int]
+    slices: dict[str, _SliceState]  # of this rank, by the parameter's name
+    numbers: dict[str, dict[str, Json]]  # state that is not a tensor, by parameter and entry
+    states: dict[str, int]  # checksum of each of the run's states
+    columns: dict[str, int]  # rows of parameters whose columns are stored as rows
 
 
 class _Copies(DefaultSavePlanner):

@@ -109,13 +109,11 @@ def file_of(name: str, number: int | None = None) -> str:
 def choose_files(
     states: States, files: Iterable[str], number: int, layout: Mapping[Any, int], stored_layout: Mapping[Any, int]
 ) -> dict[str, str]:
-    """Return the files that a rank reads, by the names of their states.
+    """Return the files that a rank reads, by the names of their states; a state of None is not wanted.
 
     Random numbers that are missing, or those of another layout, are left out: ranks with data of their own draw others.
 
     Args:
-        states: States of this run; None for one that is not wanted.
-        files: Names of the checkpoint's files.
         number: This rank's number in the order of the mesh's dimensions.
         layout: Sizes of the mesh's dimensions.
         stored_layout: Sizes with which the checkpoint was written.

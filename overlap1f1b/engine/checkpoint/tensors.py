@@ -38,11 +38,7 @@ Index = Mapping[str, TensorStorageMetadata]
 
 
 def read_index(checkpoint: Path, files: Collection[str]) -> Index:
-    """Return shapes and dtypes of a checkpoint's tensors, by name.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-        files: Names of its files, which were checked.
+    """Return shapes and dtypes of a checkpoint's tensors, by name; ``files`` are the names of its files.
 
     Raises:
         ValueError: The index cannot be read, or names another file.

@@ -105,13 +105,10 @@ class Profile:
 
 
 def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> Iterator[dict[str, Any]]:
-    """Yield the events that a trace lacks: flights and actions, each kind on its own tracks.
+    """Yield the events that a trace lacks: flights and actions, each kind on its own tracks; times are in microseconds.
 
-    The ranges of steps are in trace and record, and so give the shift between the two clocks.
-
-    Args:
-        events: Events of the trace; times in microseconds.
-        steps: Steps recorded with it. Flights without a lane are in the trace as kernels.
+    The ranges of steps are in trace and record, and so give the shift between the two clocks. Flights without a lane
+    are in the trace as kernels.
     """
     events = list(events)
     begins = {event["name"]: event for event in events if event.get("ph") == "X"}

@@ -30,17 +30,11 @@ def reductions_of(
     """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
 
     Args:
-        stages: Stages of this rank, by number.
-        sharding: What FSDP2 holds of them.
-        mesh: Ranks of the engine.
         replicas: Pipeline ranks that hold the same stages as this rank.
         dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
         experts: Ranks that hold the same experts.
         lane: Of the engine's own reductions.
         shards: Of FSDP2's reductions.
-
-    Raises:
-        ValueError: FSDP2 was applied over other ranks than those that hold the same parameters.
     """
     reductions: list[Reduction] = []
     sharded = None

@@ -84,7 +84,7 @@ class Sharding:
         tops = [m for model in models for m in ([model] if isinstance(model, nn.Module) else model)]
         roots = [root for top in tops for root in _outermost(top)]
         self._roots = _by_state(roots)
-        self._modules = _by_state(module for root in roots for module in _held(root))
+        self._modules = _by_state(m for root in roots for m in root.modules() if isinstance(m, FSDPModule))
         self._uncalled = {id(model) for model in models}
         self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
         self._handles: list[Any] = []
@@ -309,17 +309,12 @@ def _by_state(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
     return list(first.values())
 
 
-def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
+def _outermost(module: nn.Module) -> Iterator[Any]:
     if isinstance(module, FSDPModule):
         yield module
     else:
         for child in module.children():
             yield from _outermost(child)
-
-
-def _held(root: FSDPModule) -> list[FSDPModule]:
-    assert isinstance(root, nn.Module)
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 # The engine scales losses by the number of ranks; FSDP2 by default divides by the ranks of each mesh.

@@ -33,14 +33,9 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of a step.
+    """The arguments of a step: tensors split along ``dim`` into the microbatches that begin or end on this rank.
 
-    Args:
-        inputs: Tensors, each split into the microbatches that begin on this rank.
-        labels: Tensors, each split into the microbatches that end on this rank; None is passed on unchanged.
-        criterion: Loss function; None for outputs alone.
-        dim: The dimension along which inputs and labels are split.
-        keep_outputs: Whether outputs are returned.
+    A label of None is passed on unchanged; without a criterion there are outputs alone.
     """
 
     inputs: OptionalTensors
@@ -50,11 +45,7 @@ class Batch:
     keep_outputs: bool
 
     def parts(self, count: int) -> list[Tensors]:
-        """Return the inputs of each microbatch, as leaves.
-
-        Raises:
-            ValueError: There are no inputs, or fewer rows than microbatches.
-        """
+        """Return the inputs of each microbatch, as leaves."""
         given = [x for x in self.inputs if x is not None]
         if not given or len(given) < len(self.inputs):
             what = ", ".join(type(x).__name__ for x in self.inputs) or "nothing"
@@ -66,12 +57,7 @@ class Batch:
         return list(zip(*split, strict=True))
 
     def labels_of(self, count: int) -> list[OptionalTensors]:
-        """Return the labels of each microbatch.
-
-        Raises:
-            ValueError: The criterion is missing although a backward needs it, or there are fewer rows than
-                microbatches.
-        """
+        """Return the labels of each microbatch."""
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
         split = [(None,) * count if x is None else self._split(x, count, "labels") for x in self.labels]

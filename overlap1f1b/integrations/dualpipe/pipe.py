@@ -145,7 +145,10 @@ class Pipeline(nn.Module):
         if program.microbatches not in self._engines:
             shared = next(iter(self._engines.values()), None)
             self._engines[program.microbatches] = Engine(
-                {number: module if _is_sequential(module) else [module] for number, module in self._stages.items()},
+                {
+                    number: module if type(module).forward is nn.Sequential.forward else [module]
+                    for number, module in self._stages.items()
+                },
                 program,
                 mesh=self.mesh,
                 overlap=self.overlap,
@@ -191,10 +194,6 @@ class DualPipeV(Pipeline):
     """
 
     schedule = "dualpipev"
-
-
-def _is_sequential(module: nn.Module) -> bool:
-    return type(module).forward is nn.Sequential.forward
 
 
 def _mesh(

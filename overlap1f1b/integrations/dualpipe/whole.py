@@ -46,16 +46,11 @@ class WeightStore(Protocol):
 
 
 class WholeModules:
-    """The modules, the links between ranks and the plans, which stay from step to step.
+    """The modules, by the number of their stage, the links between ranks and the plans, which stay from step to step.
 
     Args:
-        modules: The modules of this rank, by the number of their stage.
-        placement: Rank of each stage.
-        mesh: The ranks; the pipeline is its dimension "pp".
         overlapped: Whether pairs are given to ``type(module).overlapped_forward_backward``.
         weight_store: Queue to which the modules defer weight gradients, for the program's W.
-        timeout: Limit in seconds of every wait for another rank.
-        dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
     """
 
     def __init__(
@@ -156,14 +151,7 @@ class _Forward:
 
 
 class _Walk:
-    """One step under way.
-
-    Args:
-        whole: The modules and the links to other ranks.
-        plan: The plan to play.
-        batch: Inputs and labels of this rank.
-        grad: Whether there are backwards.
-    """
+    """One step under way."""
 
     def __init__(self, whole: WholeModules, plan: Plan, batch: Batch, *, grad: bool) -> None:
         self.modules, self.boundary, self.batch, self.grad = whole.modules, whole.boundary, batch, grad

@@ -13,26 +13,20 @@ from torch import Tensor, nn
 from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.integrations.megatron.config import attribute_of
-from overlap1f1b.integrations.megatron.delayed import delayed_of, delaying
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
-from overlap1f1b.integrations.megatron.linears import leaving, linears_of
 from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
+from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
 from overlap1f1b.integrations.replaced import replaced
 
 
 class Chunk(MicrobatchBlock):
-    """The forwards of one model chunk.
+    """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
     Args:
-        model: A module with ``set_input_tensor``, which may be wrapped.
-        stage: Number of the stage in the pipeline.
         last: Whether this chunk computes the loss.
         exchanges: Whether several ranks share the experts.
         passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
-
-    Raises:
-        ValueError: The model has no ``set_input_tensor``, or layers whose delayed weight gradients could get lost.
     """
 
     def __init__(

@@ -181,15 +181,10 @@ SIZES = {
 
 
 def check_options(model: nn.Module, *, suspends: bool) -> None:
-    """Check that a chunk's config has no option that the drop-in would ignore.
+    """Raise ValueError if a chunk's config has an option that the drop-in would ignore.
 
-    Args:
-        model: The chunk.
-        suspends: Whether to check the options that suspended forwards and delayed weight gradients do not allow,
-            instead of the general ones. A forward is suspended where it exchanges rows.
-
-    Raises:
-        ValueError: A refused option is set.
+    With ``suspends`` the options are checked that suspended forwards and delayed weight gradients do not allow, instead
+    of the general ones. A forward is suspended where it exchanges rows.
     """
     config = attribute_of(model, "config")
     for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
@@ -200,12 +195,9 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
 
 
 def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:
-    """Check that the named groups have as many ranks as a chunk's config says.
+    """Raise ValueError unless the named groups have as many ranks as a chunk's config says.
 
     A config of one rank fits every group, since the chunk may still hold Experts over several ranks.
-
-    Raises:
-        ValueError: A group has another number of ranks.
     """
     config = attribute_of(model, "config")
     for name in names:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, Feed
@@ -123,7 +123,7 @@ def get_forward_backward_func(
 class ForwardBackward:
     """One of Megatron-Core's forward-backward functions; made by :func:`get_forward_backward_func`."""
 
-    __name__: str
+    name: str
     groups: object
     vp_size: int | None
     overlap: Overlap
@@ -132,6 +132,7 @@ class ForwardBackward:
     timeout: float
 
     def __post_init__(self) -> None:
+        self.__name__ = self.name  # as of a function
         self._engines: dict[tuple[Any, ...], ChunkEngine] = {}
         self._exchange: Exchange | None = None
 
@@ -320,11 +321,7 @@ class ForwardBackward:
 class ChunkEngine:
     """An engine whose stages are chunks, which fetch their own data and divide their own losses.
 
-    Args:
-        engine: Engine over the chunks.
-        chunks: The chunks of this rank, by the number of their stage.
-        groups: Groups of this rank; ranks that play the same plan agree on measured costs.
-        limit: Limit of the wait for these ranks.
+    Ranks of ``groups`` that play the same plan agree on measured costs, within the limit.
     """
 
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
@@ -359,7 +356,8 @@ class ChunkEngine:
 
         def feed() -> Feed:
             def given(stage: int, _: int) -> dict[str, Any]:
-                return {"inputs": () if stage == 0 else None, "loss_fn": _own_loss if stage == last else None}
+                # The last chunk computes the loss itself.
+                return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
             shares = dict.fromkeys(range(self.engine.program.microbatches), 1.0)
             return Feed(given, shares, auxiliary=float(losses.scale_of(MOE_LOSS)))
@@ -371,8 +369,3 @@ class ChunkEngine:
             player.around = gradient_sync.around if gradient_sync is not None and gradient_sync.acts else None
             stepping.callback(setattr, player, "around", None)
             self.engine.play(feed, grad=gradient_sync is not None)
-
-
-def _own_loss(loss: Tensor) -> Tensor:
-    """Return the loss that the last chunk has computed."""
-    return loss

@@ -124,17 +124,11 @@ _ABSENT: Any = object()
 
 
 class Place(NamedTuple):
-    """Attributes of one object.
+    """Attributes of one object that a forward sets for itself."""
 
-    Args:
-        attributes: All attributes of the object.
-        names: Those that a forward sets for itself.
-        base: Their values while no forward runs; ``_ABSENT`` for those that are then missing.
-    """
-
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # all of the object
     names: tuple[str, ...]
-    base: tuple[Any, ...]
+    base: tuple[Any, ...]  # their values while no forward runs; ``_ABSENT`` for one that is then missing
 
     def take(self, changes: list[tuple[dict[str, Any], str, Any]]) -> None:
         """Put back the base; append what differed from it to ``changes``."""
@@ -159,17 +153,11 @@ class Layer(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a suspended forward has left on the modules.
+    """What a suspended forward has left on the modules."""
 
-    Args:
-        changes: For each attribute that it has set: the attributes of the object, the name, the value.
-        layers: The layers in which it is suspended.
-        states: States of the tracker's streams of random numbers.
-    """
-
-    changes: list[tuple[dict[str, Any], str, Any]]
-    layers: list[Layer]
-    states: dict[str, Any] | None
+    changes: list[tuple[dict[str, Any], str, Any]]  # attributes of an object, the name of one, its value
+    layers: list[Layer]  # in which it is suspended
+    states: dict[str, Any] | None  # of the tracker's streams of random numbers
 
 
 class ModuleState:
@@ -211,8 +199,7 @@ class ModuleState:
     def begin(self, seed: int | None) -> None:
         """Prepare for a new forward, whose streams of the tracker follow from the present ones and from a seed.
 
-        Args:
-            seed: Another number for every microbatch and step; None leaves the streams where they are.
+        The seed is another for every microbatch and step; None leaves the streams where they are.
         """
         states = self._states()
         if states is not None and seed is not None:

@@ -17,21 +17,13 @@ from overlap1f1b.schedule import Kind
 
 
 class AttachedLoss(NamedTuple):
-    """A class of Megatron-Core that attaches a loss to activations and keeps its gradient's scale as an attribute.
-
-    Args:
-        module: Module of the class.
-        name: Name of the class.
-        used: Field of the config that is set if the model has such losses.
-        own_scale: Field of the config with a scale for these losses, used in place of ``grad_scale_func``.
-        by_sequence: Whether each rank along "cp" computes a part of the loss.
-    """
+    """A class of Megatron-Core that attaches a loss to activations and keeps its gradient's scale as an attribute."""
 
     module: str
     name: str
-    used: str
-    own_scale: str | None = None
-    by_sequence: bool = True
+    used: str  # field of the config that is set if the model has such losses
+    own_scale: str | None = None  # field of the config with a scale for them, used in place of ``grad_scale_func``
+    by_sequence: bool = True  # whether each rank along "cp" computes a part of the loss
 
 
 MOE_LOSS = AttachedLoss(
@@ -60,18 +52,10 @@ class Losses:
 
     ``loss_func`` returns one of these:
 
-    - ``(loss, report)``: the loss is divided by the microbatches and multiplied by the context-parallel ranks.
+    - ``(loss, report)``: the loss is divided by the microbatches and multiplied by the context-parallel ranks ``cp``.
     - ``(loss_sum, tokens, report)``: the sum is divided by the microbatch's tokens and by the microbatches. With
       ``calculate_per_token_loss`` it is not divided; ``finalize_model_grads_func`` receives the step's tokens.
     - any value, if non-loss data is collected.
-
-    Args:
-        config: Config of the model.
-        microbatches: Number of microbatches in the step.
-        cp: Number of context-parallel ranks.
-        training: Whether a backward follows.
-        collect: Whether ``loss_func`` returns non-loss data.
-        device: Device of the count of tokens.
     """
 
     def __init__(
@@ -146,16 +130,7 @@ class Losses:
 
 @dataclass
 class ChunkStep:
-    """The arguments of one call that a chunk needs.
-
-    Args:
-        forward_step_func: ``(data_iterator, model) → (output, loss_func)``.
-        data_iterator: Iterator of this chunk.
-        config: Config of the model.
-        losses: Receives the last stage's outputs.
-        marks_first: Whether to call the model's ``set_is_first_microbatch``.
-        begun: Number of microbatches whose forward has begun.
-    """
+    """The arguments of one call that a chunk needs, and how many of its microbatches have begun."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -171,12 +146,6 @@ class GradientSync:
     This holds for any order of nodes. ``no_sync_func`` is active for the whole step, except while gradients of a last
     microbatch are added. With ``grad_sync_func`` it stays active then too, and ``grad_sync_func`` is called for a chunk
     as soon as its gradients are complete, while the rest of the step continues.
-
-    Args:
-        config: Config of the model.
-        models: The chunks of this rank, by the number of their stage.
-        nodes: Nodes of this rank's plan.
-        last: Number of the last microbatch.
     """
 
     def __init__(self, config: Config, models: dict[int, nn.Module], nodes: Sequence[Node], last: int) -> None:

@@ -243,15 +243,9 @@ class _Run(NamedTuple):
 
 
 class AdoptedStage:
-    """One of torch's stages, with its blocks as a stage of the engine.
+    """One of torch's stages, with its blocks as a stage of the engine; ``held`` are all stages of this rank by number.
 
     Its methods also do the work of torch's runtime before and after a compute action.
-
-    Args:
-        stage: The stage of torch.
-        exchange: Exchange between the ranks that share the experts.
-        schedule: The schedule that is registered.
-        held: All stages of this rank by number, to find the neighbours on this rank.
     """
 
     def __init__(

@@ -166,11 +166,7 @@ def _single(parallelism: Any) -> bool:
 def _program_of(
     training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None
 ) -> Callable[[int], Program]:
-    """Return a function that makes the program from the number of stages a rank.
-
-    Raises:
-        ValueError: torchtitan's schedule is unknown.
-    """
+    """Return a function that makes the program from the number of stages a rank; refuse an unknown schedule."""
     named = {name.lower(): name for name in SCHEDULES}
     asked = parallelism.pipeline_parallel_schedule
     if asked.lower() not in named:

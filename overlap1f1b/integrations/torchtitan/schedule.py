@@ -168,11 +168,7 @@ class Schedule:
 
 
 class Part(MicrobatchBlock):
-    """A part of a torchtitan model as one block of a stage, called with the keyword arguments of its microbatch.
-
-    Args:
-        module: The part.
-    """
+    """A part of a torchtitan model as one block of a stage, called with the keyword arguments of its microbatch."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -70,11 +70,7 @@ def outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_method(model: Any) -> None:
-    """Refuse a method of PEFT that changes the model's own call.
-
-    Raises:
-        ValueError: The method adds tokens or keys, or has a forward of its own around the model.
-    """
+    """Raise ValueError for a method of PEFT that adds tokens or keys, or has a forward of its own around the model."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or "peft" not in sys.modules:
         return

@@ -110,15 +110,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_arguments(args: Any, parallel: OverlapArguments) -> None:
-    """Refuse arguments of Trainer that an engine cannot honour.
-
-    Args:
-        args: The ``TrainingArguments``.
-        parallel: Beside them.
-
-    Raises:
-        ValueError: One of them is set.
-    """
+    """Raise ValueError for arguments of Trainer that an engine cannot honour."""
     for name, (harmless, instead) in _REFUSED.items():
         if (value := getattr(args, name, harmless[0])) not in harmless:
             raise ValueError(f"{name}={value!r} under an overlapped trainer; allowed: {instead}")
@@ -139,11 +131,7 @@ def check_arguments(args: Any, parallel: OverlapArguments) -> None:
 
 
 def check_collator(collator: Any) -> None:
-    """Refuse a collator of transformers that pads with a tokenizer that has no token for it.
-
-    Raises:
-        ValueError: The first batch could not be made.
-    """
+    """Raise ValueError for a collator of transformers that pads with a tokenizer that has no token for it."""
     from transformers import DataCollatorForLanguageModeling
 
     tokenizer = getattr(collator, "tokenizer", None)

@@ -33,18 +33,11 @@ FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.([^.]+)(?:\.weight)?")
 
 
 class _Source(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Args:
-        key: Its key.
-        pattern: Pattern of the rule that converts it; None if the model has the same tensor.
-        tensor: A slice of safetensors, read when it is indexed; or a tensor.
-        rows: The rows to read; all if it is an ellipsis.
-    """
+    """A tensor of a checkpoint."""
 
     key: str
-    pattern: str | None
-    tensor: Any
+    pattern: str | None  # of the rule that converts it; None if the model has the same tensor
+    tensor: Any  # a slice of safetensors, read when it is indexed; or a tensor
     rows: slice | EllipsisType = ...
 
 
@@ -114,21 +107,15 @@ def shared_experts(stage: nn.Module) -> dict[str, Experts]:
 
 
 def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
-    """Fill stages from a folder in safetensors' format.
+    """Fill stages from a folder in safetensors' format; tensors that are on the meta device come to ``device``.
 
     Only tensors of these stages are read, and only this rank's part of the experts. If the checkpoint has another
     layout than the model, transformers' conversion is applied to the part; if that is not possible, the tensors are
     read whole, converted, and cut. Adapters keep their tensors; LoRA's factors that are on the meta device begin as
     PEFT's new ones.
 
-    Args:
-        folder: Folder with ``model.safetensors.index.json`` or ``model.safetensors``.
-        model: The model that was split.
-        stages: The stages of this rank.
-        device: Device for tensors that are on the meta device.
-
     Raises:
-        ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
+        ValueError: The folder has no weights, lacks a tensor, or has one of another shape.
     """
     from safetensors import safe_open
     from transformers.core_model_loading import dot_natural_key
@@ -370,11 +357,6 @@ def save_part(
     """Write a stage's file in the layout of the model's checkpoints. Collective over ranks that share experts.
 
     Args:
-        folder: Folder to write to.
-        number: Number of the stage.
-        stages: Number of all stages.
-        stage: This rank's part of the stage.
-        model: The model that was split.
         adapters: Whether to write the part of the adapters alone, for :func:`join_adapter`.
         writes: Whether this rank writes the file.
     """

@@ -32,21 +32,13 @@ LOOKED_FOR = (
 
 
 class Found(NamedTuple):
-    """The parts of a model.
+    """The parts of a model."""
 
-    Args:
-        owner: The module that calls the layers.
-        attribute: Name of its child with the layers.
-        prefix: Name of this child in the model, such as ``model.layers``.
-        layers: The layers in order.
-        experts: Each experts module and its number of experts, by its name in the model.
-    """
-
-    owner: nn.Module
-    attribute: str
-    prefix: str
+    owner: nn.Module  # calls the layers
+    attribute: str  # name of its child with the layers
+    prefix: str  # name of this child in the model, such as ``model.layers``
     layers: list[nn.Module]
-    experts: dict[str, tuple[nn.Module, int]]
+    experts: dict[str, tuple[nn.Module, int]]  # each experts module and its number of experts, by name in the model
 
 
 def find(model: nn.Module) -> Found:
@@ -278,16 +270,13 @@ def adopt(
 ) -> None:
     """Make an experts module one of the engine's, and keep this rank's part of its weights.
 
+    LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine.
+
     Args:
-        model: The causal LM.
-        module: Its experts module.
         count: Number of experts in the module.
         group: Ranks that share the experts; None for this rank alone.
-        name: Name of the module in the model.
         grouped: Whether to compute with grouped products if the weights have the usual layout: ``gate_up_proj
             [E, 2·I, H]`` and ``down_proj [E, H, I]``.
-
-    LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine.
 
     Raises:
         ValueError: The experts have an adapter other than LoRA of stacked parameters; their number is not divisible by

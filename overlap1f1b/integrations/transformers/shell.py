@@ -62,10 +62,6 @@ class Shell:
     So on every stage the model's own code computes masks, rotary embeddings and other arguments of a layer, and also
     norm, head and loss.
 
-    Args:
-        model: The causal LM.
-        found: Its layers.
-
     Attributes:
         around: The modules outside the layers.
         returned: Number of values that a layer returns; the first are its hidden states.
@@ -189,10 +185,7 @@ class Shell:
     def begin(self, named: Mapping[str, Tensor], until: int, like: Tensor | None = None) -> tuple[Tensor, list[Call]]:
         """Run the forward up to the call of a layer; return the hidden states before layer 0, and the layers' calls.
 
-        Args:
-            named: The model's arguments, by name.
-            until: Number of that layer.
-            like: To leave out the embedding, a tensor of the device to use; the hidden states are then zeros.
+        With ``like`` the embedding is left out: the hidden states are then zeros on its device.
         """
         walk = _Walk(self, until=until, result=None)
         changed = [self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
@@ -211,9 +204,6 @@ class Shell:
             given: All arguments of the model, by name.
             hidden: Hidden states ``[B, S, H]`` of the last layer.
             routed: Router logits of the layers in order, if the model asks for them.
-
-        Raises:
-            RuntimeError: The config requests router logits, but did not when the model was split.
         """
         own = self.owner.forward
 
@@ -262,12 +252,9 @@ class _Reached(BaseException):
 
 
 class _Walk:
-    """One run of the forward, with the calls of layers so far.
+    """One run of the forward, with the calls of layers so far: to the layer ``until``, or to its end.
 
-    Args:
-        shell: The model around its layers.
-        until: Number of the layer after which the run ends; None runs to the end.
-        result: Output of the last layer; None passes the hidden states through.
+    ``result`` is the output of the last layer; None passes the hidden states through.
     """
 
     def __init__(self, shell: Shell, *, until: int | None, result: Tensor | None) -> None:

@@ -258,11 +258,8 @@ def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
 def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Give the modules after the layers copies of parameters that they share with the modules before the layers.
 
-    Returns:
-        Each such parameter and its copy, by the parameter's name before the layers.
-
-    Raises:
-        ValueError: Another parameter belongs to two stages.
+    Return each such parameter and its copy, by the parameter's name before the layers. Raise ValueError if another
+    parameter belongs to two stages.
     """
     names = {id(p): f"{name}.{label}" for name, m in shell.around.before.items() for label, p in m.named_parameters()}
     ties: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}

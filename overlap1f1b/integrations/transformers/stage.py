@@ -22,16 +22,9 @@ _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the runn
 
 @dataclass(frozen=True, eq=False)
 class StageRange:
-    """The layers of a stage, and the model around them; shared by the stage's blocks.
+    """The layers ``start`` to ``end`` of a stage, and the model around them; shared by the stage's blocks.
 
-    Args:
-        shell: The model around its layers.
-        number: Number of the stage.
-        start: Number of its first layer.
-        end: Number after its last layer.
-        first: Whether the stage holds the embedding.
-        last: Whether the stage holds norm and head.
-        inputs: Names of the model's arguments, in the order of the step's inputs.
+    ``inputs`` are names of the model's arguments, in the order of the step's inputs.
     """
 
     shell: Shell
@@ -100,10 +93,7 @@ class Layer(MicrobatchBlock):
     tensor ``[layers, T, E]``.
 
     Args:
-        part: The layers of the stage.
-        number: Number of the layer.
-        layer: The model's own layer.
-        gates: Modules in it that compute router logits, with the logits' index in each module's outputs.
+        gates: Modules in the layer that compute router logits, with the logits' index in each module's outputs.
         beside: Further modules of the model that this block calls.
     """
 

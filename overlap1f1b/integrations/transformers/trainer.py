@@ -455,10 +455,7 @@ class _Part(nn.Module):
 class _Rest(nn.Module):
     """The model after its last layer, called as the whole model with the inputs of one microbatch.
 
-    Args:
-        trainer: The trainer.
-        batch: Inputs of the microbatch.
-        finish: Runs the rest of the model's forward.
+    ``finish`` runs the rest of the model's forward.
     """
 
     def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
