@@ -269,7 +269,7 @@ class _Walk:
         """Whether all layers have been called."""
         return len(self.calls) == len(self.shell.layers)
 
-    def visit(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def visit(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Record the call of a layer; return the hidden states for the next layer."""
         name = self.shell.owner_name
         self.refused = True
@@ -307,8 +307,8 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_stood_for"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layer, number, walk = self.__dict__["_stood_for"]
-        hidden = walk.visit(number, layer, args, dict(kwargs))
+        _, number, walk = self.__dict__["_stood_for"]
+        hidden = walk.visit(number, args, dict(kwargs))
         more = [Handed(number, index) for index in range(1, walk.shell.returned)]
         return (hidden, *more) if more else hidden
 

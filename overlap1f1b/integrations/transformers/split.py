@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +26,7 @@ from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
+from overlap1f1b.transport.mesh import Mesh, Together
 
 IGNORED = -100
 """Label of a token that is ignored in the loss, as in transformers."""
@@ -103,6 +104,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
         Raises:
             ValueError: The model has adapters, but is not PEFT's.
+            OSError: A rank cannot write; raised on every rank.
         """
         adapters = writes_adapters(self.model)
         # Look in the whole model, so that all ranks raise.
@@ -112,18 +114,22 @@ class SplitModel(Mapping[int, LanguageModelStage]):
                 "neither an adapter nor a model; allowed: PEFT's model around it, adapters that are merged first, or "
                 "state_dict() of each rank"
             )
-        folder, at = Path(folder), _coordinate(self._mesh)
-        count = self._placement.stages
-        for number, stage in self._stages.items():
-            if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                writes = at.get("ep", 0) == 0
-                save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
-        if self._mesh is not None:
-            dist.barrier()
-        if not any(at.values()):
-            (join_adapter if adapters else write_index)(folder, count, self.model)
-        if self._mesh is not None:
-            dist.barrier()
+        folder, at, count = Path(folder), _coordinate(self._mesh), self._placement.stages
+
+        def write() -> None:
+            for number, stage in self._stages.items():
+                if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
+                    writes = at.get("ep", 0) == 0
+                    save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
+
+        finish = partial(join_adapter if adapters else write_index, folder, count, self.model)
+        if self._mesh is None:
+            write()
+            finish()
+        else:  # a rank that cannot write must not leave the others waiting
+            together = Together(Mesh(self._mesh), f"{folder} cannot be written")
+            together.each(write, OSError)
+            together.first(finish)
 
     def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
         """Fill this rank's part from a local folder of pretrained weights, and read only this part.

@@ -222,6 +222,18 @@ def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[
     assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
 
 
+def _hindered(rank: int, size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    stages = split_model(tiny.build("mixtral"), build_schedule("combined_1f1b", ranks=size, microbatches=2), mesh)
+    with pytest.raises(OSError, match=rf"^{folder} cannot be written: rank pp 1: "):
+        stages.save_pretrained(folder)
+
+
+def test_a_rank_that_cannot_write_leaves_no_other_waiting(ranks2: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "model-00002-of-00002.safetensors").mkdir()
+    ranks2.run(_hindered, tmp_path)
+
+
 def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
     """The one stage holds both ends of a tie; the configurations equal transformers' own."""
     options = {"tie_word_embeddings": True}
