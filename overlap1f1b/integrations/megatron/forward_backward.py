@@ -192,10 +192,13 @@ class ForwardBackward:
         groups = self._checked_groups(pg_collection, p2p_communicator)
         models = self._checked_models(model)
         iterators = self._checked_iterators(data_iterator, len(models))
-        sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
-        sizes |= {} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}
+        sizes = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "decoder_seq_length": decoder_seq_length,
+        }
         for name, value in {"num_microbatches": num_microbatches, **sizes}.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value}; allowed: 1 or more")
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
@@ -327,9 +330,9 @@ class ChunkEngine:
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
         self.engine, self.chunks, self.groups, self.limit = engine, dict(chunks), groups, limit
         self.device = next(iter(self.chunks.values())).device
-        self._sizes: Mapping[str, int] | None = None
+        self._sizes: Mapping[str, int | None] | None = None
 
-    def expect(self, sizes: Mapping[str, int]) -> None:
+    def expect(self, sizes: Mapping[str, int | None]) -> None:
         """Let tensors between stages change their sizes, if the call's sizes differ from the last call's."""
         if self._sizes not in (None, sizes):
             self.engine.boundary.forget()
