@@ -37,10 +37,10 @@ class Kernels:
     A choice lasts as long as the object, so an engine's results do not change during training. Shapes are in one class
     if all sizes but the first are equal, whatever the number of rows is. A new class is timed, and its kernel compiled,
     only while the object is :attr:`open`: an :class:`~overlap1f1b.engine.Engine` closes it at the end of its first
-    step, whose times are no costs, so that no later step compiles or waits; what is new then runs by the twin. Ranks
-    may choose differently: an op exchanges nothing, positions of
-    rows are integers and equal for both choices, and sums differ only by rounding. Two models are bit-equal if they
-    share one object, or have the same ``choice`` other than ``"auto"``.
+    step, whose times are no costs, so that no later step compiles or waits; a class that is new then runs by the twin.
+    Ranks may choose differently: an op exchanges nothing, positions of rows are integers and equal for both choices,
+    and sums differ only by rounding. Two models are bit-equal if they share one object, or have the same ``choice``
+    other than ``"auto"``.
 
     The twin runs without the package triton, on a CPU (except with ``"triton"`` and ``TRITON_INTERPRET=1``, for tests),
     for float64, and with ``"auto"`` for empty tensors.
@@ -50,7 +50,7 @@ class Kernels:
 
     Attributes:
         chosen: Choices of ``"auto"``, by op and class of shapes.
-        open: Whether ``"auto"`` times what is new.
+        open: Whether ``"auto"`` times a new class.
 
     Raises:
         ValueError: The choice is unknown, or is ``"triton"`` without the package; when an op runs, ``"triton"`` on a

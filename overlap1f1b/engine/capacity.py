@@ -64,7 +64,7 @@ class Capacity:
 
     @contextmanager
     def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Undo]:
-        """Add gradients to those of earlier steps if the body succeeds; else leave them as they were."""
+        """Add the body's gradients to earlier ones if it succeeds; else leave these as they were."""
         for stage in self.stages:
             stage.dropped.clear()
         undo = Undo(list(dict.fromkeys(parameters)))  # a shared parameter comes once for each place

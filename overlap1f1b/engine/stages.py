@@ -96,7 +96,7 @@ def stages_of(
 
     Raises:
         ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages; a DTensor that is not
-            FSDP2's over the mesh; or experts over other ranks than those that the engine's share.
+            FSDP2's over the mesh; or experts over other ranks than the engine's.
     """
     rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]

@@ -179,7 +179,7 @@ class Mesh:
     def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension], **options: Any) -> Group | None:
         """Return a new group of :meth:`ranks`, all of which must call this; None for one rank.
 
-        The options are those of :meth:`Groups.new`.
+        ``options`` go to :meth:`Groups.new`.
         """
         ranks = self.ranks(pp=pp, over=over)
         return self._own.new(ranks, purpose, **options) if self._own is not None and len(ranks) > 1 else None
@@ -272,7 +272,7 @@ class Mesh:
 
     @property
     def expert_slice(self) -> tuple[int, int]:
-        """Number of this rank among those that share the experts, as in their group, and how many these are."""
+        """Number of this rank in the group of ranks that share the experts, and the group's size."""
         return (0, 1) if self.exchanging is None else (self.exchanging.rank(), self.exchanging.size())
 
     @property
@@ -282,7 +282,7 @@ class Mesh:
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks that have different tokens at the experts: those of a tensor group that shares them, too."""
+        """Number of ranks with different tokens at the experts: ranks of a tensor group count if they share experts."""
         return self.data_ranks * (self.size("tp") if "tp" in self.experts_over else 1)
 
     @property
@@ -296,7 +296,7 @@ class Mesh:
         return math.prod(self.size(name) for name in DATA)
 
     def leads(self, replicas: Sequence[int], *, expert: bool, parts: Collection[int] = ()) -> bool:
-        """Return whether this rank is the first of those that hold the same parameter.
+        """Return whether this rank is the first that holds a parameter.
 
         Args:
             replicas: Pipeline ranks that hold the parameter's stage.

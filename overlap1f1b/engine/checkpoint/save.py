@@ -77,7 +77,7 @@ from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh, Together
 
-_THREAD = "checkpoint"  # purpose of the groups over which a background thread meets those of other ranks
+_THREAD = "checkpoint"  # purpose of the groups over which background threads of all ranks meet
 
 State = dict[str, Any]
 Stored = Literal["all", "trained", "none"]
@@ -553,7 +553,7 @@ def _number(mesh: Mesh) -> int:
 
 
 class _Reading:
-    """One rank's part in loading a checkpoint; the methods are its phases, of which the last two change the run."""
+    """One rank's part in loading a checkpoint; the methods are its phases. Only the last two change the run."""
 
     def __init__(
         self,

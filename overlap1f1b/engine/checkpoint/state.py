@@ -52,7 +52,7 @@ class RandomState:
 
 
 def with_random(states: States | None) -> dict[str, Stateful | None]:
-    """Return the states of a run, that of the random numbers included.
+    """Return the states of a run, with the state of the random numbers.
 
     Raises:
         ValueError: A name is not an identifier, or a value has no ``state_dict`` and ``load_state_dict``.
@@ -69,7 +69,7 @@ def with_random(states: States | None) -> dict[str, Stateful | None]:
 
 
 def pack(states: States) -> dict[str, bytes]:
-    """Return each state as the bytes of a file; without those that are None.
+    """Return each state that is not None as the bytes of a file.
 
     Raises:
         ValueError: A state has something that ``torch.load(weights_only=True)`` would not read.
@@ -111,7 +111,7 @@ def choose_files(
 ) -> dict[str, str]:
     """Return the files that a rank reads, by the names of their states; a state of None is not wanted.
 
-    Random numbers that are missing, or those of another layout, are left out: ranks with data of their own draw others.
+    Random numbers are left out if they are missing or of another layout: ranks with data of their own draw others.
 
     Args:
         number: This rank's number in the order of the mesh's dimensions.

@@ -72,7 +72,7 @@ def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class Slice(Tensor):
-    """The whole of which this rank has one of several equal slices along dimension 0; computes nothing.
+    """A whole tensor; this rank has one of its equal slices along dimension 0. It computes nothing.
 
     Args:
         tensor: This rank's slice, a DTensor perhaps. The whole shares its memory.

@@ -8,7 +8,7 @@ import torch
 
 
 class RangeWriter(Protocol):
-    """Writes named ranges; names are those of :mod:`overlap1f1b.plan.ranges`."""
+    """Writes ranges, named as :mod:`overlap1f1b.plan.ranges` names them."""
 
     def push(self, name: str) -> None:
         """Open a range inside the open ranges of this thread."""

@@ -69,7 +69,7 @@ class Sharding:
             and torch is older than 2.13.
 
     Attributes:
-        ahead: Gathers under way or not copied yet, beside that of the running module; None for all at once. Ranks that
+        ahead: Gathers under way or not copied yet, beside the running module's; None for all at once. Ranks that
             gather together must then reach their modules in the same order.
         sliced: Sharded parameters that are sliced over the ranks that share the experts, too.
     """
@@ -242,7 +242,7 @@ def _tensor_dimensions(mesh: DeviceMesh, tensor: Collection[int]) -> set[int]:
 def _is_of_experts(mesh: DeviceMesh, at: int) -> bool:
     """Return whether a dimension is called "ep", or begins so, as "ep_tp".
 
-    Ranks of a tensor group may share experts, too. Only the name tells slices of experts from those of other layers.
+    Ranks of a tensor group may share experts, too. Only the name tells slices of experts from slices of other layers.
     """
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return names[at].split("_")[0] == "ep"
@@ -302,7 +302,7 @@ def _groups(module: FSDPModule) -> list[ParameterGroup]:
 
 
 def _by_state(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
-    """Return the modules without those that share the state of an earlier one, as after ``fully_shard([a, b])``."""
+    """Return the first module of each state: after ``fully_shard([a, b])`` two modules share one."""
     first: dict[int, FSDPModule] = {}
     for module in modules:
         first.setdefault(id(_state(module)), module)
@@ -410,7 +410,7 @@ class ShardedReducer(Reduction):
         self.sharding.gather()
 
     def launch(self, node: Node) -> list[Flight[None]]:
-        # Those that this block completes, and those that waited for their turn behind them.
+        # Reductions that this block completes, and reductions that waited for their turn behind them.
         self._ready.add((node.stage, node.block))
         self.sharding.gather_rest()
         launched = []

@@ -27,7 +27,7 @@ class GradientsAside:
             parameter.grad = None
 
     def add_back(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Add the gradients that were set aside, of some parameters or all, to those of the step."""
+        """Add the gradients that were set aside, of some parameters or all, to the step's."""
         for parameter in list(self._before if parameters is None else parameters):
             if (grad := self._before.pop(parameter, None)) is not None:
                 parameter.grad = grad if parameter.grad is None else grad + parameter.grad

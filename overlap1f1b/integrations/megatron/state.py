@@ -27,7 +27,7 @@ KEPT: dict[str, dict[str, str]] = {
     "MoEAlltoAllTokenDispatcher": {
         "hidden_shape": "shape of the layer's input, for its output",
         "hidden_shape_before_permute": "number of tokens, for the sum of their rows",
-        "probs": "its dtype is that of the sum over ranks along the experts' tp",
+        "probs": "gives the dtype of the sum over ranks along the experts' tp",
         "routing_map": "which tokens the rows that come back belong to",
         "reversed_local_input_permutation_mapping": "order of these rows",
         "tokens_per_expert": "sizes of the experts' inputs, read behind the dispatch",
@@ -45,7 +45,7 @@ KEPT: dict[str, dict[str, str]] = {
         "hidden_shape_before_permute": "number of gathered tokens",
         "routing_map": "routing of the gathered tokens",
         "local_map": "routing to this rank's experts",
-        "local_probs": "its dtype is that of the sum over ranks",
+        "local_probs": "gives the dtype of the sum over ranks",
         "reversed_local_input_permutation_mapping": "order of the rows",
     },
     "MoEFlexTokenDispatcher": {
@@ -161,7 +161,7 @@ class Carried(NamedTuple):
 
 
 class ModuleState:
-    """The attributes of :data:`KEPT` in a model, for forwards of which several are suspended at once.
+    """The attributes of :data:`KEPT` in a model in which several forwards are suspended at once.
 
     >>> state = ModuleState(model)
     >>> state.begin(seed=7)      # before a forward begins
@@ -271,7 +271,7 @@ def _by_layer(model: nn.Module) -> list[tuple[nn.Module | None, list[nn.Module]]
 
 
 def _places(held: Any) -> list[Place]:
-    """Return the places of an object, and of those that it holds, whose class or a base of it is in :data:`KEPT`."""
+    """Return the places of an object and of objects that it holds, if :data:`KEPT` names their class or a base."""
     if held is None:
         return []
     kinds = [held.__name__] if isinstance(held, ModuleType) else [kind.__name__ for kind in type(held).__mro__]

@@ -137,7 +137,7 @@ class Schedule:
         return torch.cat(outputs) if outputs else None
 
     def eval(self, **arguments: Any) -> Tensor | None:
-        """Run the forwards alone, without gradients; the arguments are those of :meth:`step`."""
+        """Run the forwards alone, without gradients; with the arguments of :meth:`step`."""
         return self.step(**arguments, grad=False)
 
     def _loss(self, loss_kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def second_factors(root: nn.Module) -> dict[str, int]:
 def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
     """Return, for each adapter of a model, the key of each of its tensors in PEFT's files, by the tensor's id.
 
-    The model may be PEFT's, or one of transformers with ``add_adapter``. Tensors are those of the model's modules.
+    The model may be PEFT's, or one of transformers with ``add_adapter``.
     """
     from peft import get_peft_model_state_dict
 

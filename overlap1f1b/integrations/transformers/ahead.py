@@ -15,8 +15,8 @@ Step = tuple[Any, Any, Any]
 class Ahead:
     """A dataloader that is read some batches ahead, with everything else of the dataloader.
 
-    accelerate's dataloaders say when they are at their last batch, of which metrics drop rows that were added. This one
-    says it at the same batch, although it was read before.
+    accelerate's dataloaders say when they are at their last batch, so that metrics drop the rows that pad it. This one
+    says it at the same batch, although the batch was read before.
 
     Args:
         loader: The dataloader.

@@ -30,7 +30,7 @@ class OverlapArguments:
         overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
         recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
         parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
-        pretrained: Folder of the weights of a model on the meta device, of which each rank reads its part.
+        pretrained: Folder of the weights of a model on the meta device; each rank reads its part.
         adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
         timeout: Limit in seconds of every wait for another rank.
     """

@@ -314,7 +314,7 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
 def _begin_adapters(model: Any, added: Mapping[str, _Slot], device: torch.device) -> None:
     """Let PEFT make new LoRA factors in place of those on the meta device.
 
-    The factors of all experts are drawn, of which a rank keeps its part: so every layout begins with the same numbers,
+    The factors of all experts are drawn, and a rank keeps its part: so every layout begins with the same numbers,
     if torch has the same seed on all ranks. Tensors that PEFT computes from the base stay on the meta device.
     """
     layers: dict[tuple[str, str], list[_Slot]] = {}

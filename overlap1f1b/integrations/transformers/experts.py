@@ -184,7 +184,7 @@ class OwnExperts(Experts):
         return result.view_as(tokens)
 
     def _of_sorted(self, rows: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the result of each row ``[R, H]``, of which each expert has a number, or equally many if None."""
+        """Return the results of rows ``[R, H]``, sorted by expert; without sizes each expert has equally many."""
         if rows.dim() != 2 or not isinstance(sizes, list | None) or (sizes is None and len(rows) % self.experts):
             raise ValueError(
                 f"experts called with rows {list(rows.shape)} and sizes {sizes}; allowed: [R, H], sorted by expert, "

@@ -187,7 +187,7 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
-    Layers under ``torch.compile`` stay compiled, in place; those of a compiled model are compiled one by one.
+    Layers under ``torch.compile`` stay compiled, in place; layers of a compiled model are compiled one by one.
 
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
     (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The

@@ -53,8 +53,8 @@ class Overlapped(Trainer):
     >>> trainer = OverlapSFTTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2, ep=2))
 
     The microbatches of a step are the batches of its ``gradient_accumulation_steps``. Ranks along "dp" and "ep" read
-    data of their own, those of one pipeline the same. The model is split when the trainer is made, and Trainer's
-    arguments mean what they mean there; those that cannot be honoured are refused.
+    data of their own, ranks of one pipeline the same. The model is split when the trainer is made. Trainer's arguments
+    keep their meaning; an argument that cannot be honoured is refused.
 
     Args:
         args: Trainer's arguments, by position.
@@ -149,7 +149,7 @@ class Overlapped(Trainer):
         return self._built().module
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer of this rank's parameters; their groups are those of the whole model."""
+        """Make the optimizer of this rank's parameters, in the groups of the whole model."""
         return super().create_optimizer(self._built().module)
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -203,7 +203,7 @@ class Overlapped(Trainer):
         return torch.tensor(total / shards, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
-        # A launcher numbers its CPUs: to "cpu:1" would be a copy of what is on the CPU.
+        # A launcher numbers its CPUs: moving a tensor to "cpu:1" would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
     def _feed(self, parts: _Parts, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
@@ -246,7 +246,7 @@ class Overlapped(Trainer):
         return self.engine.clip_gradients(math.inf) if grad_norm is None else grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to the loss of a step the tokens that counted, and what of the exchange was hidden."""
+        """Log with the loss of a step how many tokens counted, and which part of the exchange was hidden."""
         if "loss" in logs and self._last is not None:
             logs |= self._figures(self._last)
         super().log(logs, start_time)
@@ -309,7 +309,7 @@ class Overlapped(Trainer):
         def compute(slot: int, rest: _Rest, batch: Batch) -> Tensor:
             ahead.at(numbers[slot])
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
-            # Logits of several batches would not fit into a GPU where those of one do.
+            # Logits of several batches may not fit into a GPU where the logits of one batch do.
             ahead.steps[numbers[slot]] = step if prediction_loss_only else send_to_device(step, "cpu")
             return torch.zeros(()) if step[0] is None else step[0]
 
@@ -373,7 +373,7 @@ class OverlapTrainer(Overlapped):
 
 
 class _LogsOfLastStage(TrainerCallback):
-    """Gives all ranks of a pipeline, so the one that reports, the log of one whose code for the loss runs."""
+    """Gives all ranks of a pipeline the log of a rank that computes the loss: another rank may report."""
 
     def __init__(self, trainer: Overlapped) -> None:
         self.trainer = trainer
