@@ -194,13 +194,12 @@ class Overlapped(Trainer):
             assert loss is not None
             return loss
 
-        shards = self.accelerator.num_processes
+        scale = 1.0 / self.accelerator.num_processes
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, parts, dict(enumerate(batches)), compute, 1.0 / shards)
-            self._last = result = parts.engine.play(make_feed).result
-        losses = [loss.detach().double().reshape(()) for loss in result.losses]
-        (total,) = parts.engine.mesh.sums(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
-        return torch.tensor(total / shards, device=self.args.device)
+            make_feed = partial(self._feed, parts, dict(enumerate(batches)), compute, scale)
+            self._last = parts.engine.play(make_feed).result
+        total = parts.engine.mean_loss(self._last) * parts.engine.program.microbatches
+        return torch.tensor(total, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
         # A launcher numbers its CPUs: moving a tensor to "cpu:1" would copy it.
