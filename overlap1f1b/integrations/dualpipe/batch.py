@@ -44,7 +44,7 @@ class Batch:
     dim: int
     keep_outputs: bool
 
-    def parts(self, count: int) -> list[Tensors]:
+    def _inputs_of(self, count: int) -> list[Tensors]:
         """Return the inputs of each microbatch, as leaves."""
         given = [x for x in self.inputs if x is not None]
         if not given or len(given) < len(self.inputs):
@@ -56,7 +56,7 @@ class Batch:
                 part.requires_grad_(x.requires_grad and torch.is_grad_enabled())
         return list(zip(*split, strict=True))
 
-    def labels_of(self, count: int) -> list[OptionalTensors]:
+    def _labels_of(self, count: int) -> list[OptionalTensors]:
         """Return the labels of each microbatch."""
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
@@ -71,18 +71,27 @@ class Batch:
             )
         return x.tensor_split(count, dim=self.dim)
 
+    def split(self, program: Program, rank: int) -> tuple[dict[int, Tensors], dict[int, OptionalTensors]]:
+        """Return inputs of the microbatches that begin on this rank, and labels of those that end here, by number."""
+        inputs: dict[int, Tensors] = {}
+        labels: dict[int, OptionalTensors] = {}
+        for pipe, stage in program.placement.places(rank):
+            indices = program.microbatches_of(pipe)
+            if stage == 0:
+                inputs.update(zip(indices, self._inputs_of(len(indices)), strict=True))
+            if stage == program.placement.stages - 1:
+                labels.update(zip(indices, self._labels_of(len(indices)), strict=True))
+        return inputs, labels
+
     def feed(self, program: Program, rank: int) -> Feed:
         """Return the feed of an engine's stages: losses are unscaled, auxiliary losses keep their routers' scale."""
-        last = program.placement.stages - 1
-        indices = {stage: program.microbatches_of(pipe) for pipe, stage in program.placement.places(rank)}
-        parts = self.parts(len(indices[0])) if 0 in indices else []
-        labels = self.labels_of(len(indices[last])) if last in indices else []
+        last, (inputs, labels) = program.placement.stages - 1, self.split(program, rank)
 
         def given(stage: int, microbatch: int) -> dict[str, Any]:
-            at, criterion = indices[stage].index(microbatch), self.criterion if stage == last else None
+            criterion = self.criterion if stage == last else None
             return {
-                "inputs": parts[at] if stage == 0 else None,
-                "loss_fn": None if criterion is None else _labelled(criterion, labels[at]),
+                "inputs": inputs[microbatch] if stage == 0 else None,
+                "loss_fn": None if criterion is None else _labelled(criterion, labels[microbatch]),
                 "keep_outputs": self.keep_outputs,
             }
 

@@ -169,8 +169,6 @@ class _Walk:
             if node.kind is Kind.I and node.op is Op.DENSE and (node.stage, node.microbatch) in self._forward_of
         }
         self._split: set[_Run] = {(a.stage, a.microbatch) for a in self.program.actions(self.rank) if a.kind is Kind.I}
-        self._parts: dict[int, Tensors] = {}
-        self._labels: dict[int, OptionalTensors] = {}
         self._forwards: dict[_Run, _Forward] = {}
         self._arriving: dict[_Chain, Flight[Tensors]] = {}
         self._folded: dict[_Chain, Tensors] = {}  # for the next stage on this rank, where a V turns
@@ -182,12 +180,7 @@ class _Walk:
 
     def play(self) -> None:
         """Play the nodes of this rank in order."""
-        for pipe, stage in self.placement.places(self.rank):
-            indices = self.program.microbatches_of(pipe)
-            if stage == 0:
-                self._parts.update(zip(indices, self.batch.parts(len(indices)), strict=True))
-            if stage == self.last:
-                self._labels.update(zip(indices, self.batch.labels_of(len(indices)), strict=True))
+        self._inputs, self._labels = self.batch.split(self.program, self.rank)
         self.boundary.begin(self.nodes, remember=self.grad)
         for node in self.nodes:
             self.position = node
@@ -253,7 +246,7 @@ class _Walk:
     # ---------------------------------------------------------------------------------------------- compute
 
     def _begin(self, node: Node) -> _Forward:
-        inputs = self._parts.pop(node.microbatch) if node.stage == 0 else self._take(node)
+        inputs = self._inputs.pop(node.microbatch) if node.stage == 0 else self._take(node)
         return _Forward(list(inputs), self._labels.pop(node.microbatch) if node.stage == self.last else ())
 
     def _forward(self, node: Node) -> None:
