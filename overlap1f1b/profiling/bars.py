@@ -16,14 +16,12 @@ from overlap1f1b.profiling.intervals import union
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import Timeline
-from overlap1f1b.simulation.drawing import staged, text_of
+from overlap1f1b.simulation.drawing import LANES, staged, style_of, text_of
 from overlap1f1b.simulation.trace import Event
 
-LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
 MEASURED, PREDICTED = "measured", "predicted"
 FINEST = 2000
 """A gap between kernels without a range is drawn if it is longer than the step divided by this."""
-_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
 
 
 class Bar(NamedTuple):
@@ -108,7 +106,7 @@ def _replica(recording: Recording) -> tuple[object, ...]:
 def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
     """Return text and style."""
     if isinstance(what, Node):
-        return text_of(what, staged=several), _STYLES.get(what.resource, what.kind.value)
+        return text_of(what, staged=several), style_of(what)
     return "", "other" if lane == "compute" else "exchange"
 
 

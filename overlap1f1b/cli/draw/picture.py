@@ -8,6 +8,7 @@ from typing import Any
 
 from overlap1f1b.cli.draw.grid import letters
 from overlap1f1b.cli.draw.tracks import Drawn, Track
+from overlap1f1b.cli.output import writing
 
 COLOURS = {
     "F": "#4c8bf5",
@@ -63,11 +64,8 @@ def paint(
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
-    try:
-        with mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
-            figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
-    except OSError as error:
-        raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
+    with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
+        figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
 
 
 def _paint_track(axes: Any, height: int, track: Track[Drawn], letter: float) -> None:

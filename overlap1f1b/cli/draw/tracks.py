@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from overlap1f1b.plan import Resource, Span
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
-from overlap1f1b.simulation.drawing import stacked, staged
-from overlap1f1b.simulation.drawing import text_of as text_of_node
+from overlap1f1b.simulation.drawing import LANES, rows_of, stacked, staged, style_of, text_of
 
 if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
-
-_NAMES = {
-    Resource.COMPUTE: "compute",
-    Resource.EXCHANGE: "exchange",
-    Resource.CONTROL: "counts",
-    Resource.PEER: "peers",
-}
-_STYLES: dict[Resource | None, str] = {
-    Resource.EXCHANGE: "exchange",
-    Resource.CONTROL: "exchange",
-    Resource.PEER: "peer",
-}
-_ALWAYS = (Resource.COMPUTE, Resource.EXCHANGE)  # have a track even if it is empty
 
 
 class Drawn(Protocol):
@@ -83,19 +68,14 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
-    tracks = []
-    spans = timeline.ranks[rank].spans
-    several = staged(spans)
-    lanes: dict[Resource | None, tuple[str, Iterable[Span]]] = {None: ("host", timeline.ranks[rank].host)}
-    lanes |= {lane: (name, [span for span in spans if span.node.resource is lane]) for lane, name in _NAMES.items()}
-    for resource, (name, of_lane) in lanes.items():
-        stack = stacked(span for span in of_lane if span.end > span.start)
-        for row in stack or [[]] * (resource in _ALWAYS):
-            cells = [
-                Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(resource, s.node.kind.value))
-                for s in row
-            ]
-            tracks.append(Track(f"rank {rank} {name}", cells))
+    tracks, of = [], timeline.ranks[rank]
+    several = staged(of.spans)
+    for resource, _, row in rows_of(of.spans, of.host):
+        cells = [
+            Cell(text_of(s.node, staged=several), s.start, s.end, style_of(s.node) if resource else s.node.kind.value)
+            for s in row
+        ]
+        tracks.append(Track(f"rank {rank} {LANES[resource] if resource else 'host'}", cells))
     return tracks
 
 
@@ -123,5 +103,5 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
 def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
     process, lane = of
     _, rank, *predicted = process.split()
-    order = list(_NAMES.values())
+    order = list(LANES.values())
     return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane

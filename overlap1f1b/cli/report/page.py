@@ -10,6 +10,7 @@ from typing import Any
 
 from overlap1f1b.cli.draw.picture import COLOURS, LABELS, MOST_TEXTS
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
+from overlap1f1b.cli.output import writing
 from overlap1f1b.cli.report.tables import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
 
@@ -61,10 +62,8 @@ def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, t
         picture=_picture(bars, title),
         tables="\n".join(map(_table, tables_of(content))),
     )
-    try:
+    with writing("html", path):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--html {path}: {error.strerror}; allowed: a file that can be written") from error
 
 
 def _picture(bars: Sequence[Bar], title: str) -> str:
