@@ -16,7 +16,7 @@ from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Capture, Recording
 from overlap1f1b.profiling.records import RecordedSteps
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.profiling.stream import add_place, is_trace, read_events, taker
+from overlap1f1b.profiling.stream import read_events, taker
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
@@ -122,9 +122,11 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
         raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
     if content.get("format") == FORMAT:
         return steps.record(path, content)
-    if not is_trace(content):
+    if "traceEvents" not in content:
         raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-    add_place(capture, content)
+    place = content.get("distributedInfo")  # torch.profiler writes it if there is a process group
+    if isinstance(place, dict):
+        capture.rank, capture.world = place.get("rank"), place.get("world_size")
     return recording_of(capture)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, SCHEDULES, Program
-from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, Model, NodeModel
 from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
 
 MOST = 10_000_000
@@ -41,7 +41,7 @@ def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int
         raise ValueError(f"{candidate.schedule} with {named} has about {count} {what}; allowed: at most {MOST}")
 
 
-def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
+def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     """Return the candidates of ``--search``; given options are not varied, nor is the warm-up of ``--forward-only``."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
@@ -56,7 +56,7 @@ def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candi
     return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
 
 
-def model_of(options: PlanOptions) -> ActionModel | NodeModel:
+def model_of(options: PlanOptions) -> Model:
     """Return the model that plays programs: by sub-ops if ``--layers`` is given, else by actions."""
     if options.sub_op_costs.layers is not None:
         return _node_model(options)

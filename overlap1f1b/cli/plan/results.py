@@ -11,9 +11,7 @@ from rich.table import Table
 
 from overlap1f1b.cli.output import columns, middle_left_out
 from overlap1f1b.schedule import Pair, Program
-from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, ProgramTimeline, Ranking
-
-Played = ProgramTimeline | PlanTimeline
+from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
 
 
 def content_of(program: Program, timeline: Played) -> dict[str, Any]:
