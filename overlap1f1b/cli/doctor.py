@@ -213,10 +213,8 @@ def measure(found: Path, timeout: float) -> None:
         def exchange(tensor: torch.Tensor, into: torch.Tensor) -> float:
             dist.barrier()
             start = time.perf_counter()
-            peer = 1 - rank.rank
-            for work in dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, into, peer)]
-            ):
+            both = ((dist.isend, tensor), (dist.irecv, into))
+            for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
                 work.wait()
             if rank.device.type == "cuda":
                 torch.cuda.synchronize()
