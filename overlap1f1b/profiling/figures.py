@@ -22,7 +22,7 @@ from overlap1f1b.profiling.intervals import (
     length,
     union,
 )
-from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, lane_of
+from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule import Kind
 
 PHASES = ("warm_up", "steady", "cool_down")
@@ -211,7 +211,7 @@ class Lanes:
             node = names[what]
             if not isinstance(node, Node) or not _of_chain(node):
                 continue
-            key = _chain(node)
+            key = node.chain
             begun[key] = (begun[key][0] if key in begun else start, end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
@@ -292,8 +292,8 @@ class Lanes:
         )
 
 
-def _chain(what: object) -> object:
-    return (what.pipe, what.stage, what.microbatch, what.kind) if isinstance(what, Node) else None
+def _chain(what: What) -> object:
+    return what.chain if isinstance(what, Node) else None
 
 
 def _kind(what: object) -> str:

@@ -64,9 +64,9 @@ def text_of(node: Node, *, staged: bool) -> str:
     return f"{place}{text}{what}{node.microbatch}"
 
 
-def staged(spans: Iterable[Span]) -> bool:
+def staged(nodes: Iterable[Node]) -> bool:
     """Return whether the nodes belong to several stages or pipes."""
-    return len({(span.node.stage, span.node.pipe) for span in spans}) > 1
+    return len({(node.stage, node.pipe) for node in nodes}) > 1
 
 
 def stacked(spans: Iterable[T]) -> list[list[T]]:
@@ -112,7 +112,7 @@ def draw(spans: Sequence[Span], width: int, host: Sequence[Span] = ()) -> str:
     """
     end = max((span.end for span in (*spans, *host)), default=0.0)
     scale = width / end if end else 0.0
-    several = staged(spans)
+    several = staged(span.node for span in spans)
     lines = []
     for resource, number, row in rows_of(spans, host):
         line = [" "] * (width + 1)

@@ -353,7 +353,12 @@ def search(
             else:
                 over[index] = outcome.peak_activations
         progress(done)
-    ranked = sorted(found, key=lambda i: (_rounded(found[i].makespan), found[i].peak_activations, found[i].copies, i))
+
+    def order(index: int) -> tuple[float, float, int, int]:
+        outcome = found[index]  # rounded, so that the noise of float sums does not order equal times
+        return float(f"{outcome.makespan:.9g}"), outcome.peak_activations, outcome.copies, index
+
+    ranked = sorted(found, key=order)
     return Ranking(
         tuple((tried[index], found[index]) for index in ranked),
         tuple((tried[index], over[index]) for index in sorted(over, key=lambda i: (over[i], i))),
@@ -367,8 +372,3 @@ def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
         return model.bound(candidate.build(**step), candidate.overlap)
     except ValueError:  # it will be refused
         return 0.0
-
-
-def _rounded(time: float) -> float:
-    """Round a time, so that the noise of float sums does not order equal times."""
-    return float(f"{time:.9g}")

@@ -69,7 +69,7 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
     tracks, of = [], timeline.ranks[rank]
-    several = staged(of.spans)
+    several = staged(span.node for span in of.spans)
     for resource, _, row in rows_of(of.spans, of.host):
         cells = [
             Cell(text_of(s.node, staged=several), s.start, s.end, style_of(s.node) if resource else s.node.kind.value)
