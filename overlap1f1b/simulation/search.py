@@ -139,14 +139,6 @@ class ActionModel:
         """Return 0: playing actions is as fast as finding a bound."""
         return 0.0
 
-    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
-        """Refuse: orders are found for costs of sub-ops.
-
-        Raises:
-            ValueError: In every case.
-        """
-        raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
-
 
 @dataclass(frozen=True)
 class NodeModel:
@@ -249,6 +241,8 @@ def played(
             raise ValueError(f"{name}={getattr(candidate, name)} with auto; allowed: none, since all orders are tried")
     if forward_only:
         raise ValueError("forwards alone with auto; allowed: a whole step")
+    if isinstance(model, ActionModel):
+        raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
     timeline = model.synthesized(ranks, microbatches, candidate.chunks or 1, memory)
     return timeline.plan.program, timeline
 
