@@ -38,7 +38,7 @@ def print_lines(screen: Console, *lines: str, style: str | None = None) -> None:
         screen.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def columns(headings: Iterable[str], left: Iterable[str] = (), *, no_wrap: bool = False) -> Table:
+def plain_table(headings: Iterable[str], left: Iterable[str] = (), *, no_wrap: bool = False) -> Table:
     """Return a table without rows; the columns in ``left`` hold text, all others numbers."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:

@@ -17,7 +17,7 @@ from overlap1f1b.cli.bench.command import kind_of
 from overlap1f1b.cli.bench.measure import Report
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
-from overlap1f1b.cli.output import columns, console, number, print_lines, write_json
+from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
@@ -121,7 +121,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"{steps} step{'s' * (steps > 1)} of {workload['program']}, overlap {workload['overlap']} "
         f"(order {workload['order']}), under {result['tool']}; medians by the engine's own counters",
     )
-    table = columns(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
+    table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:
         step, exchange, exposed = (f"{found[key]:.0f}" for key in COUNTERS)
         hidden = number(found["hidden_fraction"], ".1%")

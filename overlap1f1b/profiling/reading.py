@@ -155,19 +155,20 @@ def files_of(*paths: str | Path) -> list[Path]:
     Raises:
         ValueError: A folder cannot be read, or holds no file of a rank.
     """
-    return [file for path in paths for file in _files(Path(path))]
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    try:
-        files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; allowed: a folder that can be read") from None
-    if not files:
-        raise ValueError(f"{path} holds no *{', no *'.join(ENDINGS)}; allowed: a file, or a folder of one file a rank")
-    return files
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        try:
+            files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; allowed: a folder that can be read") from None
+        if not files:
+            endings = ", no *".join(ENDINGS)
+            raise ValueError(f"{path} holds no *{endings}; allowed: a file, or a folder of one file a rank")
+        found += files
+    return found
 
 
 def _set(found: list[Recording], left_out: list[str]) -> Recordings:

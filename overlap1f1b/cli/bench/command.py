@@ -8,7 +8,7 @@ from rich.console import Console
 
 from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions
-from overlap1f1b.cli.output import columns, console, number, print_lines, write_json
+from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.status import showing
 from overlap1f1b.cli.workload import environment, workload
@@ -99,7 +99,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     floor = "over load" if "over_load" in result["rows"][0] else "over contended"
     recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
     text = ("program", "overlap", "order")
-    table = columns(text, text, no_wrap=True)
+    table = plain_table(text, text, no_wrap=True)
     for name in (
         *("step ms", "min–max", "tokens/s", "speed-up", "over bound", floor, "exposed ms", "hidden", "predicted ms"),
         *("peak MiB", *["without"] * recomputes, "gradients"),

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.cli.output import columns, middle_left_out
+from overlap1f1b.cli.output import middle_left_out, plain_table
 from overlap1f1b.schedule import Pair, Program
 from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
 
@@ -136,7 +136,7 @@ def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _table(headings: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
     shown = [key for key in headings if any(row.get(key) is not None for row in rows)]
-    table = columns(map(headings.__getitem__, shown), ("schedule", "overlap"))
+    table = plain_table(map(headings.__getitem__, shown), ("schedule", "overlap"))
     for row in rows:
         table.add_row(*(escape(_text(key, row.get(key))) for key in shown))
     return table

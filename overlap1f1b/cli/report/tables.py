@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.cli.output import columns, middle_left_out, print_lines
+from overlap1f1b.cli.output import middle_left_out, plain_table, print_lines
 
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
@@ -70,7 +70,7 @@ def print_table(table: Table, screen: Console) -> None:
             for place, heading in enumerate(part.headings)
             if not all(_numeric(row[place].text) for row in part.rows)
         ]
-        drawn = columns(part.headings, names)
+        drawn = plain_table(part.headings, names)
         drawn.title, drawn.title_justify, drawn.title_style = part.title or None, "left", "bold"
         for row in part.rows:
             drawn.add_row(*(escape(cell.text) for cell in row))

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.cli.output import columns, number
+from overlap1f1b.cli.output import number, plain_table
 from overlap1f1b.cli.train.trainer import Step
 
 
@@ -54,7 +54,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     """Print the summary; for a comparison also the losses of both programs, and a column for each."""
     compare = result["compare"]
     headings = ("", result["workload"]["program"], "sequential")
-    table = columns(headings, headings)
+    table = plain_table(headings, headings)
     table.show_header = bool(compare)
     table.add_row("steps", str(result["steps"]))
     if result["losses"]:
@@ -84,7 +84,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
 def _show_losses(result: dict[str, Any], screen: Console) -> None:
     name, other = result["workload"]["program"], result["compare"]["losses"]
     own, before = result["losses"][-len(other) :], result["steps"] - len(other)
-    table = columns(("step", name, "sequential", "difference"))
+    table = plain_table(("step", name, "sequential", "difference"))
     for i in marks(len(own)):
         table.add_row(str(before + i + 1), f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
     screen.print("loss")
