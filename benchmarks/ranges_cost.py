@@ -37,11 +37,9 @@ def mode(name: str, engine: Engine) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    sizes = {"layers": 4, "hidden": 256, "sequence": 256, "microbatches": 4, "rounds": 15}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
