@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap1f1b.cli.draw.grid import letters
-from overlap1f1b.cli.draw.tracks import Drawn, Track
+from overlap1f1b.cli.draw.tracks import Cell, Track
 from overlap1f1b.cli.output import writing
 
 COLOURS = {
@@ -37,7 +37,7 @@ MOST_TEXTS = 2000
 
 
 def paint(
-    tracks: Sequence[Track[Drawn]], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+    tracks: Sequence[Track], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
 ) -> None:
     """Draw tracks into a file of the format that its option names, ``png`` or ``svg``; ``unit`` labels the time axis.
 
@@ -68,9 +68,9 @@ def paint(
         figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
 
 
-def _paint_track(axes: Any, height: int, track: Track[Drawn], letter: float) -> None:
+def _paint_track(axes: Any, height: int, track: Track, letter: float) -> None:
     """Draw the bars of a track; a bar has its text if each letter gets ``letter`` units of time."""
-    styles: dict[str, list[Drawn]] = {}
+    styles: dict[str, list[Cell]] = {}
     for cell in track.cells:
         styles.setdefault(cell.style, []).append(cell)
     for style, cells in styles.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
@@ -13,39 +13,24 @@ if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
 
 
-class Drawn(Protocol):
-    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def style(self) -> str: ...
-
-
 class Cell(NamedTuple):
-    """A drawn action or sub-op of a simulation."""
+    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour, ``what`` the thing in full."""
 
     text: str
     start: float
     end: float
     style: str
+    what: str = ""
 
 
-D_co = TypeVar("D_co", bound=Drawn, covariant=True)
-
-
-class Track(NamedTuple, Generic[D_co]):
+class Track(NamedTuple):
     """A row of a drawing: cells in order of time that do not overlap."""
 
     name: str
-    cells: Sequence[D_co]
+    cells: Sequence[Cell]
 
 
-def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
+def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
     """Return a track for each rank, or for each resource of each rank if the timeline has sub-ops.
 
     >>> from overlap1f1b.schedule import build_schedule
@@ -67,7 +52,7 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
     ]
 
 
-def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
+def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
     tracks, of = [], timeline.ranks[rank]
     several = staged(span.node for span in of.spans)
     for resource, _, row in rows_of(of.spans, of.host):
@@ -88,7 +73,7 @@ def _style(slot: Slot) -> str:
     return "pair" if isinstance(slot, Pair) else slot.kind.value
 
 
-def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
+def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
     """Return the bars of every lane in as few tracks as they need; ranks in order, predictions below them."""
     lanes: dict[tuple[str, str], list[Bar]] = {}
     for bar in bars:
@@ -96,7 +81,8 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
     found = []
     for process, lane in sorted(lanes, key=_place):
         for number, row in enumerate(stacked(lanes[process, lane]), 1):
-            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), row))
+            cells = [Cell(bar.text, bar.start, bar.end, bar.style, str(bar.what)) for bar in row]
+            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), cells))
     return found
 
 
