@@ -26,11 +26,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of proces
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 
 from overlap1f1b.cli.bench.measure import slowest
 from overlap1f1b.cli.launch import STORE, end_with, run_ranks
-from overlap1f1b.cli.output import check_json, console, write_json
+from overlap1f1b.cli.output import check_json, console, plain_table, write_json
 from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire, parse_rate
@@ -105,9 +104,7 @@ def measure(options: argparse.Namespace, rank: Rank, say: Say) -> list[dict[str,
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace, screen: Console) -> None:
     """Print a table."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("layers", "step ms", "hidden", "exposed ms"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
+    table = plain_table(("layers", "step ms", "hidden", "exposed ms"), ("layers",))
     for row in rows:
         figures = f"{row['step_ms']:.0f}", f"{row['hidden_fraction']:.1%}", f"{row['exposed_ms']:.0f}"
         table.add_row(row["row"], *figures)

@@ -9,27 +9,22 @@ action and step with no profiler to read them; ``profiler`` is torch.profiler wi
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from overlap1f1b import Engine, build_schedule
+from overlap1f1b.cli.output import write_json
+from overlap1f1b.cli.workload import loss_fn
 from overlap1f1b.engine.record.ranges import TorchRanges
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.moe import MoEConfig, MoETransformer
 
 MODES = ("off", "ranges", "profiler", "both")
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 @contextmanager
@@ -42,11 +37,9 @@ def mode(name: str, engine: Engine) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    sizes = {"layers": 4, "hidden": 256, "sequence": 256, "microbatches": 4, "rounds": 15}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -77,9 +70,7 @@ def main() -> None:
         f"{result['nodes']} nodes; ms of a step: " + ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
         + f"; ranges cost {paired['ranges']:+.1%}, under torch.profiler {paired['both']:+.1%}"
     )  # fmt: skip
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(result, file, indent=2)
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

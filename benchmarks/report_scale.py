@@ -70,15 +70,8 @@ def write_chrome(path: Path, events: int) -> None:
         for number, launch in enumerate(launches(kernels), 1):
             if launch.first:
                 duration = 2.0 * KERNELS_PER_NODE - 0.5
-                add(
-                    file,
-                    "user_annotation",
-                    launch.node,
-                    PROCESS,
-                    launch.launched - 0.2,
-                    duration,
-                    {"External id": number},
-                )
+                at = launch.launched - 0.2
+                add(file, "user_annotation", launch.node, PROCESS, at, duration, {"External id": number})
             link = {"External id": number, "correlation": number}
             add(file, "cpu_op", "aten::mm", PROCESS, launch.launched - 0.1, 1.5, {"External id": number})
             call = {**link, "cbid": 211}

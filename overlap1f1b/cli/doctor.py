@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.cli.launch import STORE, run_ranks
+from overlap1f1b.cli.launch import run_ranks
 from overlap1f1b.cli.options import LONGEST
 from overlap1f1b.cli.output import check_json, console, write_json
 from overlap1f1b.cli.status import Say, showing
@@ -64,14 +63,6 @@ class DoctorOptions:
     """Time limit, in seconds, for two local ranks that measure the link between them."""
     json: str | None = None
     """File for the findings as JSON, or - for standard output."""
-
-
-def check_doctor(options: DoctorOptions) -> None:
-    """Raise ``ValueError`` for values that are not allowed."""
-    if not 0 < options.timeout <= LONGEST:
-        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
-    if options.json is not None:
-        check_json(options.json)
 
 
 GREENLET = ("3.1", "4")
@@ -215,34 +206,28 @@ def measure(found: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
-    rank = int(os.environ["RANK"])
-    gpus = torch.cuda.device_count() >= 2
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    backend = "nccl" if gpus else "gloo"
-    limit = timedelta(seconds=timeout)
-    store = f"file://{os.environ[STORE]}"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=limit)
+    from overlap1f1b.cli.ranks import joined
 
-    def exchange(tensor: torch.Tensor, into: torch.Tensor) -> float:
+    with joined((1, 1, 2), timeout) as rank:
+
+        def exchange(tensor: torch.Tensor, into: torch.Tensor) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            both = ((dist.isend, tensor), (dist.irecv, into))
+            for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
+                work.wait()
+            if rank.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        small, large = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for size in (8, SIZE))
+        into = torch.empty_like(small), torch.empty_like(large)
+        latency = median(exchange(small, into[0]) for _ in range(ROUNDS))
+        transfer = median(exchange(large, into[1]) for _ in range(5))
+        if rank.rank == 0:
+            figures = {"latency_ms": 1e3 * latency, "gbps": 8e-9 * SIZE / transfer}
+            _write(found, {"backend": dist.get_backend(), **figures})
         dist.barrier()
-        start = time.perf_counter()
-        sends = dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, into, 1 - rank)
-        for work in dist.batch_isend_irecv(list(sends)):
-            work.wait()
-        if gpus:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (8, SIZE))
-    into = torch.empty_like(small), torch.empty_like(large)
-    latency = [exchange(small, into[0]) for _ in range(ROUNDS)]
-    transfer = [exchange(large, into[1]) for _ in range(5)]
-    if rank == 0:
-        _write(found, {"backend": backend, "latency_ms": 1e3 * median(latency), "gbps": 8e-9 * SIZE / median(transfer)})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _write(found: Path, content: dict[str, object]) -> None:
@@ -262,7 +247,10 @@ def doctor(options: DoctorOptions) -> int:
     Raises:
         ValueError: An option has a value that is not allowed.
     """
-    check_doctor(options)
+    if not 0 < options.timeout <= LONGEST:
+        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    if options.json is not None:
+        check_json(options.json)
     screen = console(options.json)
     with showing(screen, "starting") as say:
         findings = list(_findings(options, say))
@@ -273,9 +261,11 @@ def doctor(options: DoctorOptions) -> int:
 
 def _findings(options: DoctorOptions, say: Say) -> Iterator[Finding]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
+    import torch
+
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": versions,
-        "connections": lambda: [connections(gpu=_gpu())],
+        "connections": lambda: [connections(gpu=torch.cuda.is_available())],
         "streams": lambda: [streams()],
         f"link between ranks, at most {options.timeout:g} s": lambda: [link(options.timeout)],
         "shaped wire": lambda: [wire()],
@@ -283,12 +273,6 @@ def _findings(options: DoctorOptions, say: Say) -> Iterator[Finding]:
     for done, (name, check) in enumerate(checks.items()):
         say(f"{done} of {len(checks)} checks done, now {name}")
         yield from check()
-
-
-def _gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def wire() -> Finding:

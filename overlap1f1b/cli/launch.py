@@ -310,22 +310,9 @@ def nsys_line(folder: Path, argv: Sequence[str], rank: str = "%q{RANK}") -> list
         argv: Arguments of overlap1f1b.
         rank: Number in the file names; by default nsys reads it from the environment.
     """
-    return [
-        "nsys",
-        "profile",
-        "--trace=cuda,nvtx",
-        "--sample=none",
-        "--cpuctxsw=none",
-        "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop",
-        "--export=sqlite",
-        "--force-overwrite=true",
-        f"--output={folder}/rank{rank}",
-        sys.executable,
-        "-m",
-        "overlap1f1b",
-        *argv,
-    ]
+    options = "--trace=cuda,nvtx --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop"
+    options += " --export=sqlite --force-overwrite=true"
+    return ["nsys", "profile", *options.split(), f"--output={folder}/rank{rank}", *COMMAND, *argv]
 
 
 def enter_nsys(folder: Path, argv: Sequence[str], rank: str) -> NoReturn:

@@ -226,8 +226,6 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(
             f"--batch {options.batch} cannot be split into --microbatches {options.microbatches}; allowed: a multiple"
         )
-    if options.capacity is not None and not 0 < options.capacity < float("inf"):
-        raise ValueError(f"--capacity {options.capacity}; allowed: more than 0")
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
     parse_overlap(options.overlap)
@@ -253,8 +251,8 @@ def _check_numbers(options: RunOptions) -> None:
         raise ValueError(f"--seed {options.seed}; allowed: 0 to {2**63 - 1}")
     if not 0 < options.timeout <= LONGEST:
         raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
-    for name in ("lr", "clip") if train else ():
-        if not 0 < (value := getattr(options, name)) < float("inf"):
+    for name in ("capacity", "lr", "clip") if train else ("capacity",):
+        if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name} {value}; allowed: more than 0")
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.table import Table
+
+Row = TypeVar("Row")
+
+RANKS_SHOWN = 16
+"""Rows of a table with a row for each rank."""
+_JSON_ALLOWED = "allowed: a file in a folder that can be written, or -"
 
 
 def by_default(metavar: str, default: object = "none") -> Any:
@@ -22,6 +30,31 @@ def console(json_target: str | None, *, quiet: bool = False) -> Console:
     """Return the console for all text: standard error if JSON goes to standard output; silent if ``quiet``."""
     screen = Console(stderr=json_target == "-", quiet=quiet)
     return screen if screen.is_terminal else Console(stderr=json_target == "-", quiet=quiet, width=160)
+
+
+def print_lines(screen: Console, *lines: str, style: str | None = None) -> None:
+    """Print lines as they are: without markup, highlights and breaks."""
+    for line in lines:
+        screen.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_table(headings: Iterable[str], left: Iterable[str] = (), *, no_wrap: bool = False) -> Table:
+    """Return a table without rows; the columns in ``left`` hold text, all others numbers."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=no_wrap)
+    return table
+
+
+def middle_left_out(rows: Sequence[Row], gap: Callable[[str], Row]) -> list[Row]:
+    """Return the rows, or of many the first and last ones with a row between that says how many are left out."""
+    left, half = len(rows) - RANKS_SHOWN, RANKS_SHOWN // 2
+    return [*rows[:half], gap(f"… {left} more"), *rows[-half:]] if left > 0 else list(rows)
+
+
+def number(value: float | None, form: str) -> str:
+    """Return a figure as text; None, such as a hidden share without an exchange, becomes a dash."""
+    return "–" if value is None else format(value, form)
 
 
 def check_folder(folder: Path, option: str = "--checkpoint") -> None:
@@ -36,18 +69,17 @@ def check_folder(folder: Path, option: str = "--checkpoint") -> None:
 def check_json(target: str) -> None:
     """Raise ``ValueError`` if :func:`write_json` could not write: otherwise a run's results would be lost."""
     path = Path(target)
-    folder = path.parent
-    why = None
     if target == "-":
         return
-    if not folder.is_dir():
+    if not path.parent.is_dir():
         why = "its folder does not exist"
     elif path.is_dir():
         why = "it is a folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "it cannot be written"
-    if why:
-        raise ValueError(f"--json {target}: {why}; allowed: a file in a folder that can be written, or -")
+    else:
+        return
+    raise ValueError(f"--json {target}: {why}; {_JSON_ALLOWED}")
 
 
 def check_files(written: Mapping[str, Path | str | None], read: Mapping[Path, str]) -> None:
@@ -74,22 +106,25 @@ def check_files(written: Mapping[str, Path | str | None], read: Mapping[Path, st
         taken[path.resolve()] = f"--{name} {path}"
 
 
+@contextmanager
+def writing(option: str, path: Path | str, allowed: str = "allowed: a file that can be written") -> Iterator[None]:
+    """Turn an ``OSError`` into a ``ValueError`` that names the option, its file and what is allowed."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--{option} {path}: {error.strerror}; {allowed}") from error
+
+
 def write_json(target: str | None, content: dict[str, Any]) -> None:
     """Write ``content`` as JSON to a file, to standard output for ``-``, or nowhere for None.
 
     Raises:
         ValueError: The file cannot be written.
     """
-    if target is None:
-        return
     text = json.dumps(content, indent=2) + "\n"
     if target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
-        return
-    try:
-        Path(target).write_text(text)
-    except OSError as error:
-        raise ValueError(
-            f"--json {target}: {error.strerror}; allowed: a file in a folder that can be written, or -"
-        ) from error
+    elif target is not None:
+        with writing("json", target, _JSON_ALLOWED):
+            Path(target).write_text(text)

@@ -5,57 +5,40 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import chain, count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch.profiler import profile as torch_profile
 
 from overlap1f1b.cli.bench.command import kind_of
 from overlap1f1b.cli.bench.measure import Report
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
-from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import print_table, tables_of
+from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
 from overlap1f1b.cli.status import showing
+from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.train.trainer import Trainer
-from overlap1f1b.cli.workload import environment, load_corpus
+from overlap1f1b.cli.workload import environment
 from overlap1f1b.engine import Engine, Profile
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.profiling import read
 from overlap1f1b.simulation import Timeline
 
+COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")
 
-@dataclass(frozen=True)
-class Counters:
-    """Figures of one step by the engine's own counters.
 
-    Args:
-        step_ms: Time from the first node to the last.
-        exchange_ms: Time with an exchange in flight.
-        exposed_ms: Time with an exchange in flight and no compute beside it.
-        hidden_fraction: Share of the exchange beside compute; None without an exchange.
-    """
-
-    step_ms: float
-    exchange_ms: float
-    exposed_ms: float
-    hidden_fraction: float | None
-
-    @classmethod
-    def of(cls, timeline: Timeline, *, alone: bool) -> Counters:
-        """Return the figures of a measured step; ``alone``: no other rank shares this rank's experts."""
-        if alone or not timeline.exchange:
-            return cls(1e3 * timeline.makespan, 0.0, 0.0, None)
-        return cls(1e3 * timeline.makespan, 1e3 * timeline.exchange, 1e3 * timeline.exposed, timeline.hidden_fraction)
+def counters(timeline: Timeline, *, alone: bool) -> dict[str, float | None]:
+    """Return the JSON of one step by the engine's own counters; ``alone``: no other rank shares this rank's experts."""
+    exchange, exposed = (0.0, 0.0) if alone else (timeline.exchange, timeline.exposed)
+    times = (1e3 * time for time in (timeline.makespan, exchange, exposed))
+    return dict(zip(COUNTERS, times, strict=True)) | {"hidden_fraction": timeline.hidden_fraction if exchange else None}
 
 
 def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
@@ -74,20 +57,16 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
         if not options.nsys:
             with torch_profile(acc_events=True):  # the first step under a profiler is slower
                 step()
-        counters = []
+        counted = []
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
         with tool:
             for number in range(options.profile_steps):
                 say(f"{number} {steps}")
                 step()
-                counters.append(Counters.of(Timeline(engine.player.measured()()), alone=rank.group is None))
+                counted.append(counters(Timeline(engine.player.measured()()), alone=rank.group is None))
         say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
-        mine = {
-            "rank": rank.rank,
-            "files": [str(path) for path in traced],
-            "steps": [asdict(step) for step in counters],
-        }
+        mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": counted}
         ranks = engine.mesh.combined([mine], lambda _, every: list(chain.from_iterable(every)))
     if rank.rank == 0:
         result = _result(options, rank, engine, sorted(ranks, key=lambda found: found["rank"]))
@@ -106,10 +85,7 @@ def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
     for table in tables_of(content)[:2]:
         screen.print()
         print_table(table, screen)
-    screen.print()
-    screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
-    for advice in content["advice"]:
-        screen.print(f"try: {advice}", highlight=False, markup=False, soft_wrap=True)
+    print_verdict(content, screen)
     return {"verdict": content["verdict"], "advice": content["advice"]}
 
 
@@ -119,7 +95,7 @@ def _result(
     for found in ranks:
         steps = found["steps"]
         shares = [step["hidden_fraction"] for step in steps if step["hidden_fraction"] is not None]
-        found |= {key: median(step[key] for step in steps) for key in ("step_ms", "exchange_ms", "exposed_ms")}
+        found |= {key: median(step[key] for step in steps) for key in COUNTERS}
         found["hidden_fraction"] = median(shares) if shares else None
     return {
         "environment": environment(rank),
@@ -140,23 +116,18 @@ def show(result: dict[str, Any], screen: Console) -> None:
     """Print the engine's own figures and the command to run next."""
     workload = result["workload"]
     steps = len(result["ranks"][0]["steps"])
-    screen.print(
+    print_lines(
+        screen,
         f"{steps} step{'s' * (steps > 1)} of {workload['program']}, overlap {workload['overlap']} "
         f"(order {workload['order']}), under {result['tool']}; medians by the engine's own counters",
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"):
-        table.add_column(name, justify="left" if name == "trace" else "right", no_wrap=True)
+    table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:
-        hidden = found["hidden_fraction"]
-        share = "–" if hidden is None else f"{hidden:.1%}"
-        times = (f"{found[key]:.0f}" for key in ("step_ms", "exchange_ms", "exposed_ms"))
-        step, exchange, exposed = times
-        table.add_row(str(found["rank"]), step, exchange, share, exposed, found["files"][-1])
+        step, exchange, exposed = (f"{found[key]:.0f}" for key in COUNTERS)
+        hidden = number(found["hidden_fraction"], ".1%")
+        table.add_row(str(found["rank"]), step, exchange, hidden, exposed, found["files"][-1])
     screen.print(table, highlight=False)
-    screen.print(f"next: {result['report']}", highlight=False, markup=False, soft_wrap=True)
+    print_lines(screen, f"next: {result['report']}")
 
 
 Subject = tuple[Engine, Callable[[], object]]
@@ -176,7 +147,8 @@ def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, repo
             yield engine, lambda: bench.step(engine)
         return
     report(f"loading, then {options.profile_steps} steps")
-    trainer = Trainer(options, rank, load_corpus(options), options.program(), overlap=parse_overlap(options.overlap))
+    corpus = Corpus.load(options.text, sequence=options.sequence)
+    trainer = Trainer(options, rank, corpus, options.program(), overlap=parse_overlap(options.overlap))
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
     indices = count(0 if checkpoint is None else trainer.load(checkpoint))
     report(f"measuring nodes, then {options.profile_steps} steps")

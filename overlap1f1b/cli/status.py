@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -20,7 +20,7 @@ EVERY_S = 10.0
 class Say(Protocol):
     """Tells what is done and what is left."""
 
-    def __call__(self, text: str, *, now: bool = False) -> None:
+    def __call__(self, text: str, now: bool = False) -> None:
         """Replace the text; ``now`` prints it at once where there is no terminal."""
 
 
@@ -39,13 +39,8 @@ def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterato
         return
     spinner = Spinner("dots", Text(text))
     # Not Console.status: it sends what goes to a standard output that is a file to the terminal, too.
-    options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Live(spinner, console=screen, **options):
-
-        def update(text: str, *, now: bool = False) -> None:
-            spinner.update(text=Text(text))
-
-        yield update
+    with Live(spinner, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False):
+        yield lambda text, now=False: spinner.update(text=Text(text))
 
 
 @contextmanager
@@ -60,7 +55,7 @@ def lines(screen: Console, text: str, *, to: Console | None = None) -> Iterator[
         to: Console of the lines, by default ``screen``.
     """
     if screen.is_terminal or screen.quiet:
-        yield _nothing
+        yield lambda text, now=False: None
         return
     printed = _Lines(to or screen, text)
     thread = threading.Thread(target=printed.print_until_ended, name="status", daemon=True)
@@ -72,17 +67,13 @@ def lines(screen: Console, text: str, *, to: Console | None = None) -> Iterator[
         thread.join()
 
 
-def _nothing(text: str, *, now: bool = False) -> None:
-    pass
-
-
 class _Lines:
     def __init__(self, screen: Console, text: str) -> None:
         self.screen, self.text, self.begun = screen, text, time.monotonic()
         self.last = self.begun
         self.ended = threading.Event()
 
-    def say(self, text: str, *, now: bool = False) -> None:
+    def say(self, text: str, now: bool = False) -> None:
         self.text = text
         if now:
             self._print(text)

@@ -8,7 +8,6 @@ inputs, targets = corpus.batch(step=7, rank=0, batch=4, sequence=256, seed=0)   
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import sysconfig
@@ -48,21 +47,19 @@ class Corpus:
         paths: Sequence[Path] = (),
         *,
         held_out: float = 0.05,
-        limit_bytes: int | None = LIMIT_BYTES,
+        limit_bytes: int = LIMIT_BYTES,
         sequence: int,
     ) -> Corpus:
         """Read `paths` (files, and folders with all their files), or by default the standard library's sources.
 
         Folders are walked in sorted order without hidden and binary files, and each file is read once. Reading stops
-        after `limit_bytes` (None: never). Every n-th file is held out, n = 1 / `held_out`; if that is less than half or
+        after `limit_bytes`. Every n-th file is held out, n = 1 / `held_out`; if that is less than half or
         more than twice this share of the text, the end of the text is held out instead.
 
         Raises:
             ValueError: A path does not exist, cannot be read or has no text; or the text is too short for one window of
                 `sequence` + 1 bytes to train on and one held out.
         """
-        if not 0 < held_out < 1:
-            raise ValueError(f"held_out={held_out} is no part of the text; use a number between 0 and 1, such as 0.05")
         name = ", ".join(map(str, paths)) or f"standard library of Python {platform.python_version()}"
         found = _given(paths, limit_bytes) if paths else _standard_library(limit_bytes)
         texts, limited = _until(limit_bytes, found)
@@ -152,7 +149,7 @@ def _tensor(texts: list[bytes]) -> Tensor:
 # Reading: each function yields the bytes of one file after another, of a file at most one byte more than the limit.
 
 
-def _standard_library(limit: int | None) -> Iterator[bytes]:
+def _standard_library(limit: int) -> Iterator[bytes]:
     """Yield the standard library's modules, without its tests and unreadable files."""
     for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY, strict=False):
         if path.suffix == ".py":
@@ -162,7 +159,7 @@ def _standard_library(limit: int | None) -> Iterator[bytes]:
                 continue
 
 
-def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
+def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
     """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
     for path in paths:
         if not path.exists():
@@ -193,12 +190,12 @@ def _given(paths: Sequence[Path], limit: int | None) -> Iterator[bytes]:
             raise ValueError(f"--text {path} holds no text: it has no files, or only hidden, empty or binary ones")
 
 
-def _read(path: Path, limit: int | None) -> bytes:
+def _read(path: Path, limit: int) -> bytes:
     """Return the first `limit` + 1 bytes, since a file may have any size. Sockets and pipes count as empty."""
     if path.exists() and not path.is_file():
         return b""
     with path.open("rb") as file:
-        return file.read() if limit is None else file.read(max(limit, 0) + 1)
+        return file.read(limit + 1)
 
 
 def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> Iterator[Path]:
@@ -215,17 +212,14 @@ def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> 
         yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))
 
 
-def _until(limit: int | None, texts: Iterable[bytes]) -> tuple[list[bytes], bool]:
+def _until(limit: int, texts: Iterable[bytes]) -> tuple[list[bytes], bool]:
     """Return the texts up to `limit` bytes, the last one shortened, and whether there was more."""
     kept: list[bytes] = []
-    room = math.inf if limit is None else limit
     for text in texts:
-        if len(text) > room:
-            if room > 0:
-                kept.append(text[: int(room)])
-            return kept, True
+        if len(text) > limit:
+            return ([*kept, text[:limit]] if limit else kept), True
         kept.append(text)
-        room -= len(text)
+        limit -= len(text)
     return kept, False
 
 

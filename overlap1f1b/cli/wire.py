@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 from overlap1f1b.transport.limits import KILL_POLL_S, KILL_S, SHELL_S
 
@@ -131,9 +130,7 @@ class Wire:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

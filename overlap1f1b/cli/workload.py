@@ -1,55 +1,62 @@
-"""The model and the text that train and bench share."""
+"""The model that train and bench share, and what their results say of the workload."""
 
 from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap1f1b import __version__
 from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.text import Corpus
+from overlap1f1b.engine import LossFunction
+from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.schedule import Program
+
+if TYPE_CHECKING:
+    from overlap1f1b.cli.hf import HfModel
 
 
 def model_config(options: RunOptions) -> MoEConfig:
     """Return the configuration of the byte-level model."""
-    model = options.model
-    sigmoid = model.router == "sigmoid"
+    sizes = asdict(options.model)
+    router = sizes.pop("router")
     return MoEConfig(
-        vocabulary=256,
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        experts=model.experts,
-        top_k=model.top_k,
-        intermediate=model.intermediate,
-        shared_intermediate=model.shared_intermediate,
-        dense_layers=model.dense_layers,
-        dense_intermediate=model.top_k * model.intermediate,
+        **sizes,
+        dense_intermediate=options.model.top_k * options.model.intermediate,
         sequence=options.sequence,
-        dropout=model.dropout,
-        score=model.router,
-        aux_coefficient=0.0 if sigmoid else 0.01,
+        score=router,
+        aux_coefficient=0.0 if router == "sigmoid" else 0.01,
         weights_in=options.weights_in,
         kernels=options.kernels,
     )
 
 
-def build_model(options: RunOptions, rank: Rank) -> MoETransformer:
-    """Return the model of this rank; its values depend on the options alone."""
-    return MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
+def build(
+    options: RunOptions, rank: Rank, program: Program
+) -> tuple[MoETransformer | HfModel, Model, LossFunction, list[float] | None]:
+    """Return a module with this rank's parameters, the model for the engine, its loss and its blocks' relative costs.
+
+    The parameters' values depend on the options alone.
+    """
+    if options.hf_config is not None:
+        from overlap1f1b.cli.hf import HfModel
+
+        whole = HfModel(options, rank, program)
+        return whole, whole.split, whole.split.loss_fn, None
+    model = MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
+    return model, model, loss_fn, block_weights(options)
 
 
 def block_weights(options: RunOptions) -> list[float]:
-    """Return the relative costs of the model's blocks: embedding and head take little time."""
+    """Return the relative costs of the byte-level model's blocks: embedding and head take little time."""
     return [0.0, *[1.0] * options.model.layers, 0.0]
-
-
-def load_corpus(options: RunOptions) -> Corpus:
-    """Read the text that the options name."""
-    return Corpus.load(options.text, sequence=options.sequence)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -57,12 +64,19 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def engine_options(options: RunOptions) -> dict[str, Any]:
+    """Return the options that every engine is given as they are."""
+    return {name: getattr(options, name) for name in ("recompute", "parts", "capacity", "overflow", "timeout")}
+
+
+def workload(options: RunOptions, *names: str) -> dict[str, Any]:
+    """Return the JSON of the model's sizes and of the named options."""
+    sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
+    return sizes | {name: getattr(options, name) for name in names}
+
+
 def environment(rank: Rank) -> dict[str, object]:
     """Return versions and sizes that figures depend on; nothing that names the machine."""
-    import platform
-
-    from overlap1f1b import __version__
-
     return {
         "overlap1f1b": __version__,
         "torch": torch.__version__,

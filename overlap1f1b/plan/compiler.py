@@ -59,26 +59,26 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)
-    best, predicted, ranks = "", float("inf"), []
-    ends: list[tuple[float, Policy]] = []
 
-    def play(order: str, policy: Policy | None, candidate: list[list[Node]]) -> None:
-        nonlocal best, predicted, ranks
-        nodes = [with_reductions(rank, chains) for rank in candidate]
+    def played(order: str, candidate: Sequence[list[Node]]) -> Plan:
+        nodes = tuple(tuple(with_reductions(rank, chains)) for rank in candidate)
         spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
         end = max((span.end for rank in spans for span in rank), default=0.0)
-        if policy is not None:
-            ends.append((end, policy))
-        if end < predicted:
-            best, predicted, ranks = order, end, nodes
+        return Plan(program, overlap, order, chains.shapes, nodes, end)
 
-    for tried in _candidates(program, chains, costs, overlap, counts_block):
-        play(*tried)
-    if counts_block and costs.launch:
-        for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
-            play(f"k={policy.open_actions}", policy, schedule_ranks(program, chains, costs, policy))
-    assert best, "a checked program has an order that ends"
-    return Plan(program, overlap, best, chains.shapes, receiving_in_order(ranks, chains), predicted)
+    def plans() -> Iterator[Plan]:
+        ends: list[tuple[float, Policy]] = []
+        for order, policy, candidate in _candidates(program, chains, costs, overlap, counts_block):
+            plan = played(order, candidate)
+            if policy is not None:
+                ends.append((plan.predicted, policy))
+            yield plan
+        if counts_block and costs.launch:
+            for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
+                yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
+
+    best = min(plans(), key=lambda plan: plan.predicted)
+    return replace(best, ranks=receiving_in_order(best.ranks, chains))
 
 
 def _candidates(

@@ -104,6 +104,11 @@ class Node(NamedTuple):
         return RESOURCE_OF[self.op]
 
     @property
+    def chain(self) -> tuple[int, int, int, Kind]:
+        """Pipe, stage, microbatch and direction of the chain of nodes that it belongs to."""
+        return self.pipe, self.stage, self.microbatch, self.kind
+
+    @property
     def name(self) -> str:
         """Sub-op and direction, as in records and tables, for example ``experts.w``."""
         return f"{self.op.value}.{'b' if self.kind is Kind.I else self.kind.value.lower()}"

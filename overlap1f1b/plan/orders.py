@@ -71,22 +71,18 @@ def _layers(action: Action, chains: Chains) -> list[tuple[Node, ...]]:
 
 def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, chains: Chains) -> Iterator[Node]:
     """Interleave one layer of each member: the parts between exchanges alternate, backward first."""
-
-    def weighted(nodes: Iterable[Node]) -> Iterator[Node]:
-        return _with_weights(nodes, action, chains)
-
     parts_f, parts_b = _parts(forward), _parts(backward)
     if len(parts_f) == len(parts_b) >= 3:
         # aggregate.b, combine.b and attention.f, dispatch.f; experts.b, dispatch.b, experts.w and experts.f, combine.f,
         # for each part; attention.b, attention.w and aggregate.f.
         for part_b, part_f in zip(parts_b, parts_f, strict=True):
-            nodes = list(weighted(part_b))
+            nodes = list(_with_weights(part_b, action, chains))
             if any(node.op is Op.DISPATCH for node in nodes):  # its exchange leaves before the weight gradients
                 nodes.sort(key=lambda node: node.kind is Kind.W)
             yield from nodes
             yield from part_f
     else:
-        yield from weighted(backward)
+        yield from _with_weights(backward, action, chains)
         yield from forward
 
 

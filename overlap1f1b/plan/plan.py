@@ -85,18 +85,13 @@ class Plan:
 
         Only backwards that the program splits count: the weight gradients of a B are held with its activations.
         """
-        split = {action[1:] for action in self.program.actions(rank) if action.kind is Kind.I}
-        left = Counter(
-            (node.stage, node.microbatch, node.pipe)
-            for node in self.ranks[rank]
-            if node.kind is Kind.W and node.op is not Op.REDUCE
-        )
+        split = {(a.pipe, a.stage, a.microbatch) for a in self.program.actions(rank) if a.kind is Kind.I}
+        nodes = [node for node in self.ranks[rank] if _place(node) in split and node.op is not Op.REDUCE]
+        left = Counter(_place(node) for node in nodes if node.kind is Kind.W)
         waiting: set[tuple[int, int, int]] = set()
         peak = 0
-        for node in self.ranks[rank]:
-            place = (node.stage, node.microbatch, node.pipe)
-            if place not in split or node.op is Op.REDUCE:
-                continue
+        for node in nodes:
+            place = _place(node)
             if node.kind is Kind.W:
                 left[place] -= 1
                 if not left[place]:

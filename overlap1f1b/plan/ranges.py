@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from overlap1f1b.plan.node import Node, Op
@@ -102,38 +103,19 @@ def parse_range(text: str) -> Range | None:
     if not text.startswith(PREFIX):
         return None
     text = text[len(PREFIX) :]
-    return _node_range(text) or _step(text) or _label(text) or _action(text)
-
-
-def _node_range(text: str) -> NodeRange | None:
-    match = _NODE.fullmatch(text)
-    if match is None:
-        return None
-    kind, op, direction, block, seam, microbatch, stage, marks = match.groups()
-    if op not in _OPS:
-        return None
-    place = (int(microbatch), int(block), int(seam or 0), int(stage or 0), len(marks or ""))
-    return NodeRange(_RANGE_KIND[kind], Node(_OPS[op], _KIND[direction], *place))
-
-
-def _step(text: str) -> StepRange | None:
-    match = _STEP.fullmatch(text)
-    return StepRange(int(match[1])) if match else None
-
-
-def _label(text: str) -> Label | None:
-    match = _LABEL.fullmatch(text)
-    if match is None:
-        return None
-    entries = (entry.split() for entry in match[2].split(",") if entry)
-    return Label(int(match[1]), {name: _position(at) for name, at in entries})
-
-
-def _action(text: str) -> ActionRange | None:
-    try:
-        return ActionRange(Action.parse(text.removeprefix("action "))) if text.startswith("action ") else None
-    except ValueError:
-        return None
+    if (match := _NODE.fullmatch(text)) and match[2] in _OPS:
+        kind, op, direction, block, seam, microbatch, stage, marks = match.groups()
+        place = (int(microbatch), int(block), int(seam or 0), int(stage or 0), len(marks or ""))
+        return NodeRange(_RANGE_KIND[kind], Node(_OPS[op], _KIND[direction], *place))
+    if match := _STEP.fullmatch(text):
+        return StepRange(int(match[1]))
+    if match := _LABEL.fullmatch(text):
+        entries = (re.split("[ /]", entry.strip()) for entry in match[2].split(",") if entry)
+        return Label(int(match[1]), {name: (int(at), int(size)) for name, at, size in entries})
+    if text.startswith("action "):
+        with suppress(ValueError):
+            return ActionRange(Action.parse(text.removeprefix("action ")))
+    return None
 
 
 def parse_node(text: str) -> Node | None:
@@ -144,8 +126,3 @@ def parse_node(text: str) -> Node | None:
     """
     found = parse_range(PREFIX + text)
     return found.node if isinstance(found, NodeRange) and found.kind == "node" else None
-
-
-def _position(text: str) -> tuple[int, int]:
-    at, size = text.split("/")
-    return int(at), int(size)

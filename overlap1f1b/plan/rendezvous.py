@@ -8,7 +8,6 @@ transfer on both of its ranks at once. So nothing hangs, whatever on a device wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -88,7 +87,7 @@ class _Merger:
         node, clock = self.nodes[rank][-1], self.clocks[rank]
         needed = clock.needed(node)
         if needed == _FOREVER:
-            self.waiting.setdefault((node.pipe, node.stage, node.microbatch, node.kind), []).append(rank)
+            self.waiting.setdefault(node.chain, []).append(rank)
             return
         self.nodes[rank].pop()
         if node.op is not Op.SEND:  # a send is played in its turn, since the others learn of it
@@ -137,10 +136,6 @@ def check_rendezvous(plan: Plan) -> None:
                         at[other] += 1
         if not moved:
             break
-    _raise_if_stuck(plan, at)
-
-
-def _raise_if_stuck(plan: Plan, at: Sequence[int]) -> None:
     for rank, (nodes, position) in enumerate(zip(plan.ranks, at, strict=True)):
         if position < len(nodes):
             raise ValueError(

@@ -1,24 +1,23 @@
 """Floor ``profiling``: how much of the exchange a run hid, from its traces and records. Needs no torch."""
 
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
-from overlap1f1b.profiling.figures import Exposed, Lanes, OverlapFigures, RankFigures, figures_of, longest
+from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, OverlapFigures, figures_of, longest
 from overlap1f1b.profiling.predicted import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
 from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, Stream
-from overlap1f1b.profiling.verdict import Sums, advice, verdict
+from overlap1f1b.profiling.verdict import advice, verdict
 
 __all__ = [
     "Bar",
     "Exposed",
+    "Figures",
     "Lanes",
     "OverlapFigures",
-    "RankFigures",
     "Recording",
     "Recordings",
     "Spans",
     "StepRecord",
     "Stream",
-    "Sums",
     "advice",
     "arrows",
     "bars_of",

@@ -16,14 +16,12 @@ from overlap1f1b.profiling.intervals import union
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import Timeline
-from overlap1f1b.simulation.drawing import staged, text_of
+from overlap1f1b.simulation.drawing import LANES, staged, style_of, text_of
 from overlap1f1b.simulation.trace import Event
 
-LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
 MEASURED, PREDICTED = "measured", "predicted"
 FINEST = 2000
 """A gap between kernels without a range is drawn if it is longer than the step divided by this."""
-_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
 
 
 class Bar(NamedTuple):
@@ -56,8 +54,8 @@ def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
     steps = [(recording, step) for recording in ranks for step in recording.steps if step.number == number]
     bars = []
     for (recording, step), by in zip(steps, offsets(steps) if steps else (), strict=True):
-        process, several = f"rank {recording.rank}", _staged(recording.names)
-        group = (MEASURED, *_replica(recording))
+        process, group = f"rank {recording.rank}", (MEASURED, *_sharing("pp", recording))
+        several = staged(what for what in recording.names if isinstance(what, Node))
         for spans, computes in ((step.compute, True), (step.flights, False)):
             for what, start, end in _drawn(recording, spans):
                 lane = "compute" if computes else LANES[lane_of(what)] if isinstance(what, Node) else what.name
@@ -71,7 +69,7 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
     bars = []
     for recording in ranks:
         timeline = timelines[recording.rank or 0]
-        several, group = staged(timeline.spans), (PREDICTED, *_replica(recording))
+        several, group = staged(span.node for span in timeline.spans), (PREDICTED, *_sharing("pp", recording))
         for node, start, end in timeline.spans:
             if end > start:
                 lane = LANES[node.resource]
@@ -92,28 +90,23 @@ def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
         if node.op is Op.SEND:
             sends.append(((bar.group, destination(node)), bar))
             continue
-        key = (node.pipe, node.stage, node.microbatch, node.kind)
-        chains.setdefault((bar.process, key), []).append(bar)
+        chains.setdefault((bar.process, node.chain), []).append(bar)
         if node.op is Op.RECEIVE:
-            received[bar.group, key] = bar
+            received[bar.group, node.chain] = bar
     travelled = [pair for chain in chains.values() for pair in pairwise(chain) if pair[0].lane != "compute"]
     return travelled + [(send, received[key]) for key, send in sends if key in received]
 
 
-def _replica(recording: Recording) -> tuple[object, ...]:
-    """Return the mesh position that ranks share if they send to each other."""
-    return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
+def _sharing(dimension: str, recording: Recording) -> tuple[object, ...]:
+    """Return the mesh position in all other dimensions; the ranks that share it send to each other along this one."""
+    return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != dimension))
 
 
 def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
     """Return text and style."""
     if isinstance(what, Node):
-        return text_of(what, staged=several), _STYLES.get(what.resource, what.kind.value)
+        return text_of(what, staged=several), style_of(what)
     return "", "other" if lane == "compute" else "exchange"
-
-
-def _staged(names: Iterable[What]) -> bool:
-    return len({(what.stage, what.pipe) for what in names if isinstance(what, Node)}) > 1
 
 
 def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]]:
@@ -159,21 +152,17 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
 
 def _landings(recording: Recording, step: StepRecord) -> Landed:
     """Return the arrival time of each transfer that other ranks have too."""
-    group = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "ep"))
-    replica = tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != "pp"))
-    ends: dict[int, int] = {}
-    for what, end in zip(step.flights.what.tolist(), step.flights.end.tolist(), strict=True):
-        ends[what] = max(end, ends.get(what, end))
     landed: dict[object, int] = {}
-    for what, end in ends.items():
+    over_experts, over_stages = _sharing("ep", recording), _sharing("pp", recording)
+    for what, _, end in step.flights.whole:
         node = recording.names[what]
         if not isinstance(node, Node) or node.op is Op.REDUCE:
             continue
         if node.resource in EXCHANGES:
-            landed[node, group] = end
+            landed[node, over_experts] = end
         elif node.resource is Resource.PEER:
-            key = destination(node) if node.op is Op.SEND else (node.pipe, node.stage, node.microbatch, node.kind)
-            landed[key, replica] = end
+            key = destination(node) if node.op is Op.SEND else node.chain
+            landed[key, over_stages] = end
     return landed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
@@ -22,10 +22,11 @@ from overlap1f1b.profiling.intervals import (
     length,
     union,
 )
-from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, lane_of
+from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule import Kind
 
 PHASES = ("warm_up", "steady", "cool_down")
+IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
 
 
 class OverlapFigures(NamedTuple):
@@ -51,9 +52,78 @@ class OverlapFigures(NamedTuple):
         """Share of the exchange with compute beside it; 1 without an exchange."""
         return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
-    def plus(self, other: OverlapFigures) -> OverlapFigures:
-        """Return the sum of this overlap and another."""
-        return OverlapFigures(self.exchange + other.exchange, self.exposed + other.exposed)
+
+@dataclass(frozen=True)
+class Figures:
+    """Sums over the steps of one rank or of several, in nanoseconds.
+
+    Args:
+        steps: Number of steps.
+        time: Time of all steps.
+        compute: Time with compute.
+        overlap: The exchange.
+        by_sub_op: The exchange by sub-op.
+        by_phase: The exchange by phase; empty without ranges.
+        idle: Time without compute, by reason.
+        open_actions: Largest number of actions under way at once on a rank; 0 without ranges.
+        queued: Time in which launched exchanges waited on the device behind compute.
+        starved: Time in which a device had nothing to compute but what the host was still launching, with and without
+            an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
+        device: Whether compute means the kernels of a device.
+    """
+
+    steps: int
+    time: int
+    compute: int
+    overlap: OverlapFigures
+    by_sub_op: Mapping[str, OverlapFigures]
+    by_phase: Mapping[str, OverlapFigures]
+    idle: Mapping[str, int]
+    open_actions: int
+    queued: int
+    starved: int
+    device: bool
+
+    @classmethod
+    def sum(cls, parts: Iterable[Figures]) -> Figures:
+        """Return the sums over one part or more."""
+        parts = list(parts)
+        return cls(
+            steps=sum(part.steps for part in parts),
+            time=sum(part.time for part in parts),
+            compute=sum(part.compute for part in parts),
+            overlap=_sum(part.overlap for part in parts),
+            by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
+            by_phase=_sums([part.by_phase for part in parts]),
+            idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
+            open_actions=max(part.open_actions for part in parts),
+            queued=sum(part.queued for part in parts),
+            starved=sum(part.starved for part in parts),
+            device=any(part.device for part in parts),
+        )
+
+    def per_step_ms(self, time: float) -> float:
+        """Return a sum as the mean over steps, in milliseconds."""
+        return time / self.steps / 1e6
+
+    def share(self, time: float) -> float:
+        """Return a sum as a share of the steps."""
+        return time / self.time if self.time else 0.0
+
+
+def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
+    exchange, exposed = map(sum, zip(*parts, strict=True))
+    return OverlapFigures(exchange, exposed)
+
+
+def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFigures]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _sum(part[name] for part in parts if name in part) for name in names}
+
+
+def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> Figures:
+    """Return the figures of a rank over its steps, or over some of them."""
+    return Figures.sum(Lanes(recording, step).figures for step in (recording.steps if steps is None else steps))
 
 
 class Lanes:
@@ -141,119 +211,89 @@ class Lanes:
             node = names[what]
             if not isinstance(node, Node) or not _of_chain(node):
                 continue
-            key = _chain(node)
+            key = node.chain
             begun[key] = (begun[key][0] if key in begun else start, end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
 
+    @property
+    def idle(self) -> dict[str, int]:
+        """Time of the step without compute, by reason; every nanosecond counts for one reason.
 
-@dataclass(frozen=True, eq=False)
-class RankFigures:
-    """Sums of a rank over its steps, in nanoseconds.
-
-    Args:
-        recording: The rank.
-        steps: Number of steps.
-        time: Time of all steps.
-        compute: Time with compute.
-        overlap: The exchange.
-        by_sub_op: The exchange by sub-op.
-        by_phase: The exchange by phase.
-        idle: Time without compute, by reason.
-        open_actions: Largest number of actions under way at once; 0 without ranges.
-        queued: Time in which launched exchanges waited on the device behind compute.
-        starved: Time in which a device had nothing to compute but what the host was still launching, with and without
-            an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
-    """
-
-    recording: Recording
-    steps: int
-    time: int
-    compute: int
-    overlap: OverlapFigures
-    by_sub_op: Mapping[str, OverlapFigures]
-    by_phase: Mapping[str, OverlapFigures]
-    idle: Mapping[str, int]
-    open_actions: int
-    queued: int
-    starved: int = 0
+        The first reason is an exchange in flight. The second is the pipeline: the thread waits for another stage, or,
+        on a device, the next kernel has been launched and a transfer is under way. Otherwise the host has issued
+        nothing.
+        """
+        recording, step = self.recording, self.step
+        idle = difference(np.array([self.window], np.int64), self.compute)
+        rest = difference(idle, self.exposed)
+        waiting = recording.on(step.waits, Resource.PEER).covered
+        transfers = recording.transfers(step).covered
+        if recording.device:
+            blocked = _blocked(idle, step.compute.start, step.compute.launched)
+            waiting = joined(waiting, intersection(transfers, blocked))
+        elif not len(step.waits):  # the file has no waits
+            waiting = transfers
+        bubble = length(intersection(rest, waiting))
+        return dict(zip(IDLE, (length(idle) - length(rest), bubble, length(rest) - bubble), strict=True))
 
     @property
-    def rank(self) -> int:
-        """Number of the rank."""
-        return self.recording.rank or 0
+    def starved(self) -> int:
+        """Time in which a device had nothing to compute but what the host was still launching."""
+        compute, issued = self.step.compute, self.step.issued
+        if not self.recording.device or not len(compute):
+            return 0
+        idle = difference(np.array([self.window], np.int64), self.compute)
+        starved = length(idle) - length(_blocked(idle, compute.start, compute.launched))
+        if self.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
+            until = dict(zip(issued.what.tolist(), issued.end.tolist(), strict=True))
+            for what, start, end in zip(
+                compute.what.tolist(), compute.start.tolist(), compute.end.tolist(), strict=True
+            ):
+                starved += max(0, min(end, until.get(what, start)) - start)
+        return starved
 
-    def per_step_ms(self, time: float) -> float:
-        """Return a sum as the mean over steps, in milliseconds."""
-        return time / self.steps / 1e6
+    @property
+    def queued(self) -> int:
+        """Time in which an exchange could have started but another microbatch's compute was on the device.
 
+        It can start once it is launched and the earlier compute of its own chain has ended.
+        """
+        recording, step = self.recording, self.step
+        if not recording.device or recording.by == "stream":
+            return 0
+        done: dict[object, list[int]] = {}
+        for what, _, end in step.compute.whole:
+            done.setdefault(_chain(recording.names[what]), []).append(end)
+        flights = recording.exchanges(step)
+        _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
+        flights = flights[first]
+        ready = flights.launched.copy()
+        for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
+            before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
+            ready[place] = min(start, max([ready[place], *before]))
+        return int(covered(ready, flights.start, difference(self.compute, self.exchange)).sum())
 
-def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> RankFigures:
-    """Return the figures of a rank over its steps, or over some of them."""
-    lanes = [Lanes(recording, step) for step in (recording.steps if steps is None else steps)]
-    by_sub_op: dict[str, OverlapFigures] = {}
-    by_phase: dict[str, OverlapFigures] = {}
-    idle = dict.fromkeys(IDLE, 0)
-    overlap = OverlapFigures()
-    for step in lanes:
-        overlap = overlap.plus(step.overlap)
-        for total, part in ((by_sub_op, step.by_sub_op), (by_phase, step.by_phase)):
-            for name, figure in part.items():
-                total[name] = total.get(name, OverlapFigures()).plus(figure)
-        for name, time in idle_time(recording, step.step, step.window, step.compute, step.exposed).items():
-            idle[name] += time
-    return RankFigures(
-        recording=recording,
-        steps=len(lanes),
-        time=sum(step.window[1] - step.window[0] for step in lanes),
-        compute=sum(length(step.compute) for step in lanes),
-        overlap=overlap,
-        by_sub_op=dict(sorted(by_sub_op.items())),
-        by_phase=by_phase,
-        idle=idle,
-        open_actions=max((step.open_actions for step in lanes), default=0),
-        queued=sum(_queued(step) for step in lanes),
-        starved=sum(_starved(step) for step in lanes),
-    )
-
-
-def _starved(lanes: Lanes) -> int:
-    compute, issued = lanes.step.compute, lanes.step.issued
-    if not lanes.recording.device or not len(compute):
-        return 0
-    idle = difference(np.array([lanes.window], np.int64), lanes.compute)
-    starved = length(idle) - length(_blocked(idle, compute.start, compute.launched))
-    if lanes.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
-        until = dict(zip(issued.what.tolist(), issued.end.tolist(), strict=True))
-        for what, start, end in zip(compute.what.tolist(), compute.start.tolist(), compute.end.tolist(), strict=True):
-            starved += max(0, min(end, until.get(what, start)) - start)
-    return starved
-
-
-def _queued(lanes: Lanes) -> int:
-    """Return the time in which an exchange could have started but another microbatch's compute was on the device.
-
-    It can start once it is launched and the earlier compute of its own chain has ended.
-    """
-    recording, step = lanes.recording, lanes.step
-    if not recording.device or recording.by == "stream":
-        return 0
-    done: dict[object, list[int]] = {}
-    for what, _, end in step.compute.whole:
-        done.setdefault(_chain(recording.names[what]), []).append(end)
-    flights = recording.exchanges(step)
-    _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
-    flights = flights[first]
-    ready = flights.launched.copy()
-    for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
-        before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
-        ready[place] = min(start, max([ready[place], *before]))
-    alone = difference(lanes.compute, lanes.exchange)
-    return int(covered(ready, flights.start, alone).sum())
+    @property
+    def figures(self) -> Figures:
+        """The figures of the step."""
+        return Figures(
+            steps=1,
+            time=self.window[1] - self.window[0],
+            compute=length(self.compute),
+            overlap=self.overlap,
+            by_sub_op=self.by_sub_op,
+            by_phase=self.by_phase,
+            idle=self.idle,
+            open_actions=self.open_actions,
+            queued=self.queued,
+            starved=self.starved,
+            device=self.recording.device,
+        )
 
 
-def _chain(what: object) -> object:
-    return (what.pipe, what.stage, what.microbatch, what.kind) if isinstance(what, Node) else None
+def _chain(what: What) -> object:
+    return what.chain if isinstance(what, Node) else None
 
 
 def _kind(what: object) -> str:
@@ -262,43 +302,8 @@ def _kind(what: object) -> str:
 
 
 def _of_chain(node: Node) -> bool:
-    return (
-        node.kind is not Kind.W
-        and node.resource is not Resource.PEER
-        and node.op is not Op.REDUCE
-        and node.op not in RECOMPUTES
-    )
-
-
-IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
-
-
-def idle_time(
-    recording: Recording, step: StepRecord, window: tuple[int, int], compute: Intervals, exposed: Intervals
-) -> dict[str, int]:
-    """Return the nanoseconds of a step without compute, by reason; every nanosecond counts for one reason.
-
-    The first reason is an exchange in flight. The second is the pipeline: the thread waits for another stage, or, on a
-    device, the next kernel has been launched and a transfer is under way. Otherwise the host has issued nothing.
-
-    Args:
-        recording: The rank.
-        step: One of its steps.
-        window: Start and end of that step.
-        compute: Intervals with compute.
-        exposed: Intervals with exchange and without compute.
-    """
-    idle = difference(np.array([window], np.int64), compute)
-    rest = difference(idle, exposed)
-    waiting = recording.on(step.waits, Resource.PEER).covered
-    transfers = recording.transfers(step).covered
-    if recording.device:
-        waiting = joined(waiting, intersection(transfers, _blocked(idle, step.compute.start, step.compute.launched)))
-    elif not len(step.waits):  # the file has no waits
-        waiting = transfers
-    bubble = length(intersection(rest, waiting))
-    parts = (length(idle) - length(rest), bubble, length(rest) - bubble)
-    return dict(zip(IDLE, parts, strict=True))
+    apart = node.kind is Kind.W or node.op is Op.REDUCE or node.op in RECOMPUTES
+    return not apart and node.resource is not Resource.PEER
 
 
 def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
@@ -328,17 +333,12 @@ class Exposed(NamedTuple):
 
 def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:
     """Return the longest exposed exchanges over all steps of all ranks."""
-    found = [(duration, lanes, place) for lanes in _all(ranks) for duration, place in _candidates(lanes, count)]
+    found = []
+    for lanes in (Lanes(recording, step) for recording in ranks for step in recording.steps):
+        durations = lanes.exposed[:, 1] - lanes.exposed[:, 0]
+        places = np.argsort(-durations, kind="stable")[:count].tolist()
+        found += [(int(durations[place]), lanes, place) for place in places]
     return [_described(lanes, place) for _, lanes, place in nlargest(count, found, key=lambda one: one[0])]
-
-
-def _all(ranks: Iterable[Recording]) -> list[Lanes]:
-    return [Lanes(recording, step) for recording in ranks for step in recording.steps]
-
-
-def _candidates(lanes: Lanes, count: int) -> list[tuple[int, int]]:
-    durations = lanes.exposed[:, 1] - lanes.exposed[:, 0]
-    return [(int(durations[place]), place) for place in np.argsort(-durations, kind="stable")[:count].tolist()]
 
 
 def _described(lanes: Lanes, place: int) -> Exposed:

@@ -16,7 +16,7 @@ from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Capture, Recording
 from overlap1f1b.profiling.records import RecordedSteps
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.profiling.stream import add_place, is_trace, read_events, taker
+from overlap1f1b.profiling.stream import read_events, taker
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
@@ -122,9 +122,11 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
         raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
     if content.get("format") == FORMAT:
         return steps.record(path, content)
-    if not is_trace(content):
+    if "traceEvents" not in content:
         raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-    add_place(capture, content)
+    place = content.get("distributedInfo")  # torch.profiler writes it if there is a process group
+    if isinstance(place, dict):
+        capture.rank, capture.world = place.get("rank"), place.get("world_size")
     return recording_of(capture)
 
 
@@ -153,19 +155,20 @@ def files_of(*paths: str | Path) -> list[Path]:
     Raises:
         ValueError: A folder cannot be read, or holds no file of a rank.
     """
-    return [file for path in paths for file in _files(Path(path))]
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    try:
-        files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; allowed: a folder that can be read") from None
-    if not files:
-        raise ValueError(f"{path} holds no *{', no *'.join(ENDINGS)}; allowed: a file, or a folder of one file a rank")
-    return files
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        try:
+            files = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; allowed: a folder that can be read") from None
+        if not files:
+            endings = ", no *".join(ENDINGS)
+            raise ValueError(f"{path} holds no *{endings}; allowed: a file, or a folder of one file a rank")
+        found += files
+    return found
 
 
 def _set(found: list[Recording], left_out: list[str]) -> Recordings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -173,11 +173,6 @@ class Columns:
     def append(self, row: tuple[int, ...]) -> None:
         """Add a row."""
         self._flat.extend(row)
-
-    def extend(self, rows: Iterable[tuple[int, ...]]) -> None:
-        """Add many rows."""
-        for row in rows:
-            self._flat.extend(row)
 
     def __len__(self) -> int:
         return len(self._flat) // self.width

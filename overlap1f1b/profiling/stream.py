@@ -222,15 +222,3 @@ def taker(capture: Capture) -> Callable[[Event], None]:
             add_range(name, thread, start, start + round(event.get("dur", 0) * 1000))
 
     return take
-
-
-def add_place(capture: Capture, content: Mapping[str, Any]) -> None:
-    """Set rank and number of ranks, which torch.profiler writes if there is a process group."""
-    place = content.get("distributedInfo")
-    if isinstance(place, dict):
-        capture.rank, capture.world = place.get("rank"), place.get("world_size")
-
-
-def is_trace(content: Mapping[str, Any]) -> bool:
-    """Return whether a file's top level is a Chrome trace."""
-    return "traceEvents" in content

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-from overlap1f1b.profiling.figures import PHASES, OverlapFigures, RankFigures
+from overlap1f1b.profiling.figures import Figures
 
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
 WELL, NONE = 0.9, 0.05
@@ -14,81 +11,12 @@ WORTH = 0.05
 """Least share of a step at which a loss gets an advice."""
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums over all ranks, in nanoseconds.
-
-    Args:
-        ranks: One or more ranks.
-    """
-
-    ranks: Sequence[RankFigures]
-
-    @property
-    def time(self) -> int:
-        """Time of all steps."""
-        return sum(rank.time for rank in self.ranks)
-
-    @property
-    def compute(self) -> int:
-        """Time with compute."""
-        return sum(rank.compute for rank in self.ranks)
-
-    @property
-    def queued(self) -> int:
-        """Time in which exchanges waited on the device behind compute."""
-        return sum(rank.queued for rank in self.ranks)
-
-    @property
-    def starved(self) -> int:
-        """Time in which devices had nothing to compute but what their hosts were still launching."""
-        return sum(rank.starved for rank in self.ranks)
-
-    @property
-    def overlap(self) -> OverlapFigures:
-        """The exchange of all ranks."""
-        return _sum(rank.overlap for rank in self.ranks)
-
-    @property
-    def by_sub_op(self) -> dict[str, OverlapFigures]:
-        """The exchange by sub-op."""
-        names = sorted({name for rank in self.ranks for name in rank.by_sub_op})
-        return {name: _sum(rank.by_sub_op.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
-
-    @property
-    def by_phase(self) -> dict[str, OverlapFigures]:
-        """The exchange by phase."""
-        names = [name for name in PHASES if any(name in rank.by_phase for rank in self.ranks)]
-        return {name: _sum(rank.by_phase.get(name, OverlapFigures()) for rank in self.ranks) for name in names}
-
-    @property
-    def idle(self) -> dict[str, int]:
-        """Time without compute, by reason."""
-        return {name: sum(rank.idle[name] for rank in self.ranks) for name in self.ranks[0].idle}
-
-    @property
-    def open_actions(self) -> int:
-        """Largest number of actions under way on a rank; 0 without ranges."""
-        return max(rank.open_actions for rank in self.ranks)
-
-    def part(self, time: float) -> float:
-        """Return a time as a share of the steps."""
-        return time / self.time if self.time else 0.0
-
-
-def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
-    total = OverlapFigures()
-    for part in parts:
-        total = total.plus(part)
-    return total
-
-
-def verdict(sums: Sums) -> str:
+def verdict(sums: Figures) -> str:
     """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
 
     A second sentence follows if the host bounds the steps.
     """
-    starved = sums.part(sums.starved)
+    starved = sums.share(sums.starved)
     if starved < WORTH:
         return _of_exchange(sums)
     return (
@@ -97,11 +25,11 @@ def verdict(sums: Sums) -> str:
     )
 
 
-def _of_exchange(sums: Sums) -> str:
+def _of_exchange(sums: Figures) -> str:
     overlap = sums.overlap
     if not overlap.exchange:
         return "Nothing was exchanged in these steps, so there was nothing to hide."
-    hidden, exposed = overlap.hidden_fraction, sums.part(overlap.exposed)
+    hidden, exposed = overlap.hidden_fraction, sums.share(overlap.exposed)
     share = f"{hidden:.0%} of the exchange was hidden"
     if hidden >= WELL:
         return f"Yes: {share}; exposed exchange is {exposed:.1%} of a step."
@@ -111,7 +39,7 @@ def _of_exchange(sums: Sums) -> str:
     return f"In part: {share}; exposed exchange is {exposed:.0%} of a step{where}."
 
 
-def _where(sums: Sums) -> str:
+def _where(sums: Figures) -> str:
     """Return the phase and the sub-op with most exposed exchange."""
     parts = []
     if any(part.exposed for part in sums.by_phase.values()):
@@ -123,26 +51,26 @@ def _where(sums: Sums) -> str:
     return f", {', '.join(parts)}" if parts else ""
 
 
-def advice(sums: Sums) -> list[str]:
+def advice(sums: Figures) -> list[str]:
     """Return advice, the largest loss first; empty if no loss is large enough."""
     tips: list[tuple[float, str]] = []
     overlap, idle = sums.overlap, sums.idle
-    exposed = sums.part(overlap.exposed)
+    exposed = sums.share(overlap.exposed)
     if exposed >= WORTH and overlap.hidden_fraction < WELL:
         tips.append((exposed, _against_exposure(sums)))
-    if (bubble := sums.part(idle["pipeline_bubble"])) >= WORTH:
+    if (bubble := sums.share(idle["pipeline_bubble"])) >= WORTH:
         text = (
             f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
             "dualpipev, zb_v); overlap1f1b plan --search compares them"
         )
         tips.append((bubble, text))
-    if (late := sums.part(max(idle["host_late"], sums.starved))) >= WORTH:
+    if (late := sums.share(max(idle["host_late"], sums.starved))) >= WORTH:
         text = (
             f"the host issues late for {late:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
             "GPU no calls that synchronise in the model's forward"
         )
         tips.append((late, text))
-    if (held := sums.part(sums.queued)) >= WORTH and overlap.exposed:
+    if (held := sums.share(sums.queued)) >= WORTH and overlap.exposed:
         text = (
             f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the exchange "
             "stream"
@@ -151,13 +79,12 @@ def advice(sums: Sums) -> list[str]:
     return [text for _, text in sorted(tips, key=lambda tip: -tip[0])]
 
 
-def _against_exposure(sums: Sums) -> str:
+def _against_exposure(sums: Figures) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
-    device = any(rank.recording.device for rank in sums.ranks)
     if opened == 1:
         return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
-    if device and overlap.hidden_fraction <= NONE:
+    if sums.device and overlap.hidden_fraction <= NONE:
         return (
             "exchange and compute never ran at once: see that CUDA_DEVICE_MAX_CONNECTIONS is not 1 and is set before "
             "CUDA starts, and that the exchange has a stream of its own"

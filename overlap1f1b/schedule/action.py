@@ -120,15 +120,14 @@ def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
     """
     alive = most_alive = pending = most_pending = 0
     for slot in slots:
-        for kind in (slot.forward.kind, slot.backward.kind) if isinstance(slot, Pair) else (slot.kind,):
-            if kind is Kind.F:
+        for action in reversed(actions_of(slot)):
+            if action.kind is Kind.F:
                 alive += 1
                 most_alive = max(most_alive, alive)
-            elif kind is Kind.B:
-                alive -= 1
-            elif kind is Kind.I:
+            elif action.kind is Kind.I:
                 pending += 1
                 most_pending = max(most_pending, pending)
             else:
-                alive, pending = alive - 1, pending - 1
+                alive -= 1
+                pending -= action.kind is Kind.W
     return most_alive, most_pending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from overlap1f1b.schedule.action import Action, Kind, Pair
+from overlap1f1b.schedule.action import Action, Kind, Pair, actions_of
 from overlap1f1b.schedule.rows import Rows, flow
 from overlap1f1b.schedule.values import check_size
 
@@ -97,14 +97,11 @@ class _RankCheck:
         for position, slot in enumerate(slots):
             if isinstance(slot, Pair):
                 self._pair(slot, position)
-                self._action(slot.backward, position)
-                self._action(slot.forward, position)
-                kinds: tuple[Kind, ...] = (slot.forward.kind, slot.backward.kind)
-            else:
-                self._action(slot, position)
-                kinds = (slot.kind,)
-            if self.trains:
-                self._count(kinds, position)
+            actions = actions_of(slot)
+            for action in actions:
+                self._action(action, position)
+            for action in reversed(actions) if self.trains else ():  # a pair's forward first: both members are alive
+                self._count(action.kind, position)
         self._complete()
 
     def _where(self, position: int | None = None) -> str:
@@ -165,15 +162,9 @@ class _RankCheck:
         held = self.program.placement.rank(action.pipe, action.stage)
         raise ValueError(f"{self._where(position)}: {action} is on rank {self.rank}, its stage is on rank {held}")
 
-    def _count(self, kinds: tuple[Kind, ...], position: int) -> None:
-        for kind in kinds:  # in a pair the forward comes first: both members are alive
-            self.alive += kind is Kind.F
-            self.pending += kind is Kind.I
-            self._check_declared(position)
-            self.alive -= kind in (Kind.B, Kind.W)
-            self.pending -= kind is Kind.W
-
-    def _check_declared(self, position: int) -> None:
+    def _count(self, kind: Kind, position: int) -> None:
+        self.alive += kind is Kind.F
+        self.pending += kind is Kind.I
         slot, limit = self.program.ranks[self.rank][position], self.program.peak_activations[self.rank]
         if self.alive > limit:
             raise ValueError(
@@ -184,6 +175,8 @@ class _RankCheck:
                 f"{self._where(position)}: {slot} lets {self.pending} weight gradients wait, "
                 f"declared are {self.program.peak_weights[self.rank]}"
             )
+        self.alive -= kind in (Kind.B, Kind.W)
+        self.pending -= kind is Kind.W
 
     def _complete(self) -> None:
         whole = _TRAINED if self.trains else (1,)

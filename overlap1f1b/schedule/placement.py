@@ -13,8 +13,8 @@ class Placement:
     """The rank of every stage: ``pipes[p][s]`` is the rank of stage ``s`` of pipe ``p``.
 
     A *place* is a (pipe, stage). A pipe is one order in which microbatches pass the stages of the model. Every pipe has
-    all stages, so the places of one stage hold the same parameters. They are one *parameter group*; if they lie on
-    several ranks, their gradients are summed.
+    all stages, so the places of one stage hold the same parameters; if they lie on several ranks, their gradients are
+    summed.
 
     >>> Placement.loop(ranks=2, chunks=2)
     Placement(pipes=((0, 1, 0, 1),))
@@ -105,18 +105,9 @@ class Placement:
                 places.setdefault(rank, []).append((p, s))
         return {rank: tuple(held) for rank, held in places.items()}
 
-    def group(self, pipe: int, stage: int) -> int:
-        """Return the parameter group of a place; places with the same parameters share it."""
-        if not 0 <= pipe < len(self.pipes) or not 0 <= stage < self.stages:
-            raise ValueError(
-                f"no stage {stage} of pipe {pipe}; allowed: stages 0 to {self.stages - 1} "
-                f"of pipes 0 to {len(self.pipes) - 1}"
-            )
-        return stage
-
-    def replicas(self, group: int) -> tuple[int, ...]:
-        """Return the ranks that hold a parameter group, ascending; its gradients are summed over them."""
-        return tuple(sorted({pipe[group] for pipe in self.pipes}))
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks that hold a stage's parameters, ascending; the gradients are summed over them."""
+        return tuple(sorted({pipe[stage] for pipe in self.pipes}))
 
     def microbatches(self, pipe: int, microbatches: int) -> range:
         """Return the microbatches of a step that pass a pipe.

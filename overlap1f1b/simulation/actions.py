@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -52,10 +51,6 @@ class ProgramTimeline:
         """End of the last action."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
-    def spans(self, rank: int) -> tuple[SlotSpan, ...]:
-        """Return the spans of a rank, in order."""
-        return self.ranks[rank]
-
     def busy(self, rank: int) -> float:
         """Return the time in which a rank works."""
         return sum(span.end - span.start for span in self.ranks[rank])
@@ -64,34 +59,24 @@ class ProgramTimeline:
         """Return the part of the makespan in which a rank does nothing."""
         return self.makespan - self.busy(rank)
 
-    def gaps(self, rank: int) -> float:
-        """Return the idle time between a rank's first and last action."""
-        spans = self.ranks[rank]
-        return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
-
     def peak_activations(self, rank: int) -> float:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
-        return self._peak(rank, lambda alive, _: alive)
-
-    def peak_weights(self, rank: int) -> float:
-        """Return the peak of weight gradients that wait between I and W, in the same unit."""
-        return self._peak(rank, lambda _, pending: pending)
+        return self._peak(rank, 1.0)
 
     def peak_memory(self, rank: int) -> float:
         """Return the peak memory of activations, in the unit of the costs; between I and W only a part is held."""
-        activation, freed = self.costs.activation, 1.0 - self.costs.held
-        return activation * self._peak(rank, lambda alive, pending: alive - freed * pending)
+        return self.costs.activation * self._peak(rank, self.costs.held)
 
-    def _peak(self, rank: int, held: Callable[[int, int], float]) -> float:
+    def _peak(self, rank: int, held: float) -> float:
         alive = pending = 0
         peak = 0.0
         trains = not self.program.forward_only
         for slot in self.program.ranks[rank]:
             for action in reversed(actions_of(slot)):  # in a pair the forward counts before the backward has ended
                 alive += action.kind is Kind.F
-                peak = max(peak, held(alive, pending))
+                peak = max(peak, alive - (1.0 - held) * pending)
                 pending += (action.kind is Kind.I) - (action.kind is Kind.W)
-                peak = max(peak, held(alive, pending))
+                peak = max(peak, alive - (1.0 - held) * pending)
                 alive -= action.kind in (Kind.B, Kind.W) or not trains
         placement = self.program.placement
         return peak * placement.ranks / placement.stages

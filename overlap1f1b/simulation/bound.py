@@ -6,26 +6,13 @@ from dataclasses import replace
 from functools import cache
 from heapq import heappush, heappushpop
 from itertools import accumulate
-from typing import NamedTuple
 
-from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Overlap, Resource, parse_overlap
+from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resource, parse_overlap
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Clock
 from overlap1f1b.schedule import Action, Kind, Placement, Program, actions_of
 from overlap1f1b.schedule.rows import flow
 from overlap1f1b.schedule.values import check_size
-
-
-class _Chain(NamedTuple):
-    """Time of an action from its first computation to its last, and its load on each resource."""
-
-    whole: float
-    compute: float
-    exchange: float  # on an average link
-    exchange_most: float  # on the slowest link
-    weights: float  # compute and weight gradients
-    last_weight: float
-    send: float
 
 
 def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -> float:
@@ -57,8 +44,8 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     stages = program.placement.stages
 
     @cache
-    def chain(forward: bool, stage: int, pipe: int) -> _Chain:
-        return _chain(Action(Kind.F if forward else Kind.B, stage, 0, pipe), chains, costs)
+    def alone(forward: bool, stage: int, pipe: int) -> _Alone:
+        return _Alone(Action(Kind.F if forward else Kind.I, stage, 0, pipe), chains, costs)
 
     rows = [
         _RankBound(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
@@ -73,9 +60,8 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
             before = stage - 1 if forward else stage + 1
             ready = 0.0 if forward else ends.get((True, stage, microbatch, pipe), 0.0)
             if 0 <= before < stages:
-                source = chain(forward, before, pipe)
-                ready = max(ready, ends[forward, before, microbatch, pipe] + source.send)
-            ends[forward, stage, microbatch, pipe] = rows[rank].run(chain(forward, stage, pipe), forward, ready)
+                ready = max(ready, ends[forward, before, microbatch, pipe] + alone(forward, before, pipe).send)
+            ends[forward, stage, microbatch, pipe] = rows[rank].run(alone(forward, stage, pipe), forward, ready)
     return max((row.end for row in rows), default=0.0)
 
 
@@ -107,7 +93,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
     check_size("microbatches", microbatches)
     chains = Chains(placement, shape)
     ways = {  # of one microbatch, down and up
-        kind: [_Way(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
+        kind: [_Alone(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
         for kind in (Kind.F, Kind.I)
     }
     down = [0.0, *accumulate(way.whole + way.send for way in ways[Kind.F])]
@@ -133,7 +119,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
     return least
 
 
-class _Way:
+class _Alone:
     """Times of an action that finds every resource free.
 
     Attributes:
@@ -144,26 +130,28 @@ class _Way:
         weights: Of the weight gradients.
         last_weight: Of the weight gradient behind its last node.
         exchange: Of all exchanges, on an average link.
+        exchange_most: Of all exchanges, each on its slowest link.
         send: Of the transfer to the rank of the next stage.
     """
 
     def __init__(self, action: Action, chains: Chains, costs: NodeCosts) -> None:
         nodes = [node for node in chains.of(action) if node.op is not Op.RECEIVE]
-        free = replace(costs, launch={}, shared_links=False)
-        clock = Clock(free, placement=chains.placement)
+        clock = Clock(replace(costs, launch={}, shared_links=False))
+        # Recomputation needs neither gradient nor exchange: it may run beside them, or before they arrive.
         spans = [clock.play(node) for node in nodes if node.op not in (*RECOMPUTES, Op.SEND)]
         exchanges = [span for span in spans if span.node.resource is Resource.EXCHANGE]
+        links = [costs.links(span.node) for span in exchanges]
+        weights = [chains.weight(node) for node in nodes]
         self.whole = spans[-1].end
         self.before = min((span.start for span in exchanges), default=0.0)
         self.behind = self.whole - max((span.end for span in exchanges), default=0.0)
         self.compute = sum(costs(node) for node in nodes if node.resource is Resource.COMPUTE)
-        links = [costs.links(span.node) for span in exchanges]
+        self.weights = sum(costs(weight) for weight in weights if weight is not None)
+        last = chains.weight(spans[-1].node)
+        self.last_weight = 0.0 if last is None else costs(last)
         self.exchange = sum(sum(times) / len(times) for times in links)
+        self.exchange_most = sum(map(max, links))
         self.send = sum(costs(node) for node in nodes if node.op is Op.SEND)
-        weights = [weight for node in nodes if action.kind is Kind.I and (weight := chains.weight(node)) is not None]
-        self.weights = sum(map(costs, weights))
-        last = chains.weight(spans[-1].node) if action.kind is Kind.I else None
-        self.last_weight = costs(last) if last is not None else 0.0
 
 
 class _RankBound:
@@ -183,19 +171,20 @@ class _RankBound:
         self.compute, self.exchange, self.weights = _Load(window), _Load(window), _Load(window)
         self.last = 0.0
 
-    def run(self, chain: _Chain, forward: bool, ready: float) -> float:
+    def run(self, action: _Alone, forward: bool, ready: float) -> float:
         """Add the next action, and return its end."""
         if forward and self.peak is not None and self.forwards >= self.peak:
             ready = max(ready, self.inputs[self.forwards - self.peak])
         if len(self.latest) == self.window:
             self.opens = max(self.opens, self.latest[0])
         self.opens = max(self.opens, self.compute.opens, self.exchange.opens)
-        end = max(self.opens, ready) + chain.whole
+        end = max(self.opens, ready) + action.whole
         (heappush if len(self.latest) < self.window else heappushpop)(self.latest, end)
-        self.compute.add(self.opens, chain.compute, chain.compute)
-        self.exchange.add(self.opens, chain.exchange, chain.exchange_most)
-        self.weights.add(self.opens, chain.weights, chain.weights)
-        self.last = max(self.last, end + chain.last_weight)
+        self.compute.add(self.opens, action.compute, action.compute)
+        self.exchange.add(self.opens, action.exchange, action.exchange_most)
+        with_weights = action.compute + action.weights
+        self.weights.add(self.opens, with_weights, with_weights)
+        self.last = max(self.last, end + action.last_weight)
         if forward:
             self.forwards += 1
         else:
@@ -230,29 +219,3 @@ class _Load:
     def opens(self) -> float:
         """Earliest time at which enough can be done for another action to open."""
         return max(0.0, self.offset + self.sum - (self.window - 1) * self.longest)
-
-
-def _chain(action: Action, chains: Chains, costs: NodeCosts) -> _Chain:
-    nodes = [node for node in chains.of(action) if node.op not in (Op.SEND, Op.RECEIVE)]
-    compute = sum(costs(node) for node in nodes if node.resource is Resource.COMPUTE)
-    exchanges = [costs.links(node) for node in nodes if node.resource is Resource.EXCHANGE]
-    weights = [weight for node in nodes if (weight := chains.weight(node)) is not None]
-    last = chains.weight(nodes[-1])
-    return _Chain(
-        # Recomputation needs neither gradient nor exchange: it may run beside them, or before they arrive.
-        whole=_alone(action, [node for node in nodes if node.op not in RECOMPUTES], chains, costs),
-        compute=compute,
-        exchange=sum(sum(links) / len(links) for links in exchanges),
-        exchange_most=sum(map(max, exchanges)),
-        weights=compute + sum(map(costs, weights)),
-        last_weight=costs(last) if last is not None else 0.0,
-        send=sum(costs(node) for node in chains.of(action) if node.op is Op.SEND),
-    )
-
-
-def _alone(action: Action, nodes: list[Node], chains: Chains, costs: NodeCosts) -> float:
-    """Return the time that an action takes if it finds every resource free."""
-    if all(block.parts == 1 for block in chains.shapes[action.stage]):
-        return sum(map(costs, nodes))
-    clock = Clock(replace(costs, launch={}, shared_links=False))
-    return max(clock.play(node).end for node in nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
@@ -40,6 +40,16 @@ LETTERS = {
 """The letter of each sub-op in a drawing."""
 
 
+LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
+"""The name of each resource in a drawing."""
+_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
+
+
+def style_of(node: Node) -> str:
+    """Return the name of a node's colour: its resource, or the kind of a computation."""
+    return _STYLES.get(node.resource, node.kind.value)
+
+
 def text_of(node: Node, *, staged: bool) -> str:
     """Return the short name of a node.
 
@@ -54,9 +64,9 @@ def text_of(node: Node, *, staged: bool) -> str:
     return f"{place}{text}{what}{node.microbatch}"
 
 
-def staged(spans: Iterable[Span]) -> bool:
+def staged(nodes: Iterable[Node]) -> bool:
     """Return whether the nodes belong to several stages or pipes."""
-    return len({(span.node.stage, span.node.pipe) for span in spans}) > 1
+    return len({(node.stage, node.pipe) for node in nodes}) > 1
 
 
 def stacked(spans: Iterable[T]) -> list[list[T]]:
@@ -83,6 +93,18 @@ def stacked(spans: Iterable[T]) -> list[list[T]]:
     return rows
 
 
+def rows_of(spans: Sequence[Span], host: Iterable[Span]) -> Iterator[tuple[Resource | None, int, list[Span]]]:
+    """Yield the rows of each resource with their numbers, the host's first; compute and exchange have one at least."""
+    lanes: dict[Resource | None, Iterable[Span]] = {None: host}
+    lanes |= {resource: [span for span in spans if span.node.resource is resource] for resource in LANES}
+    for resource, lane in lanes.items():
+        rows = stacked(span for span in lane if span.end > span.start)
+        if not rows and resource in (Resource.COMPUTE, Resource.EXCHANGE):
+            rows = [[]]
+        for number, row in enumerate(rows):
+            yield resource, number, row
+
+
 def draw(spans: Sequence[Span], width: int, host: Sequence[Span] = ()) -> str:
     """Return a line for each resource, and further lines if its spans overlap; unused resources are left out.
 
@@ -90,17 +112,13 @@ def draw(spans: Sequence[Span], width: int, host: Sequence[Span] = ()) -> str:
     """
     end = max((span.end for span in (*spans, *host)), default=0.0)
     scale = width / end if end else 0.0
-    several = staged(spans)
+    several = staged(span.node for span in spans)
     lines = []
-    lanes: dict[str, list[Span]] = {"host": list(host)}
-    for resource in (Resource.COMPUTE, Resource.EXCHANGE, Resource.CONTROL, Resource.PEER):
-        lanes[resource.value] = [span for span in spans if span.node.resource is resource]
-    for lane, of_lane in lanes.items():
-        rows = stacked(span for span in of_lane if span.end > span.start)
-        for number, row in enumerate(rows or [[]] if lane in (Resource.COMPUTE, Resource.EXCHANGE) else rows):
-            line = [" "] * (width + 1)
-            for span in row:
-                first, last = round(span.start * scale), round(span.end * scale)
-                line[first:last] = text_of(span.node, staged=several)[: last - first].ljust(last - first, "-")
-            lines.append(f"{'' if number else lane:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
+    for resource, number, row in rows_of(spans, host):
+        line = [" "] * (width + 1)
+        for span in row:
+            first, last = round(span.start * scale), round(span.end * scale)
+            line[first:last] = text_of(span.node, staged=several)[: last - first].ljust(last - first, "-")
+        name = "" if number else "host" if resource is None else resource.value
+        lines.append(f"{name:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Protocol
+from typing import Any
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
@@ -18,22 +18,8 @@ from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.synthesis import synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
-
-class Played(Protocol):
-    """A timeline over ranks, of actions or of nodes."""
-
-    @property
-    def makespan(self) -> float:
-        """End of the last span."""
-
-    def busy(self, rank: int) -> float:
-        """Return the time in which a rank computes."""
-
-    def bubble(self, rank: int) -> float:
-        """Return the part of the makespan in which a rank does not compute."""
-
-    def peak_activations(self, rank: int) -> float:
-        """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
+Played = ProgramTimeline | PlanTimeline
+"""A timeline over ranks, of actions or of nodes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -132,52 +118,6 @@ class Candidate:
         )
 
 
-class Model(Protocol):
-    """A way to play programs and to bound their times."""
-
-    @property
-    def overlaps(self) -> Sequence[Overlap | None]:
-        """The overlaps that can be tried."""
-
-    def play(self, program: Program, overlap: Overlap | None) -> Played:
-        """Return a program's timeline."""
-
-    def known_peak(self, program: Program) -> float:
-        """Return a lower bound of the peak of activations, without playing the program."""
-
-    def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """Return a lower bound of the makespan, without playing the program."""
-
-    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
-        """Return the timeline of an order that is found for the costs."""
-
-
-def played(
-    candidate: Candidate,
-    model: Model,
-    *,
-    ranks: int,
-    microbatches: int,
-    forward_only: bool = False,
-    memory: float | None = None,
-) -> tuple[Program, Played]:
-    """Return the program of a candidate and its timeline.
-
-    Raises:
-        ValueError: The combination is impossible.
-    """
-    if candidate.schedule != AUTO:
-        program = candidate.build(ranks, microbatches, forward_only=forward_only)
-        return program, model.play(program, candidate.overlap)
-    for name in ("extra_warmup", "group_size", "overlap"):
-        if getattr(candidate, name) is not None:
-            raise ValueError(f"{name}={getattr(candidate, name)} with auto; allowed: none, since all orders are tried")
-    if forward_only:
-        raise ValueError("forwards alone with auto; allowed: a whole step")
-    timeline = model.synthesized(ranks, microbatches, candidate.chunks or 1, memory)
-    return timeline.plan.program, timeline
-
-
 @dataclass(frozen=True)
 class ActionModel:
     """A model that plays programs by whole actions, which overlap in pairs only."""
@@ -195,21 +135,9 @@ class ActionModel:
             raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
         return simulate(program, self.costs)
 
-    def known_peak(self, program: Program) -> float:
-        """Return the declared peak, since actions run in the program's order; forwards alone keep nothing alive."""
-        return 0.0 if program.forward_only else max(program.peak_activations) * program.placement.share
-
     def bound(self, program: Program, overlap: Overlap | None = None) -> float:
         """Return 0: playing actions is as fast as finding a bound."""
         return 0.0
-
-    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
-        """Refuse: orders are found for costs of sub-ops.
-
-        Raises:
-            ValueError: In every case.
-        """
-        raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
 
 
 @dataclass(frozen=True)
@@ -270,10 +198,6 @@ class NodeModel:
     def _tell(self, searched: int, searches: int, share: float) -> None:
         self.progress((searched + share) / searches)
 
-    def known_peak(self, program: Program) -> float:
-        """Return 0: a plan may keep fewer activations alive than its program declares."""
-        return 0.0
-
     def bound(self, program: Program, overlap: Overlap | None) -> float:
         """Return the bound of :func:`overlap1f1b.simulation.bound.bound`."""
         shape = self._shape_of_a_stage(program.placement)
@@ -289,6 +213,38 @@ class NodeModel:
         if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
         return (BlockShape(seams=1, parts=self.parts),) * (self.layers // chunks)
+
+
+Model = ActionModel | NodeModel
+"""A way to play programs and to bound their times."""
+
+
+def played(
+    candidate: Candidate,
+    model: Model,
+    *,
+    ranks: int,
+    microbatches: int,
+    forward_only: bool = False,
+    memory: float | None = None,
+) -> tuple[Program, Played]:
+    """Return the program of a candidate and its timeline.
+
+    Raises:
+        ValueError: The combination is impossible.
+    """
+    if candidate.schedule != AUTO:
+        program = candidate.build(ranks, microbatches, forward_only=forward_only)
+        return program, model.play(program, candidate.overlap)
+    for name in ("extra_warmup", "group_size", "overlap"):
+        if getattr(candidate, name) is not None:
+            raise ValueError(f"{name}={getattr(candidate, name)} with auto; allowed: none, since all orders are tried")
+    if forward_only:
+        raise ValueError("forwards alone with auto; allowed: a whole step")
+    if isinstance(model, ActionModel):
+        raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
+    timeline = model.synthesized(ranks, microbatches, candidate.chunks or 1, memory)
+    return timeline.plan.program, timeline
 
 
 @dataclass(frozen=True)
@@ -367,12 +323,12 @@ def search(
     if top is not None:
         check_size("top", top)
     limit = float("inf") if memory is None else memory + 1e-9
-    program_of = partial(Candidate.build, ranks=ranks, microbatches=microbatches, forward_only=forward_only)
+    step: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "forward_only": forward_only}
     found: dict[int, Outcome] = {}
     over: dict[int, float] = {}
     refused: dict[int, str] = {}
     pruned: dict[int, float] = {}
-    bounds = [0.0 if top is None else _bound(program_of, candidate, model) for candidate in tried]
+    bounds = [0.0 if top is None else _bound(candidate, model, **step) for candidate in tried]
     fastest: list[float] = []
     for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
         candidate = tried[index]
@@ -381,29 +337,22 @@ def search(
             progress(done)
             continue
         try:
-            if candidate.schedule == AUTO:
-                outcome: Outcome | float = Outcome.of(
-                    *played(
-                        candidate,
-                        model,
-                        ranks=ranks,
-                        microbatches=microbatches,
-                        forward_only=forward_only,
-                        memory=memory,
-                    )
-                )
-            else:
-                outcome = _outcome(candidate, program_of(candidate), model, limit)
+            outcome = Outcome.of(*played(candidate, model, memory=memory, **step))
         except ValueError as error:
             refused[index] = str(error)
         else:
-            if isinstance(outcome, Outcome) and outcome.peak_activations <= limit:
+            if outcome.peak_activations <= limit:
                 found[index] = outcome
                 insort(fastest, outcome.makespan)
             else:
-                over[index] = outcome.peak_activations if isinstance(outcome, Outcome) else outcome
+                over[index] = outcome.peak_activations
         progress(done)
-    ranked = sorted(found, key=lambda i: (_rounded(found[i].makespan), found[i].peak_activations, found[i].copies, i))
+
+    def order(index: int) -> tuple[float, float, int, int]:
+        outcome = found[index]  # rounded, so that the noise of float sums does not order equal times
+        return float(f"{outcome.makespan:.9g}"), outcome.peak_activations, outcome.copies, index
+
+    ranked = sorted(found, key=order)
     return Ranking(
         tuple((tried[index], found[index]) for index in ranked),
         tuple((tried[index], over[index]) for index in sorted(over, key=lambda i: (over[i], i))),
@@ -412,19 +361,8 @@ def search(
     )
 
 
-def _bound(program_of: Callable[[Candidate], Program], candidate: Candidate, model: Model) -> float:
+def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
     try:
-        return model.bound(program_of(candidate), candidate.overlap)
+        return model.bound(candidate.build(**step), candidate.overlap)
     except ValueError:  # it will be refused
         return 0.0
-
-
-def _outcome(candidate: Candidate, program: Program, model: Model, limit: float) -> Outcome | float:
-    """Return the figures of a program, or only its peak if that is known to be over the limit."""
-    peak = model.known_peak(program)
-    return peak if peak > limit else Outcome.of(program, model.play(program, candidate.overlap))
-
-
-def _rounded(time: float) -> float:
-    """Round a time, so that the noise of float sums does not order equal times."""
-    return float(f"{time:.9g}")

@@ -100,7 +100,8 @@ class Timeline:
     def late(self) -> float:
         """Time without compute in which the host has not launched the next compute node."""
         launched = {span.node: span.end for span in self.host}
-        computed = sorted((s.start, s.end, launched.get(s.node, 0.0)) for s in self.spans if _computes(s))
+        compute = (span for span in self.spans if span.node.resource is Resource.COMPUTE)
+        computed = sorted((span.start, span.end, launched.get(span.node, 0.0)) for span in compute)
         late = before = 0.0
         for start, end, ready in computed:
             late += max(0.0, min(start, ready) - before)
@@ -213,7 +214,3 @@ def play_nodes(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> P
     """Return the timelines of a plan's nodes: compute, exchange, counts and transfers run side by side."""
     played = play_clocks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
     return PlanTimeline(plan, tuple(Timeline(tuple(spans), tuple(host)) for spans, host in played))
-
-
-def _computes(span: Span) -> bool:
-    return span.node.resource is Resource.COMPUTE

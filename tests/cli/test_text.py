@@ -85,10 +85,10 @@ def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
     assert twice.digest == once.digest
 
 
-@pytest.mark.parametrize(("limit", "limited"), [(100, True), (120, False), (None, False)])
-def test_the_limit_cuts_the_last_file(tmp_path: Path, limit: int | None, limited: bool) -> None:
+@pytest.mark.parametrize(("limit", "limited"), [(100, True), (120, False)])
+def test_the_limit_cuts_the_last_file(tmp_path: Path, limit: int, limited: bool) -> None:
     corpus = Corpus.load([numbered(tmp_path, 3)], sequence=S, limit_bytes=limit)
-    assert len(corpus.train) + len(corpus.held_out) == (limit or 120)
+    assert len(corpus.train) + len(corpus.held_out) == limit
     assert corpus.limited is limited
     assert ("(limited)" in str(corpus)) is limited
 
@@ -284,9 +284,3 @@ def test_a_text_too_short_says_what_is_needed(tmp_path: Path) -> None:
         Corpus.load([path], sequence=256)
     path.write_text("x" * 514)
     assert len(Corpus.load([path], sequence=256).held_out) == 257
-
-
-@pytest.mark.parametrize("part", [0.0, 1.0, -0.1])
-def test_a_part_that_is_none_is_refused(part: float) -> None:
-    with pytest.raises(ValueError, match=rf"^held_out={part} is no part of the text; use a number between 0 and 1"):
-        Corpus.load(sequence=S, held_out=part)

@@ -10,7 +10,7 @@ import pytest
 
 from overlap1f1b.plan import Overlap
 from overlap1f1b.profiling import figures_of, read, read_file
-from overlap1f1b.profiling.verdict import Sums, verdict
+from overlap1f1b.profiling.verdict import verdict
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import write_record
 
@@ -147,4 +147,4 @@ def test_a_record_of_a_device_has_both_clocks(tmp_path: Path, late: float, starv
     figures = figures_of(recording)
     assert (figures.compute, figures.overlap.exchange, figures.overlap.exposed) == (225 * 10**7, 5 * 10**8, 5 * 10**8)
     assert figures.starved == starved * 10**9
-    assert ("The host bounds the step" in verdict(Sums([figures]))) == (figures.starved > 0)
+    assert ("The host bounds the step" in verdict(figures)) == (figures.starved > 0)

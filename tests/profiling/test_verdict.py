@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.profiling import Recording, figures_of, read_file
-from overlap1f1b.profiling.verdict import Sums, advice, verdict
+from overlap1f1b.profiling.verdict import advice, verdict
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome
 
 
@@ -81,7 +81,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
 
 @pytest.mark.parametrize(("nodes", "sentence", "tip"), CASES)
 def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: str, tip: str | None) -> None:
-    sums = Sums([figures_of(written(tmp_path, step(*nodes)))])
+    sums = figures_of(written(tmp_path, step(*nodes)))
     assert verdict(sums).startswith(sentence)
     tips = advice(sums)
     assert (tip is None and tips == []) or any(tip is not None and tip in text for text in tips), tips
@@ -89,7 +89,7 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
 
 def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
     nodes = (*SERIAL, ("receive.b[0] m0", PEER, 100, 400, 5), ("attention.b[0] m0", COMPUTE, 400, 440, 6))
-    tips = advice(Sums([figures_of(written(tmp_path, step(*nodes)))]))
+    tips = advice(figures_of(written(tmp_path, step(*nodes))))
     assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
 
 
@@ -100,7 +100,7 @@ def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, 
         ("dispatch.f[0] m0", EXCHANGE, 10, 60, 1),
         ("experts.f[0] m0", COMPUTE, 61, 100, launched),
     )
-    sums = Sums([figures_of(written(tmp_path, step(*nodes)))])
+    sums = figures_of(written(tmp_path, step(*nodes)))
     said = "The host bounds the step: for 50% of it the device had nothing to compute but what the host was"
     assert (said in verdict(sums)) == bound
     assert verdict(sums).startswith("No: 0% of the exchange was hidden; exposed exchange is 50% of a step")

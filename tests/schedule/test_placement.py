@@ -31,7 +31,6 @@ def test_bidirectional_ties_two_ranks_by_each_group(ranks: int) -> None:
     for rank in range(ranks):
         other = ranks - 1 - rank
         assert placement.places(rank) == ((0, rank), (1, other))
-        assert placement.group(0, rank) == placement.group(1, rank) == rank
         assert placement.replicas(rank) == tuple(sorted({rank, other}))
         assert (placement.rank(0, rank), placement.rank(1, rank)) == (rank, other)
 
@@ -59,8 +58,3 @@ def test_single() -> None:
 def test_refusals(pipes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(pipes)
-
-
-def test_group_of_no_place() -> None:
-    with pytest.raises(ValueError, match="no stage 2 of pipe 1; allowed: stages 0 to 1 of pipes 0 to 0"):
-        Placement.loop(2).group(1, 2)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from overlap1f1b.cli.bench.measure import Bench
 from overlap1f1b.cli.options import BenchOptions
-from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.status import showing
-from overlap1f1b.cli.workload import environment
+from overlap1f1b.cli.workload import environment, workload
 
 LEAST_OVER_BOUND = 0.98
 MOST_OFF_RATE = 0.1
@@ -40,20 +38,8 @@ def bench(options: BenchOptions, rank: Rank) -> None:
         result = kind_of(options)(options, rank, say).run()
     if rank.rank:
         return
-    sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
-    workload = sizes | {
-        "pp": options.pp,
-        "dp": options.dp,
-        "ep": options.ep,
-        "microbatches": options.microbatches,
-        "batch": options.batch,
-        "sequence": options.sequence,
-        "rounds": options.rounds,
-        "recompute": options.recompute,
-        "parts": options.parts,
-        "capacity": options.capacity,
-    }
-    result = {"environment": environment(rank), "workload": workload} | result
+    names = ("pp", "dp", "ep", "microbatches", "batch", "sequence", "rounds", "recompute", "parts", "capacity")
+    result = {"environment": environment(rank), "workload": workload(options, *names)} | result
     result["doubts"] = doubts(result)
     show(result, screen)
     write_json(options.json, result)
@@ -73,16 +59,17 @@ def doubts(result: dict[str, Any]) -> list[str]:
     ]
     took, expected = result["exchange_only_ms"], result["wire"]["bytes_over_rate_ms"]
     if expected and abs(took / expected - 1) > MOST_OFF_RATE:
-        within = f"within {MOST_OFF_RATE:.0%} of bytes over rate, {expected:.0f} ms"
-        found.append(f"exchange only {took:.0f} ms is not {within}")
+        found.append(
+            f"exchange only {took:.0f} ms is not within {MOST_OFF_RATE:.0%} of bytes over rate, {expected:.0f} ms"
+        )
     if result["compute"] == "timed":
         share = result.get("processor_share")
         busy = "" if share is None else f", with processors {share:.0%} busy"
         for row in result["rows"]:
             predicted, took = row["predicted_ms"], row["step_ms"]["median"]
             if predicted is not None and abs(predicted / took - 1) > MOST_OFF_PREDICTION:
-                line = f"{row['program']} · {row['overlap']}: {predicted:.0f} ms were predicted of {took:.0f}"
-                found.append(line + busy)
+                name = f"{row['program']} · {row['overlap']}"
+                found.append(f"{name}: {predicted:.0f} ms were predicted of {took:.0f}{busy}")
     return found
 
 
@@ -109,31 +96,29 @@ def show(result: dict[str, Any], screen: Console) -> None:
         screen.print(f"parts: {result['parts_chosen']}")
     if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
         screen.print("ranks outnumber processors: products wait for their time instead of computing")
-    table = Table(box=None, pad_edge=False)
-    for name in ("program", "overlap", "order"):
-        table.add_column(name, no_wrap=True)
     floor = "over load" if "over_load" in result["rows"][0] else "over contended"
-    for name in ("step ms", "min–max", "tokens/s", "speed-up", "over bound", floor, "exposed ms"):
-        table.add_column(name, justify="right")
     recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
-    for name in ("hidden", "predicted ms", "peak MiB", *["without"] * recomputes, "gradients"):
+    text = ("program", "overlap", "order")
+    table = plain_table(text, text, no_wrap=True)
+    for name in (
+        *("step ms", "min–max", "tokens/s", "speed-up", "over bound", floor, "exposed ms", "hidden", "predicted ms"),
+        *("peak MiB", *["without"] * recomputes, "gradients"),
+    ):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         step = row["step_ms"]
         table.add_row(
-            row["program"],
-            row["overlap"],
-            row["order"],
+            *(row[name] for name in text),
             f"{step['median']:.0f}",
             f"{step['min']:.0f}–{step['max']:.0f}",
             f"{row['tokens_per_s']:.0f}",
             f"{row['speedup']:.2f}×",
             f"{row['over_bound']:.3f}",
-            _number(row.get("over_load", row.get("over_contended")), ".3f"),
-            _number(row["exposed_ms"], ".0f"),
-            _number(row["hidden_fraction"], ".1%"),
-            _number(row["predicted_ms"], ".0f"),
-            f"{row['peak_activation_bytes'] / 2**20:.0f}",
+            number(row.get("over_load", row.get("over_contended")), ".3f"),
+            number(row["exposed_ms"], ".0f"),
+            number(row["hidden_fraction"], ".1%"),
+            number(row["predicted_ms"], ".0f"),
+            _mebibytes(row["peak_activation_bytes"]),
             *[_mebibytes(row.get("peak_without_recompute_bytes"))] * recomputes,
             _gradients(row),
             style="bold" if row["default"] else None,
@@ -142,21 +127,12 @@ def show(result: dict[str, Any], screen: Console) -> None:
     if result.get("best_over_peers"):
         theirs = ", ".join(result["peers"]) if "peers" in result else "torch's"
         screen.print(f"our best is {result['best_over_peers']:.2f}× as fast as the best of {theirs}")
-    for doubt in result["doubts"]:
-        screen.print(
-            f"error of measurement: {doubt}; measure again on a quieter machine or with more --rounds",
-            style="bold red",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    advice = "measure again on a quieter machine or with more --rounds"
+    print_lines(screen, *(f"error of measurement: {doubt}; {advice}" for doubt in result["doubts"]), style="bold red")
 
 
 def _mebibytes(size: int | None) -> str:
-    return "–" if size is None else f"{size / 2**20:.0f}"
+    return number(None if size is None else size / 2**20, ".0f")
 
 
 def _gradients(row: dict[str, Any]) -> str:

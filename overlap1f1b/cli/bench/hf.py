@@ -20,8 +20,7 @@ from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.hf import HfModel
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.engine import Engine, LossFunction
-from overlap1f1b.engine.stages import Model
+from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 
 PEER = "transformers all_to_all"
@@ -30,14 +29,12 @@ PEER = "transformers all_to_all"
 class HfBench(Bench):
     """One rank's part of the benchmark of a model of transformers, on one stage."""
 
+    model: HfModel
+
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
         super().__init__(options, rank, report)
         self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts the labels
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
-
-    def _built(self) -> tuple[nn.Module, Model, LossFunction, None]:
-        self.model: HfModel = HfModel(self.options, self.rank, self.options.program())
-        return self.model, self.model.split, self.model.split.loss_fn, None
 
     def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
         options = self.options

@@ -1,7 +1,7 @@
 """The benchmark of one rank: bounds and rows in rounds, then gradients and memory.
 
 :class:`Bench` measures a model on one stage. Subclasses say what differs over several pipeline ranks (``pipelines.py``)
-and for a model of transformers (``hf.py``): the model, the bounds, the reference gradients, and the peers.
+and for a model of transformers (``hf.py``): the bounds, the reference gradients, and the peers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from overlap1f1b.cli.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
-from overlap1f1b.cli.workload import block_weights, build_model, load_corpus, loss_fn, model_config
-from overlap1f1b.engine import Engine, LossFunction, StepResult
+from overlap1f1b.cli.workload import build, engine_options, loss_fn, model_config
+from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
-from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.schedule import Program
@@ -70,8 +70,8 @@ class Bench:
 
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
         self.options, self.rank, self.report = options, rank, report
-        self.model, self.played, self.loss_fn, self.weights = self._built()
-        self.inputs, self.target = load_corpus(options).batch(
+        self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
+        self.inputs, self.target = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         self.real, self.loopback_rate = real_exchange(options, rank)
@@ -81,11 +81,6 @@ class Bench:
         self.parts_choice: PartsChoice | None = None
 
     # What differs between kinds of models
-
-    def _built(self) -> tuple[nn.Module, Model, LossFunction, list[float] | None]:
-        """Return a module with all parameters, the model for the engine, its loss and its blocks' relative costs."""
-        model = build_model(self.options, self.rank)
-        return model, model, loss_fn, block_weights(self.options)
 
     def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
         """Return the model, loss and real modules for :func:`operations_per_second`, on this rank alone."""
@@ -106,18 +101,7 @@ class Bench:
         if self.options.alone:
             return {"plain": self.plain_loop}
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
-        engine = Engine(
-            self.played,
-            default.program,
-            loss_fn=self.loss_fn,
-            weights=self.weights,
-            recompute=self.options.recompute,
-            parts=self.parts,
-            capacity=self.options.capacity,
-            overflow=self.options.overflow,
-            plan=default.plan.without_reductions(),
-            exchange=answers,
-        )
+        engine = self._engine(default.program, plan=default.plan.without_reductions(), exchange=answers)
         replay = Replay(self.real, self._sizes, self.rank.device)
 
         def compute_only() -> float:
@@ -155,13 +139,14 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """Measure everything and return the measured part of the JSON."""
         variants, peers = variants_of(self.options), self._peers()
-        with self.ready(variants) as (engines, rate):
-            default = next(engines[variant.key] for variant in variants if variant.default)
+        with self.ready(list(variants.values())) as (engines, rate):
+            default = next(engines[key] for key, variant in variants.items() if variant.default)
+            players: dict[str, Player] = {**engines, **{peer.name: peer for peer in peers}}
             self._record(default)
-            bounds, samples, share = self._rounds({**engines, **{peer.name: peer for peer in peers}}, default)
+            bounds, samples, share = self._rounds(players, default)
         self.report(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
-        checked = self._check(engines, peers)
-        rows = [row | checked[key] for key, row in self._rows(variants, engines, peers, samples, bounds).items()]
+        checked = self._check(players, variants)
+        rows = [row | checked[key] for key, row in self._rows(players, variants, samples, bounds, default).items()]
         return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
 
     @contextmanager
@@ -187,22 +172,19 @@ class Bench:
 
     def engine(self, variant: Variant, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
         """Return an engine that plays the variant over the recording exchange."""
-        return Engine(
-            self.played,
+        return self._engine(
             variant.program,
             mesh=self.rank.mesh,
-            loss_fn=self.loss_fn,
-            weights=self.weights,
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
-            parts=self.parts,
-            capacity=self.options.capacity,
-            overflow=self.options.overflow,
             costs=costs,
             reduce=self.options.reduce,
-            timeout=self.options.timeout,
             exchange=self.recording,
         )
+
+    def _engine(self, program: Program, **given: Any) -> Engine:
+        given = engine_options(self.options) | {"parts": self.parts} | given
+        return Engine(self.played, program, loss_fn=self.loss_fn, weights=self.weights, **given)
 
     def step(self, player: Player) -> tuple[float, Any]:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
@@ -311,15 +293,13 @@ class Bench:
         share = slowest(busy / lasted, self.rank) * local / cores()
         return {name: median(values[1:]) for name, values in bounds.items()}, samples, share
 
-    def _check(self, engines: Mapping[str, Engine], peers: Sequence[Peer]) -> dict[str, dict[str, Any]]:
+    def _check(self, players: Mapping[str, Player], variants: Mapping[str, Variant]) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with the reference, by real compute, and measure its memory.
 
         With recomputation, the first reference is a row without it, and the memory of that row is measured too.
         """
         reference, factor = self._reference()
         found: dict[str, dict[str, Any]] = {}
-        players: dict[str, Player] = {**engines, **{peer.name: peer for peer in peers}}
-        variants = {variant.key: variant for variant in variants_of(self.options)}
         for key, player in players.items():
             without = {}
             if self.options.recompute != "none" and isinstance(player, Engine):
@@ -344,45 +324,33 @@ class Bench:
 
     def _rows(
         self,
-        variants: Sequence[Variant],
-        engines: Mapping[str, Engine],
-        peers: Sequence[Peer],
+        players: Mapping[str, Player],
+        variants: Mapping[str, Variant],
         samples: Mapping[str, Samples],
         bounds: dict[str, float],
+        default: Engine,
     ) -> dict[str, dict[str, Any]]:
         """Return the rows of the JSON, without their gradients, and complete the bounds."""
         if "plain" in bounds:  # nothing is exchanged
             bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
         bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
-        rows: dict[str, dict[str, Any]] = {}
-        for variant in variants:
-            engine = engines[variant.key]
-            assert engine.costs is not None
-            rows[variant.key] = {
-                "program": variant.name,
-                "overlap": str(engine.plan.overlap),
-                "default": variant.default,
-                "order": engine.plan.order,
-                "predicted_ms": 1e3 * simulate(engine.plan, engine.costs).makespan,
-            }
-        for peer in peers:
-            rows[peer.name] = {
-                "program": peer.name,
-                "overlap": peer.overlap,
-                "default": False,
-                "order": "",
-                "predicted_ms": None,
-            }
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
-        steps = {key: median(samples[key].seconds) for key in rows}
-        default = next(engines[variant.key] for variant in variants if variant.default)
-        return {
-            key: row
-            | samples[key].summary()
-            | {"tokens_per_s": tokens / steps[key], "speedup": steps[variants[0].key] / steps[key]}
-            | {f"over_{name}": steps[key] / bound for name, bound in self._floors(engines.get(key, default), bounds)}
-            for key, row in rows.items()
-        }
+        steps = {key: median(samples[key].seconds) for key in players}
+        first, rows = next(iter(steps.values())), {}
+        for key, player in players.items():
+            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None}
+            if isinstance(player, Engine):
+                assert player.costs is not None
+                row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
+                row |= {"default": variants[key].default, "order": player.plan.order}
+                row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
+            else:
+                row["overlap"] = player.overlap
+            engine = player if isinstance(player, Engine) else default
+            row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
+            row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
+            rows[key] = row
+        return rows
 
     def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
         """Yield what the steps of an engine are compared with, by name, in seconds."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -67,19 +68,19 @@ class PipelineBench(Bench):
 
 
 class Kind(NamedTuple):
-    """A schedule of torch, the placement of its stages, and whether the engine plays its compute."""
+    """A schedule of torch, the placement of its stages over ranks, and whether the engine plays its compute."""
 
     schedule: Any
-    shape: str
+    placement: Callable[[int], Placement]
     registered: bool = False
 
 
 KINDS = {
-    "1F1B": Kind(Schedule1F1B, "single"),
-    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, "loop"),
-    "ZBV": Kind(ScheduleZBVZeroBubble, "v"),
-    "DualPipeV": Kind(ScheduleDualPipeV, "v"),
-    "DualPipeV, registered": Kind(ScheduleDualPipeV, "v", registered=True),
+    "1F1B": Kind(Schedule1F1B, Placement.loop),
+    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
+    "ZBV": Kind(ScheduleZBVZeroBubble, Placement.v),
+    "DualPipeV": Kind(ScheduleDualPipeV, Placement.v),
+    "DualPipeV, registered": Kind(ScheduleDualPipeV, Placement.v, registered=True),
 }
 """Torch's schedules by their names in the tables."""
 
@@ -96,11 +97,7 @@ class TorchSchedule:
         kind, options, rank = KINDS[name], bench.options, bench.rank
         assert rank.mesh is not None
         group = rank.mesh.get_group("pp")
-        placement = {
-            "single": Placement.loop(group.size()),
-            "loop": Placement.loop(group.size(), 2),
-            "v": Placement.v(group.size()),
-        }[kind.shape]
+        placement = kind.placement(group.size())
         parts = split_blocks(blocks_of(bench.model), placement.stages, block_weights(options))
         held = [stage for _, stage in placement.places(group.rank())]
         self.modules = {stage: nn.Sequential(*parts[stage]) for stage in held}
@@ -110,7 +107,7 @@ class TorchSchedule:
         ]
         self.name, self.overlap = f"torch {name}", "pairs" if kind.registered else ""
         self.first, self.last = 0 in held, placement.stages - 1 in held
-        self.schedule = kind.schedule(stages[0] if kind.shape == "single" else stages, options.microbatches, loss_fn)
+        self.schedule = kind.schedule(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn)
         if kind.registered:
             register(self.schedule, exchange=bench.recording, timeout=options.timeout)
 

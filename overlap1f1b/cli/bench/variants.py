@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     def name(self) -> str:
         """Name of the program, with the number of chunks if a rank has several."""
         chunks = len(self.program.placement.places(0))
-        return f"{self.program.name}" + f", {chunks} chunks" * (chunks > 1)
+        return self.program.name + f", {chunks} chunks" * (chunks > 1)
 
     @property
     def key(self) -> str:
@@ -36,13 +36,11 @@ def asked_for(options: BenchOptions) -> Variant:
     return Variant(options.program(), parse_overlap(options.overlap), default=True)
 
 
-def variants_of(options: BenchOptions) -> list[Variant]:
-    """Return the rows for these options, the serial baseline first if there is one."""
+def variants_of(options: BenchOptions) -> dict[str, Variant]:
+    """Return the rows for these options by their keys, the serial baseline first if there is one."""
     default = asked_for(options)
     rows = _pipelines(options, default) if options.pp > 1 else _ablation(options, default)
-    table = {row.key: row for row in (*rows, default)}
-    table[default.key] = default
-    return list(table.values())
+    return {row.key: row for row in rows} | {default.key: default}
 
 
 def _ablation(options: BenchOptions, default: Variant) -> list[Variant]:
@@ -89,12 +87,9 @@ class Samples:
 
     def summary(self) -> dict[str, Any]:
         """Return the measured part of the row's JSON."""
+        ms = {name: 1e3 * of(self.seconds) for name, of in (("min", min), ("median", median), ("max", max))}
         return {
-            "step_ms": {
-                "min": 1e3 * min(self.seconds),
-                "median": 1e3 * median(self.seconds),
-                "max": 1e3 * max(self.seconds),
-            },
+            "step_ms": ms,
             "exposed_ms": 1e3 * median(self.exposed) if self.exposed else None,
             "hidden_fraction": median(self.hidden) if self.hidden else None,
         }

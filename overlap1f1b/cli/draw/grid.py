@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-from overlap1f1b.cli.draw.tracks import Drawn, Track
+from overlap1f1b.cli.draw.tracks import Cell, Track
 
 
 class Piece(NamedTuple):
@@ -40,7 +40,7 @@ class Grid:
         return "\n".join("".join(piece.text for piece in line).rstrip() for line in self.lines)
 
     @classmethod
-    def of(cls, tracks: Sequence[Track[Drawn]], *, width: int, shortens: bool = False) -> Grid:
+    def of(cls, tracks: Sequence[Track], *, width: int, shortens: bool = False) -> Grid:
         """Draw tracks as text.
 
         Columns are proportional to time. A unit of time has as many columns as the texts of the cells need, and time
@@ -61,7 +61,7 @@ class Grid:
         return cls(tuple(lines), None if whole else columns / scale)
 
 
-def _scale(tracks: Sequence[Track[Drawn]], end: float, columns: int, shortens: bool) -> float:
+def _scale(tracks: Sequence[Track], end: float, columns: int, shortens: bool) -> float:
     """Return the columns of a unit of time: enough for every text and a dash behind it.
 
     The dashes are left out if the drawing fits only without them and all texts begin with a letter, which tells cells
@@ -81,19 +81,19 @@ def _scale(tracks: Sequence[Track[Drawn]], end: float, columns: int, shortens: b
     return max(1 / shortest, min(tight, columns / end)) if shortens else tight
 
 
-def letters(tracks: Sequence[Track[Drawn]]) -> float:
+def letters(tracks: Sequence[Track]) -> float:
     """Return how many letters a unit of time needs, so that the texts of all but short cells fit."""
     return max((size / time for size, time in _sizes(tracks)), default=1.0)
 
 
-def _sizes(tracks: Sequence[Track[Drawn]]) -> set[tuple[int, float]]:
+def _sizes(tracks: Sequence[Track]) -> set[tuple[int, float]]:
     """Return the letters and times of the cells that count for the scale."""
     cells = [cell for track in tracks for cell in track.cells if cell.end > cell.start]
     longest = max((cell.end - cell.start for cell in cells), default=1.0)
     return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
 
 
-def _pieces(cells: Iterable[Drawn], scale: float, columns: int) -> list[Piece]:
+def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> list[Piece]:
     pieces: list[Piece] = []
     at = 0
     for cell in cells:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from overlap1f1b.cli.draw.grid import letters
-from overlap1f1b.cli.draw.tracks import Drawn, Track
+from overlap1f1b.cli.draw.tracks import Cell, Track
+from overlap1f1b.cli.output import writing
 
 COLOURS = {
     "F": "#4c8bf5",
@@ -36,7 +37,7 @@ MOST_TEXTS = 2000
 
 
 def paint(
-    tracks: Sequence[Track[Drawn]], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+    tracks: Sequence[Track], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
 ) -> None:
     """Draw tracks into a file of the format that its option names, ``png`` or ``svg``; ``unit`` labels the time axis.
 
@@ -63,16 +64,13 @@ def paint(
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
-    try:
-        with mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
-            figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
-    except OSError as error:
-        raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
+    with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
+        figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
 
 
-def _paint_track(axes: Any, height: int, track: Track[Drawn], letter: float) -> None:
+def _paint_track(axes: Any, height: int, track: Track, letter: float) -> None:
     """Draw the bars of a track; a bar has its text if each letter gets ``letter`` units of time."""
-    styles: dict[str, list[Drawn]] = {}
+    styles: dict[str, list[Cell]] = {}
     for cell in track.cells:
         styles.setdefault(cell.style, []).append(cell)
     for style, cells in styles.items():

@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from overlap1f1b.plan import Resource, Span
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
-from overlap1f1b.simulation.drawing import stacked, staged
-from overlap1f1b.simulation.drawing import text_of as text_of_node
+from overlap1f1b.simulation.drawing import LANES, rows_of, stacked, staged, style_of, text_of
 
 if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
 
-_NAMES = {
-    Resource.COMPUTE: "compute",
-    Resource.EXCHANGE: "exchange",
-    Resource.CONTROL: "counts",
-    Resource.PEER: "peers",
-}
-_STYLES: dict[Resource | None, str] = {
-    Resource.EXCHANGE: "exchange",
-    Resource.CONTROL: "exchange",
-    Resource.PEER: "peer",
-}
-_ALWAYS = (Resource.COMPUTE, Resource.EXCHANGE)  # have a track even if it is empty
-
-
-class Drawn(Protocol):
-    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def style(self) -> str: ...
-
 
 class Cell(NamedTuple):
-    """A drawn action or sub-op of a simulation."""
+    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour, ``what`` the thing in full."""
 
     text: str
     start: float
     end: float
     style: str
+    what: str = ""
 
 
-D_co = TypeVar("D_co", bound=Drawn, covariant=True)
-
-
-class Track(NamedTuple, Generic[D_co]):
+class Track(NamedTuple):
     """A row of a drawing: cells in order of time that do not overlap."""
 
     name: str
-    cells: Sequence[D_co]
+    cells: Sequence[Cell]
 
 
-def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
+def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
     """Return a track for each rank, or for each resource of each rank if the timeline has sub-ops.
 
     >>> from overlap1f1b.schedule import build_schedule
@@ -82,20 +52,15 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track[Cell]]:
     ]
 
 
-def _resources(timeline: PlanTimeline, rank: int) -> list[Track[Cell]]:
-    tracks = []
-    spans = timeline.ranks[rank].spans
-    several = staged(spans)
-    lanes: dict[Resource | None, tuple[str, Iterable[Span]]] = {None: ("host", timeline.ranks[rank].host)}
-    lanes |= {lane: (name, [span for span in spans if span.node.resource is lane]) for lane, name in _NAMES.items()}
-    for resource, (name, of_lane) in lanes.items():
-        stack = stacked(span for span in of_lane if span.end > span.start)
-        for row in stack or [[]] * (resource in _ALWAYS):
-            cells = [
-                Cell(text_of_node(s.node, staged=several), s.start, s.end, _STYLES.get(resource, s.node.kind.value))
-                for s in row
-            ]
-            tracks.append(Track(f"rank {rank} {name}", cells))
+def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
+    tracks, of = [], timeline.ranks[rank]
+    several = staged(span.node for span in of.spans)
+    for resource, _, row in rows_of(of.spans, of.host):
+        cells = [
+            Cell(text_of(s.node, staged=several), s.start, s.end, style_of(s.node) if resource else s.node.kind.value)
+            for s in row
+        ]
+        tracks.append(Track(f"rank {rank} {LANES[resource] if resource else 'host'}", cells))
     return tracks
 
 
@@ -108,7 +73,7 @@ def _style(slot: Slot) -> str:
     return "pair" if isinstance(slot, Pair) else slot.kind.value
 
 
-def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
+def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
     """Return the bars of every lane in as few tracks as they need; ranks in order, predictions below them."""
     lanes: dict[tuple[str, str], list[Bar]] = {}
     for bar in bars:
@@ -116,12 +81,13 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track[Bar]]:
     found = []
     for process, lane in sorted(lanes, key=_place):
         for number, row in enumerate(stacked(lanes[process, lane]), 1):
-            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), row))
+            cells = [Cell(bar.text, bar.start, bar.end, bar.style, str(bar.what)) for bar in row]
+            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), cells))
     return found
 
 
 def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
     process, lane = of
     _, rank, *predicted = process.split()
-    order = list(_NAMES.values())
+    order = list(LANES.values())
     return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane

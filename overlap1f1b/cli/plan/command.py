@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,23 +11,13 @@ from rich.text import Text
 from overlap1f1b.cli.draw.grid import Grid
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of
-from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.output import console, print_lines, write_json, writing
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
-from overlap1f1b.cli.plan.results import Played, content_of, found, per_rank, per_schedule, row_of
+from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.schedule import AUTO, Program
-from overlap1f1b.simulation import (
-    ActionModel,
-    Candidate,
-    NodeModel,
-    PlanTimeline,
-    Ranking,
-    played,
-    search,
-)
-
-Model = ActionModel | NodeModel
+from overlap1f1b.simulation import Candidate, Model, NodeModel, PlanTimeline, Played, Ranking, played, search
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -77,55 +65,56 @@ class _Progress:
 
 
 def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
-    ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
-    microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
-    model, layers = model_of(options), options.sub_op_costs.layers
+    model, layers, output = model_of(options), options.sub_op_costs.layers, options.output
     if isinstance(model, NodeModel):
         model = replace(model, progress=progress.searched)
     total = 1 + len(options.compare)
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
-    of_step: dict[str, Any] = {"forward_only": options.forward_only, "memory": options.memory}
+    step: dict[str, Any] = {
+        "ranks": DEFAULT_RANKS if options.ranks is None else options.ranks,
+        "microbatches": DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
+        "forward_only": options.forward_only,
+        "memory": options.memory,
+    }
     if options.from_csv is not None:
         program = read(options)
         progress.begin(f"0 of {total} programs played, now {options.from_csv}")
-        timeline = model.play(program, None)
-        of_step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
-        of_step["forward_only"] = program.forward_only
+        timeline: Played = model.play(program, None)
+        step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
+        step["forward_only"] = program.forward_only
     else:
         candidate = requested(options)
         if options.search:
-            ranking = _search(options, ranks, microbatches, model, progress)
+            ranking = _search(options, step, model, progress)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
-        check_scale(candidate, ranks, microbatches, layers)
-        of_step |= {"ranks": ranks, "microbatches": microbatches}
+        check_scale(candidate, step["ranks"], step["microbatches"], layers)
         progress.begin(f"0 of {total} programs played, now {candidate}")
-        program, timeline = _played(candidate, model, **of_step)
+        program, timeline = played(candidate, model, **step)
     rows = [row_of(program, timeline, candidate)]
     for number, other in enumerate(map(parse, options.compare), 1):
         progress.begin(f"{number} of {total} programs played, now {other}")
-        check_scale(other, len(program.ranks), program.microbatches, layers)
-        rows.append(row_of(*_played(other, model, **of_step), other))
+        check_scale(other, step["ranks"], step["microbatches"], layers)
+        rows.append(row_of(*played(other, model, **step), other))
     progress.begin(f"{total} of {total} programs played, now tables and drawings")
     content = content_of(program, timeline) | extra
-    _write(program, timeline, options.output, _title(content))
-    _show(content, timeline, options.output, screen)
+    title = _title(content)
+    _write(program, timeline, output, title)
+    print_lines(screen, title, style="bold")
+    if not output.tables:
+        _draw(timeline, screen, screen.width if output.width is None else output.width)
+    screen.print()
+    screen.print(per_rank(content["per_rank"]))
     if options.compare:
         content["compare"] = rows
         screen.print()
         screen.print(per_schedule(rows))
-    write_json(options.output.json, content)
+    write_json(output.json, content)
 
 
-def _played(candidate: Candidate, model: Model, **of_step: Any) -> tuple[Program, Played]:
-    program, timeline = played(candidate, model, **of_step)
-    assert isinstance(timeline, Played)
-    return program, timeline
-
-
-def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, progress: _Progress) -> Ranking:
-    tried = searched(options, model)
+def _search(options: PlanOptions, step: dict[str, Any], model: Model, progress: _Progress) -> Ranking:
+    tried, ranks, microbatches = searched(options, model), step["ranks"], step["microbatches"]
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule not in (None, AUTO):
@@ -135,16 +124,8 @@ def _search(options: PlanOptions, ranks: int, microbatches: int, model: Model, p
         progress.begin(f"{done} of {len(tried)} schedules tried")
 
     tell(0)
-    ranking = search(
-        tried,
-        ranks=ranks,
-        microbatches=microbatches,
-        model=model,
-        forward_only=options.forward_only,
-        memory=options.memory,
-        top=(options.top or 1) if isinstance(model, NodeModel) else None,
-        progress=tell,
-    )
+    top = (options.top or 1) if isinstance(model, NodeModel) else None
+    ranking = search(tried, model=model, top=top, progress=tell, **step)
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
         raise ValueError(
@@ -160,46 +141,30 @@ def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> No
     screen.print(per_schedule(rows[:shown]))
     if len(rows) > shown:
         screen.print(f"… {len(rows) - shown} slower ones; --top {len(rows)} shows them")
-    if result["pruned"]:
-        pruned = result["pruned"]
-        place, further = (
-            (f"among the first {top}", "") if top else ("the fastest", "; --top N plays what the first N need")
-        )
-        screen.print(
+    if pruned := result["pruned"]:
+        place = f"among the first {top}" if top else "the fastest"
+        further = "" if top else "; --top N plays what the first N need"
+        print_lines(
+            screen,
             f"not played: {len(pruned)} that cannot be {place}, none takes less than {pruned[0]['bound']:.6g}{further}",
-            highlight=False,
         )
-    if result["over_memory"]:
-        over = result["over_memory"]
+    if over := result["over_memory"]:
         screen.print(f"left out, over the memory limit: {len(over)}, the least with {over[0]['peak_activations']:g}")
-    if result["refused"]:
-        refused = result["refused"]
-        reasons = list(dict.fromkeys(row["reason"] for row in refused))
-        screen.print(f"impossible: {len(refused)}, such as {reasons[0]}", markup=False, highlight=False)
+    if refused := result["refused"]:
+        print_lines(screen, f"impossible: {len(refused)}, such as {refused[0]['reason']}")
     screen.print()
-
-
-def _show(content: dict[str, Any], timeline: Played, output: OutputOptions, screen: Console) -> None:
-    screen.print(Text(_title(content), style="bold"), soft_wrap=True)
-    if not output.tables:
-        _draw(timeline, screen, screen.width if output.width is None else output.width)
-    screen.print()
-    screen.print(per_rank(content["per_rank"]))
 
 
 def _draw(timeline: Played, screen: Console, width: int) -> None:
     grid = Grid.of(tracks_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
     for line in grid.lines:
-        text = Text()
-        for piece in line:
-            text.append(piece.text, style=STYLES.get(piece.style, ""))
+        text = Text.assemble(*((piece.text, STYLES.get(piece.style, "")) for piece in line))
         text.rstrip()
         screen.print(text, soft_wrap=True)
     if grid.until is not None:
-        screen.print(
+        print_lines(
+            screen,
             f"cut at {grid.until:.6g} of {timeline.makespan:.6g}: --width N draws more, --svg FILE all of it",
-            highlight=False,
-            soft_wrap=True,
         )
 
 
@@ -220,16 +185,12 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _write(program: Program, timeline: Played, output: OutputOptions, title: str) -> None:
-    writers: Sequence[tuple[str, Path | None, Callable[[Path], None]]] = (
-        ("csv", output.csv, program.to_csv),
-        ("trace", output.trace, timeline.to_chrome_trace),
-    )
-    for option, path, write in writers:
-        if path is not None:
-            try:
-                write(path)
-            except OSError as error:
-                raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
+    if output.csv is not None:
+        with writing("csv", output.csv):
+            program.to_csv(output.csv)
+    if output.trace is not None:
+        with writing("trace", output.trace):
+            timeline.to_chrome_trace(output.trace)
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
             paint(tracks_of(timeline), path, title=title, option=option)

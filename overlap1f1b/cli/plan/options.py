@@ -181,9 +181,9 @@ def check_plan(options: PlanOptions) -> None:
 
 
 def _check_sizes(options: PlanOptions) -> None:
-    least = {"ranks": 1, "microbatches": 1, "chunks": 1, "group_size": 1, "extra_warmup": 0, "top": 1, "width": 20}
+    least = dict.fromkeys(("ranks", "microbatches", "chunks", "group_size", "top", "layers", "parts"), 1)
     given = vars(options) | vars(options.output) | vars(options.sub_op_costs)
-    for name, limit in (least | {"layers": 1, "parts": 1}).items():
+    for name, limit in (least | {"extra_warmup": 0, "width": 20}).items():
         if given[name] is not None and given[name] < limit:
             raise ValueError(f"{_option(name)} {given[name]}; allowed: {limit} or more")
 

@@ -7,8 +7,8 @@ from typing import Any
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, SCHEDULES, Program
-from overlap1f1b.simulation import ActionModel, Candidate, Costs, NodeModel
-from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, OVERLAPS, candidates
+from overlap1f1b.simulation import ActionModel, Candidate, Costs, Model, NodeModel
+from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, candidates
 
 MOST = 10_000_000
 """Largest number of actions, or of nodes with --layers, that a simulation takes."""
@@ -41,7 +41,7 @@ def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int
         raise ValueError(f"{candidate.schedule} with {named} has about {count} {what}; allowed: at most {MOST}")
 
 
-def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candidate]:
+def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     """Return the candidates of ``--search``; given options are not varied, nor is the warm-up of ``--forward-only``."""
     schedules = SCHEDULES if options.schedule is None else (options.schedule,)
     chunks = CHUNKS if options.chunks is None else (options.chunks,)
@@ -56,37 +56,29 @@ def searched(options: PlanOptions, model: ActionModel | NodeModel) -> list[Candi
     return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
 
 
-def model_of(options: PlanOptions) -> ActionModel | NodeModel:
+SUB_OPS = ("attention", "experts", "dispatch", "combine", "counts", "launch")
+
+
+def model_of(options: PlanOptions) -> Model:
     """Return the model that plays programs: by sub-ops if ``--layers`` is given, else by actions."""
-    if options.sub_op_costs.layers is not None:
-        return _node_model(options)
-    given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
-    if options.send is not None:
-        given["send"] = options.send
-    if "weight" not in given and "backward" in given:
-        given["weight"] = given["backward"] / 2
-    return ActionModel(Costs(**given))
-
-
-def _node_model(options: PlanOptions) -> NodeModel:
-    given = options.sub_op_costs
-    assert given.layers is not None
-    costs = NodeCosts.uniform(
-        attention=3.0 if given.attention is None else given.attention,
-        experts=4.0 if given.experts is None else given.experts,
-        dispatch=5.0 if given.dispatch is None else given.dispatch,
-        combine=given.combine,
-        counts=given.counts or 0.0,
-        send=options.send or 0.0,
-        launch=given.launch or 0.0,
-    )
-    seconds, parts = 10.0 if given.seconds is None else given.seconds, given.parts or 1
+    sub_ops = options.sub_op_costs
+    if sub_ops.layers is None:
+        given = {name: value for name, value in vars(options.action_costs).items() if value is not None}
+        if options.send is not None:
+            given["send"] = options.send
+        if "weight" not in given and "backward" in given:
+            given["weight"] = given["backward"] / 2
+        return ActionModel(Costs(**given))
+    costs: dict[str, Any] = {name: value for name in SUB_OPS if (value := getattr(sub_ops, name)) is not None}
+    seconds = 10.0 if sub_ops.seconds is None else sub_ops.seconds
+    settings: dict[str, Any] = {"parts": sub_ops.parts or 1, "seconds": seconds}
     if options.search and options.chunks is None:
-        seconds /= len(CHUNKS)
-    if given.overlap is None:
-        return NodeModel(costs, given.layers, overlaps=OVERLAPS, parts=parts, seconds=seconds)
-    overlap = parse_overlap(given.overlap)
-    return NodeModel(costs, given.layers, default=overlap, overlaps=(overlap,), parts=parts, seconds=seconds)
+        settings["seconds"] /= len(CHUNKS)
+    if sub_ops.overlap is not None:
+        overlap = parse_overlap(sub_ops.overlap)
+        settings |= {"default": overlap, "overlaps": (overlap,)}
+    costs = {"attention": 3.0, "experts": 4.0, "dispatch": 5.0, "send": options.send or 0.0} | costs
+    return NodeModel(NodeCosts.uniform(**costs), sub_ops.layers, **settings)
 
 
 def read(options: PlanOptions) -> Program:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from overlap1f1b.cli.output import middle_left_out, plain_table
 from overlap1f1b.schedule import Pair, Program
-from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, ProgramTimeline, Ranking
-
-Played = ProgramTimeline | PlanTimeline
+from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
 
 
 def content_of(program: Program, timeline: Played) -> dict[str, Any]:
@@ -96,8 +95,6 @@ def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
     }
 
 
-RANKS_SHOWN = 16
-
 _PER_RANK = {
     "rank": "rank",
     "busy": "busy",
@@ -127,12 +124,8 @@ _PER_SCHEDULE = {
 
 def per_rank(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each rank; of many ranks the middle ones are left out."""
-    kept = [{"rank": rank, **row} for rank, row in enumerate(rows)]
-    if len(kept) > RANKS_SHOWN:
-        half = RANKS_SHOWN // 2
-        gap = {"rank": f"… {len(kept) - 2 * half} more"}
-        kept = [*kept[:half], gap, *kept[-half:]]
-    return _table(_PER_RANK, kept)
+    kept: list[Mapping[str, Any]] = [{"rank": rank, **row} for rank, row in enumerate(rows)]
+    return _table(_PER_RANK, middle_left_out(kept, lambda gap: {"rank": gap}))
 
 
 def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -142,17 +135,11 @@ def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table(headings: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
     shown = [key for key in headings if any(row.get(key) is not None for row in rows)]
-    for key in shown:
-        table.add_column(headings[key], justify="left" if key in ("schedule", "overlap") else "right")
+    table = plain_table(map(headings.__getitem__, shown), ("schedule", "overlap"))
     for row in rows:
-        table.add_row(*_texts(shown, row))
+        table.add_row(*(escape(_text(key, row.get(key))) for key in shown))
     return table
-
-
-def _texts(keys: Iterable[str], row: Mapping[str, Any]) -> list[str]:
-    return [escape(_text(key, row.get(key))) for key in keys]
 
 
 def _text(key: str, value: Any) -> str:

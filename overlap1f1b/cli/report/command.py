@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
-from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.output import console, print_lines, write_json, writing
 from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
-from overlap1f1b.cli.report.tables import comparison, print_table, tables_of
+from overlap1f1b.cli.report.tables import comparison, print_table, print_verdict, tables_of
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
-from overlap1f1b.profiling.reading import Progress as Told
-from overlap1f1b.profiling.reading import files_of
+from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
 
 READ = "all files are read"
@@ -59,8 +57,9 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
     elif output.step is not None:
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
     say(f"{READ}, now the drawings")
-    _write(content, bars, output, _title(recordings))
-    _show(content, _title(recordings), screen)
+    title = _title(recordings)
+    _write(content, bars, output, title)
+    _show(content, title, screen)
     write_json(output.json, content)
 
 
@@ -69,11 +68,11 @@ def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | Non
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
     for content, name in zip(contents, names, strict=True):
-        _say(screen, [f"{name}: {line}" for line in (*remarks(content), *content["notes"])])
+        print_lines(screen, *(f"{name}: {line}" for line in (*remarks(content), *content["notes"])))
     sentence = compared(contents[0], contents[1], names)
     print_table(comparison(contents, names), screen)
     screen.print()
-    screen.print(Text(sentence, style="bold"), soft_wrap=True)
+    print_lines(screen, sentence, style="bold")
     write_json(target, {"compare": contents, "verdict": sentence})
 
 
@@ -89,12 +88,8 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
 def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOptions, title: str) -> None:
     if output.trace is not None:
         flows = [(source.event, target.event) for source, target in arrows(bars)]
-        try:
+        with writing("trace", output.trace):
             write_trace([bar.event for bar in bars], output.trace, flows=flows)
-        except OSError as error:
-            raise ValueError(
-                f"--trace {output.trace}: {error.strerror}; allowed: a file that can be written"
-            ) from error
     title = f"{title}, step {content.get('drawn_step')}"
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
@@ -104,36 +99,29 @@ def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOption
 
 
 def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:
-    screen.print(Text(title, style="bold"), soft_wrap=True)
-    _say(screen, [*remarks(content), *content["notes"]])
+    print_lines(screen, title, style="bold")
+    print_lines(screen, *remarks(content), *content["notes"])
     for table in tables_of(content):
         screen.print()
         print_table(table, screen)
-    screen.print()
-    screen.print(Text(content["verdict"], style="bold"), soft_wrap=True)
-    _say(screen, [f"try: {text}" for text in content["advice"]])
-
-
-def _say(screen: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_verdict(content, screen)
 
 
 def _title(recordings: Recordings) -> str:
     ranks = recordings.ranks
     steps = sorted({len(recording.steps) for recording in ranks})
     sources = ", ".join(dict.fromkeys(recording.source for recording in ranks))
-    count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    count = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
     return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"
 
 
 @contextmanager
-def reading(say: Say, paths: Sequence[Path]) -> Iterator[Told]:
+def reading(say: Say, paths: Sequence[Path]) -> Iterator[Progress]:
     """Yield a function that is told the bytes read of a file and passes them on to ``say``."""
-    count, seen = len(files_of(*paths)), dict[Path, None]()
+    count, seen = len(files_of(*paths)), set[Path]()
 
     def tell(path: Path, read: int, size: int) -> None:
-        seen.setdefault(path)
+        seen.add(path)
         megabytes = f"{read / 2**20:.0f} of {size / 2**20:.0f} MiB"
         say(f"reading {path.name}, file {len(seen)} of {count}: {megabytes}")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from overlap1f1b.profiling import (
     Exposed,
+    Figures,
     OverlapFigures,
-    RankFigures,
+    Recording,
     Recordings,
-    Sums,
     advice,
     figures_of,
     longest,
@@ -23,20 +23,19 @@ PARTIAL = "Partial: "
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
     """Return the JSON of one run."""
-    ranks = [figures_of(recording) for recording in recordings.ranks]
-    sums = Sums(ranks)
-    steps = sum(rank.steps for rank in ranks)
-    sentence = verdict(sums)
+    ranks = {recording: figures_of(recording) for recording in recordings.ranks}
+    every = Figures.sum(ranks.values())
+    sentence = verdict(every)
     return {
-        "ranks": [_rank(rank) for rank in ranks],
-        "all": _figures(sums, steps) | {"step_ms": sums.time / steps / 1e6, "compute_ms": sums.compute / steps / 1e6},
+        "ranks": [_rank(recording, figures) for recording, figures in ranks.items()],
+        "all": _figures(every),
         "longest_exposed": [_exposed(span) for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
-        "advice": advice(sums),
+        "advice": advice(every),
         "partial": recordings.partial,
         "missing_ranks": list(recordings.missing),
         "left_out": list(recordings.left_out),
-        "notes": [f"rank {rank.rank}: {note}" for rank in ranks for note in rank.recording.notes],
+        "notes": [f"rank {recording.rank}: {note}" for recording in recordings.ranks for note in recording.notes],
     }
 
 
@@ -69,38 +68,38 @@ def _share(figures: Mapping[str, Any]) -> str:
     return "nothing" if share is None else f"{share:.0%}"
 
 
-def _rank(rank: RankFigures) -> dict[str, Any]:
-    recording = rank.recording
+def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
     return {
-        "rank": rank.rank,
+        "rank": recording.rank or 0,
         "file": str(recording.path),
         "source": recording.source,
         "told_by": recording.by,
         "mesh": {name: list(place) for name, place in recording.mesh.items()},
-        "steps": rank.steps,
-        "step_ms": rank.per_step_ms(rank.time),
-        "compute_ms": rank.per_step_ms(rank.compute),
-        **_figures(rank, rank.steps),
-        "open_actions": rank.open_actions or None,
+        "steps": figures.steps,
+        **_figures(figures),
+        "open_actions": figures.open_actions or None,
     }
 
 
-def _figures(of: RankFigures | Sums, steps: int) -> dict[str, Any]:
+def _figures(of: Figures) -> dict[str, Any]:
+    ms = of.per_step_ms
     return {
-        **_overlap(of.overlap, steps),
-        "by_sub_op": {name: _overlap(part, steps) for name, part in of.by_sub_op.items()},
-        "by_phase": {name: _overlap(part, steps) for name, part in of.by_phase.items()},
-        "idle_ms": {name: time / steps / 1e6 for name, time in of.idle.items()},
-        "starved_ms": of.starved / steps / 1e6,
+        "step_ms": ms(of.time),
+        "compute_ms": ms(of.compute),
+        **_overlap(of.overlap, of),
+        "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
+        "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
+        "idle_ms": {name: ms(time) for name, time in of.idle.items()},
+        "starved_ms": ms(of.starved),
     }
 
 
-def _overlap(overlap: OverlapFigures, steps: int) -> dict[str, float | None]:
+def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
     """Return the JSON of an overlap; its share is None without an exchange."""
     return {
-        "exchange_ms": overlap.exchange / steps / 1e6,
-        "hidden_ms": overlap.hidden / steps / 1e6,
-        "exposed_ms": overlap.exposed / steps / 1e6,
+        "exchange_ms": of.per_step_ms(overlap.exchange),
+        "hidden_ms": of.per_step_ms(overlap.hidden),
+        "exposed_ms": of.per_step_ms(overlap.exposed),
         "hidden_fraction": overlap.hidden_fraction if overlap.exchange else None,
     }
 

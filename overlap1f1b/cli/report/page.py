@@ -10,6 +10,7 @@ from typing import Any
 
 from overlap1f1b.cli.draw.picture import COLOURS, LABELS, MOST_TEXTS
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
+from overlap1f1b.cli.output import writing
 from overlap1f1b.cli.report.tables import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
 
@@ -61,10 +62,8 @@ def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, t
         picture=_picture(bars, title),
         tables="\n".join(map(_table, tables_of(content))),
     )
-    try:
+    with writing("html", path):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--html {path}: {error.strerror}; allowed: a file that can be written") from error
 
 
 def _picture(bars: Sequence[Bar], title: str) -> str:
@@ -76,17 +75,17 @@ def _picture(bars: Sequence[Bar], title: str) -> str:
     tracks = tracks_of_bars(bars)
     figure = go.Figure()
     for style, label in LABELS.items():
-        placed = [(name, bar) for name, row in tracks for bar in row if bar.style == style]
+        placed = [(name, cell) for name, cells in tracks for cell in cells if cell.style == style]
         if not placed:
             continue
         figure.add_bar(
             orientation="h",
             name=label,
-            base=[bar.start for _, bar in placed],
-            x=[bar.end - bar.start for _, bar in placed],
+            base=[cell.start for _, cell in placed],
+            x=[cell.end - cell.start for _, cell in placed],
             y=[name for name, _ in placed],
-            text=[bar.text for _, bar in placed] if len(bars) <= MOST_TEXTS else None,
-            customdata=[[str(bar.what), bar.start, bar.end] for _, bar in placed],
+            text=[cell.text for _, cell in placed] if len(bars) <= MOST_TEXTS else None,
+            customdata=[[cell.what, cell.start, cell.end] for _, cell in placed],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} to %{customdata[2]:.3f} ms<br>%{x:.3f} ms",
             marker={"color": COLOURS[style], "line": {"width": 0.5, "color": "white"}},
             textposition="inside",

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table as RichTable
 
-RANKS_SHOWN = 16
+from overlap1f1b.cli.output import middle_left_out, plain_table, print_lines
+
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
 _OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
@@ -38,8 +38,9 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         _per_rank(content),
         _parts(content, "by_sub_op", "sub-op", {}),
         _parts(content, "by_phase", "phase", _PHASES),
+        _predicted(content),
+        _longest(content["longest_exposed"]),
     ]
-    found += [_predicted(content), _longest(content["longest_exposed"])]
     return [table for table in found if table.rows]
 
 
@@ -64,7 +65,20 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
 def print_table(table: Table, screen: Console) -> None:
     """Print a table; for a narrow terminal in parts, each with the first column, so that no figure is shortened."""
     for part in _fitted(table, screen.width):
-        screen.print(_shown(part))
+        names = [
+            heading
+            for place, heading in enumerate(part.headings)
+            if not all(_numeric(row[place].text) for row in part.rows)
+        ]
+        drawn = plain_table(part.headings, names)
+        drawn.title, drawn.title_justify, drawn.title_style = part.title or None, "left", "bold"
+        for row in part.rows:
+            drawn.add_row(*(escape(cell.text) for cell in row))
+        screen.print(drawn)
+
+
+def _numeric(text: str) -> bool:
+    return text in ("", NO_SHARE) or text[0].isdigit() or text[0] in "+-−"
 
 
 def _fitted(table: Table, width: int) -> list[Table]:
@@ -87,24 +101,17 @@ def _fitted(table: Table, width: int) -> list[Table]:
     ]
 
 
-def _shown(table: Table) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False, title=table.title or None, title_justify="left", title_style="bold")
-    for place, heading in enumerate(table.headings):
-        texts = [row[place].text for row in table.rows]
-        numeric = all(text in ("", NO_SHARE) or text[0].isdigit() or text[0] in "+-−" for text in texts)
-        drawn.add_column(heading, justify="right" if numeric else "left")
-    for row in table.rows:
-        drawn.add_row(*(escape(cell.text) for cell in row))
-    return drawn
+def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
+    """Print the verdict and the advice."""
+    screen.print()
+    print_lines(screen, content["verdict"], style="bold")
+    print_lines(screen, *(f"try: {text}" for text in content["advice"]))
 
 
 def _per_rank(content: Mapping[str, Any]) -> Table:
     headings = ("rank", "step", "compute", *_OVERLAP.values(), *(f"idle {text}" for text in _IDLE.values()))
     rows = [_figures(rank, ("ranks", place), str(rank["rank"])) for place, rank in enumerate(content["ranks"])]
-    if len(rows) > RANKS_SHOWN:
-        half = RANKS_SHOWN // 2
-        gap = [Cell(f"… {len(rows) - 2 * half} more"), *[Cell("")] * (len(headings) - 1)]
-        rows = [*rows[:half], gap, *rows[-half:]]
+    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(headings) - 1)])
     if len(content["ranks"]) > 1:
         rows.append(_figures(content["all"], ("all",), "mean"))
     return Table("Milliseconds of a step", headings, rows)

@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from overlap1f1b.cli.options import TrainOptions
-from overlap1f1b.cli.output import console, write_json
+from overlap1f1b.cli.output import console, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.status import Say, lines
+from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.train.progress import Board, shown
-from overlap1f1b.cli.train.summary import Speed, compared, show
+from overlap1f1b.cli.train.summary import compared, show, speed_of
 from overlap1f1b.cli.train.trainer import Step, Trainer
-from overlap1f1b.cli.workload import environment, load_corpus
+from overlap1f1b.cli.workload import environment, workload
 from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
@@ -53,7 +54,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.corpus = load_corpus(options)
+        self.corpus = Corpus.load(options.text, sequence=options.sequence)
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
         self.reference: Trainer | None = None
@@ -72,15 +73,13 @@ class _Run:
     def _introduce(self) -> None:
         options, trainer, ranks = self.options, self.trainer, self.rank.size
         shape = f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
-        self._say(f"text: {self.corpus}")
-        self._say(f"model: {trainer.parameters / 1e6:.1f} M parameters, {trainer.description}")
-        self._say(
+        print_lines(
+            self.screen,
+            f"text: {self.corpus}",
+            f"model: {trainer.parameters / 1e6:.1f} M parameters, {trainer.description}",
             f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
-            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}"
+            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}",
         )
-
-    def _say(self, line: str) -> None:
-        self.screen.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _step(self, index: int) -> Step:
         """Make a step; say what the engine has chosen when costs are measured."""
@@ -89,10 +88,10 @@ class _Run:
         step = self.trainer.step(index)
         if measures and engine.costs is not None:
             if self.options.parts == "auto":
-                self._say(f"parts: {engine.parts_choice}")
+                print_lines(self.screen, f"parts: {engine.parts_choice}")
             if engine.program.search_seconds:
                 plan = engine.plan
-                self._say(f"order: {plan.program.name}, predicted {1e3 * plan.predicted:.0f} ms a step")
+                print_lines(self.screen, f"order: {plan.program.name}, predicted {1e3 * plan.predicted:.0f} ms a step")
         return step
 
     def _resume(self, checkpoint: Path) -> None:
@@ -101,7 +100,7 @@ class _Run:
             self.reference.load(checkpoint)
         self.history = History.load(checkpoint.parent, self.start)
         ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
-        self._say(f"resumed: {checkpoint} has {self.start} steps, {ahead}")
+        print_lines(self.screen, f"resumed: {checkpoint} has {self.start} steps, {ahead}")
 
     @property
     def tokens(self) -> int:
@@ -153,32 +152,19 @@ class _Run:
     def result(self) -> dict[str, Any]:
         """Return the JSON."""
         options, history = self.options, self.history
-        speed, reference = Speed.of(self.steps, self.tokens), Speed.of(self.reference_steps, self.tokens)
         compare = None
-        if speed and reference:
-            compare = compared(self.steps, speed, self.reference_steps, reference, start=self.start)
-        sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
-        workload = sizes | {
-            "program": self.trainer.engine.program.name,
-            "overlap": options.overlap,
-            "recompute": options.recompute,
-            "parts": options.parts,
-            "capacity": options.capacity,
-            "microbatches": options.microbatches,
-            "batch": options.batch,
-            "sequence": options.sequence,
-            "text": str(self.corpus),
-        }
+        if self.reference_steps:
+            compare = compared(self.steps, self.reference_steps, self.tokens, start=self.start)
+        first, last = (history.losses[0], history.losses[-1]) if history.losses else (None, None)
+        names = ("overlap", "recompute", "parts", "capacity", "microbatches", "batch", "sequence")
+        said = {"program": self.trainer.engine.program.name, "text": str(self.corpus)}
         return {
             "environment": environment(self.rank),
-            "workload": workload,
+            "workload": workload(options, *names) | said,
             "steps": max(self.start, options.steps),
             "resumed_from": self.start,
             "first_step": history.first_step,
-            "loss": {
-                "first": history.losses[0] if history.losses else None,
-                "last": history.losses[-1] if history.losses else None,
-            },
+            "loss": {"first": first, "last": last},
             "losses": history.losses,
             "grad_norm": history.grad_norms,
             "held_out": {
@@ -186,7 +172,7 @@ class _Run:
                 "unigram_entropy": self.corpus.unigram_entropy,
                 "losses": history.held_out,
             },
-            **(asdict(speed) if speed else dict.fromkeys(Speed.__dataclass_fields__)),
+            **speed_of(self.steps, self.tokens),
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
         }

@@ -75,11 +75,8 @@ def shown(screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> 
         yield Progress(say, bar, tokens=tokens, start=start, steps=steps)
 
 
-SCALARS = ("loss", "grad_norm", "tokens_per_s", "hidden_fraction", "exposed_ms", "held_out_loss")
-
-
 class Board:
-    """Writer of the scalars of :data:`SCALARS` for TensorBoard.
+    """Writer of each step's figures for TensorBoard.
 
     >>> board = Board(Path("runs/one"), tokens=4096, start=0)
     >>> board.show(1, step, held_out=None)
@@ -111,8 +108,8 @@ class Board:
             "exposed_ms": 1e3 * step.exposed,
             "held_out_loss": held_out,
         }
-        for name in SCALARS:
-            if (value := values[name]) is not None:
+        for name, value in values.items():
+            if value is not None:
                 self._writer.add_scalar(name, value, number)
 
     def close(self) -> None:

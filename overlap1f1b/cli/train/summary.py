@@ -3,75 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from overlap1f1b.cli.output import number, plain_table
 from overlap1f1b.cli.train.trainer import Step
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Medians over the steps, without the serial steps that measure nodes.
+def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
+    """Return the JSON of the speed: medians over steps of ``tokens`` tokens each, without the serial ones that measure.
 
-    Args:
-        step_ms: Time of a step.
-        tokens_per_s: Tokens per second, over all ranks.
-        exposed_ms: Time of a step in which an exchange had no compute beside it.
-        hidden_fraction: Share of the exchange beside compute; None without an exchange.
+    The hidden fraction is None without an exchange, and all are None without steps.
     """
-
-    step_ms: float
-    tokens_per_s: float
-    exposed_ms: float
-    hidden_fraction: float | None
-
-    @classmethod
-    def of(cls, steps: Sequence[Step], tokens: int) -> Speed | None:
-        """Return the medians of steps of ``tokens`` tokens each; None without steps."""
-        planned = [step for step in steps if not step.measuring] or list(steps)
-        if not planned:
-            return None
-        seconds = median(step.seconds for step in planned)
-        shares = [step.hidden for step in planned if step.hidden is not None]
-        return cls(
-            step_ms=1e3 * seconds,
-            tokens_per_s=tokens / seconds,
-            exposed_ms=1e3 * median(step.exposed for step in planned),
-            hidden_fraction=median(shares) if shares else None,
-        )
+    planned = [step for step in steps if not step.measuring] or steps
+    if not planned:
+        return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction"))
+    seconds = median(step.seconds for step in planned)
+    shares = [step.hidden for step in planned if step.hidden is not None]
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": tokens / seconds,
+        "exposed_ms": 1e3 * median(step.exposed for step in planned),
+        "hidden_fraction": median(shares) if shares else None,
+    }
 
 
-def compared(
-    steps: Sequence[Step], speed: Speed, reference: Sequence[Step], other: Speed, *, start: int
-) -> dict[str, Any]:
+def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, start: int) -> dict[str, Any]:
     """Return the part of the JSON that compares the run with ``reference``, the same steps by ``sequential``.
 
     ``start`` steps were made before. Steps are numbered from 1.
     """
     pairs = enumerate(zip(steps, reference, strict=True), start + 1)
     unequal = next((number for number, (one, two) in pairs if one.loss != two.loss), None)
+    ours, theirs = (speed_of(of, tokens) for of in (steps, reference))
     return {
         "program": "sequential",
         "overlap": "serial",
         "losses": [step.loss for step in reference],
         "losses_equal": unequal is None,
         "first_unequal_step": unequal,
-        "speedup": other.step_ms / speed.step_ms,
-        **asdict(other),
+        "speedup": theirs["step_ms"] / ours["step_ms"],
+        **theirs,
     }
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
     """Print the summary; for a comparison also the losses of both programs, and a column for each."""
     compare = result["compare"]
-    table = Table(box=None, pad_edge=False, show_header=bool(compare))
-    for heading in ("", result["workload"]["program"], "sequential"):
-        table.add_column(heading)
+    headings = ("", result["workload"]["program"], "sequential")
+    table = plain_table(headings, headings)
+    table.show_header = bool(compare)
     table.add_row("steps", str(result["steps"]))
     if result["losses"]:
         since = f", since step {result['first_step'] + 1}" if result["first_step"] else ""
@@ -82,7 +66,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     for name, text in (
         ("tokens/s", lambda of: f"{of['tokens_per_s']:.0f}"),
         ("ms per step", lambda of: f"{of['step_ms']:.0f}"),
-        ("hidden", lambda of: _share(of["hidden_fraction"])),
+        ("hidden", lambda of: number(of["hidden_fraction"], ".1%")),
         ("exposed ms per step", lambda of: f"{of['exposed_ms']:.0f}"),
     ):
         if result["tokens_per_s"] is not None:
@@ -100,18 +84,11 @@ def show(result: dict[str, Any], screen: Console) -> None:
 def _show_losses(result: dict[str, Any], screen: Console) -> None:
     name, other = result["workload"]["program"], result["compare"]["losses"]
     own, before = result["losses"][-len(other) :], result["steps"] - len(other)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("step", justify="right")
-    for heading in (name, "sequential", "difference"):
-        table.add_column(heading, justify="right")
+    table = plain_table(("step", name, "sequential", "difference"))
     for i in marks(len(own)):
         table.add_row(str(before + i + 1), f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
     screen.print("loss")
     screen.print(table, highlight=False)
-
-
-def _share(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{fraction:.1%}"
 
 
 def marks(count: int, most: int = 10) -> list[int]:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,15 +18,11 @@ from torch import Tensor, nn
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.workload import block_weights, build_model, loss_fn
-from overlap1f1b.engine import Engine, LossFunction, Saving, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.stages import Model
+from overlap1f1b.cli.workload import build, engine_options
+from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program
-
-if TYPE_CHECKING:
-    from overlap1f1b.cli.hf import HfModel
 
 BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -70,31 +65,9 @@ class Trainer:
         self, options: TrainOptions, rank: Rank, corpus: Corpus, program: Program, *, overlap: Overlap
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
-        self.model: MoETransformer | HfModel
-        model: Model
-        loss: LossFunction
-        weights: list[float] | None
-        if options.hf_config is not None:
-            from overlap1f1b.cli.hf import HfModel
-
-            self.model = HfModel(options, rank, program)
-            model, loss, weights = self.model.split, self.model.split.loss_fn, None
-        else:
-            self.model = build_model(options, rank)
-            model, loss, weights = self.model, loss_fn, block_weights(options)
-        self.engine = Engine(
-            model,
-            program,
-            mesh=rank.mesh,
-            loss_fn=loss,
-            weights=weights,
-            overlap=overlap,
-            recompute=options.recompute,
-            parts=options.parts,
-            capacity=options.capacity,
-            overflow=options.overflow,
-            timeout=options.timeout,
-        )
+        self.model, model, loss, weights = build(options, rank, program)
+        given = engine_options(options) | {"loss_fn": loss, "weights": weights, "overlap": overlap}
+        self.engine = Engine(model, program, mesh=rank.mesh, **given)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}

@@ -1,44 +1,4 @@
 """Schedules as pure functions of their sizes, each with its picture.
 
-:func:`build_schedule` checks sizes and combinations; the functions that it calls do not.
+:func:`~overlap1f1b.schedule.build_schedule` checks sizes and combinations; the functions that it calls do not.
 """
-
-from overlap1f1b.schedule.generators.build import (
-    DEFAULT_CHUNKS,
-    DEFAULT_EXTRA_WARMUP,
-    DEFAULT_PROGRAM,
-    SCHEDULES,
-    build_schedule,
-    schedule_of,
-)
-from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto, check_search
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b, groups_of, interleaved_1f1b, one_f_one_b
-from overlap1f1b.schedule.generators.plain import afab, forward_only, forwards_of, sequential
-from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
-from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
-
-__all__ = [
-    "AUTO",
-    "DEFAULT_CHUNKS",
-    "DEFAULT_EXTRA_WARMUP",
-    "DEFAULT_PROGRAM",
-    "SCHEDULES",
-    "SEARCH_SECONDS",
-    "afab",
-    "auto",
-    "build_schedule",
-    "check_search",
-    "combined_1f1b",
-    "dualpipe",
-    "dualpipev",
-    "forward_only",
-    "forwards_of",
-    "groups_of",
-    "interleaved_1f1b",
-    "one_f_one_b",
-    "schedule_of",
-    "sequential",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]

@@ -43,11 +43,6 @@ class Schedule(NamedTuple):
     extra_warmup: bool = False
     group_size: bool = False
 
-    @property
-    def default_chunks(self) -> int:
-        """Stages a rank if no number is given."""
-        return 1 if self.chunks is None else self.chunks
-
 
 BY_NAME: Mapping[str, Schedule] = MappingProxyType(
     {
@@ -149,7 +144,7 @@ def build_schedule(
         if given is not None:
             raise ValueError(f"{what}={given!r} with {name}; allowed: none (it belongs to {AUTO})")
     if chunks is None:
-        chunks = schedule.default_chunks
+        chunks = schedule.chunks or 1
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         check_size(what, value)
     _check_options(name, schedule, chunks, extra_warmup, group_size)

@@ -152,7 +152,7 @@ def test_search(capsys: Capture) -> None:
 
 def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("--search", "--schedule", "zb_h1", "--ranks", 2, "--microbatches", 4)
-    lasting(monkeypatch, "overlap1f1b.simulation.search:_outcome")
+    lasting(monkeypatch, "overlap1f1b.simulation.search:played")
     result = plan(capsys, *args, "--json", "-")
     count = len(json.loads(result.out)["search"]["rows"])
     said = re.findall(r"^\d:\d\d (\d+) of (\d+) schedules tried$", result.err, re.M)
