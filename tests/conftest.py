@@ -22,7 +22,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
     """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`. Plans have few tries."""
-    workers = Ranks(2, few=True)
+    workers = Ranks(2)
     yield workers
     workers.close()
 
@@ -30,7 +30,7 @@ def ranks2() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def ranks8() -> Iterator[Ranks]:
     """Eight processes, as the two of `ranks2`."""
-    workers = Ranks(8, timeout=180, few=True)
+    workers = Ranks(8, timeout=180)
     yield workers
     workers.close()
 
@@ -38,6 +38,6 @@ def ranks8() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four processes, as the two of `ranks2`."""
-    workers = Ranks(4, few=True)
+    workers = Ranks(4)
     yield workers
     workers.close()

@@ -24,5 +24,7 @@ with suppress(ImportError):
     import transformers.models.mixtral.modeling_mixtral
     import transformers.models.qwen3_moe.modeling_qwen3_moe
 
+    import overlap1f1b.integrations.transformers.trainer
+
 gc.collect()
 gc.freeze()  # what stays anyway: collections in the forks are short then, and leave its pages shared

@@ -40,6 +40,7 @@ from tests.plan.tries import few_tries
 LEAVE = b""  # to a worker: the call is over on all ranks
 NOT_JOINED = "did not join: "
 LEAVE_S = 10.0
+THREADS = 40
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -54,14 +55,19 @@ class RankError(RuntimeError):
 class Ranks:
     """`size` worker processes with a gloo group.
 
-    They start at the first call and again after one that failed. Every call has process groups of its own: torch's run
-    three threads each, which wake a hundred times a second until all groups are destroyed.
+    They start at the first call and again after one that failed. Every call has process groups of its own. Torch's run
+    three threads each, one of which wakes a hundred times a second until the group has no reference left. FSDP2 and
+    DTensors keep some, so processes with many such threads end, too.
 
-    few: plans are compiled with few tries there (`tests.plan.tries`), which is most of the work of a small engine.
+    threads: how many may be left by calls before the processes end.
+    few: plans are compiled with few tries there (`tests.plan.tries`), since the search for a user's plan is most of the
+        work of a small engine, and what tests say holds for every plan.
     """
 
-    def __init__(self, size: int, timeout: float = 60, grace: float = GRACE_S, few: bool = False) -> None:
-        self.size, self.few = size, few
+    def __init__(
+        self, size: int, timeout: float = 60, grace: float = GRACE_S, few: bool = True, threads: int = THREADS
+    ) -> None:
+        self.size, self.few, self.threads = size, few, threads
         self.timeout, self.grace = timeout, grace
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -92,8 +98,7 @@ class Ranks:
             results = self._collect(timeout)
             for pipe in self._pipes:  # only now: a rank that leaves early breaks the others' last transfers
                 pipe.send_bytes(LEAVE)
-            self._collect(timeout)
-            done = True
+            done = max(self._collect(timeout)) <= self.threads
         finally:
             if not done:
                 self.close()
@@ -172,9 +177,16 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, grace: float = GRACE_S) -> list[Any]:
-    """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks.run`."""
-    workers = Ranks(ranks, timeout, grace)
+def run(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60,
+    grace: float = GRACE_S,
+    few: bool = True,
+) -> list[Any]:
+    """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks` and `Ranks.run`."""
+    workers = Ranks(ranks, timeout, grace, few)
     try:
         return workers.run(function, *args)
     finally:
@@ -223,9 +235,12 @@ def _join(rank: int, size: int, store: Path, timeout: float) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
 
 
-def _leave(rank: int, size: int) -> None:
+def _leave(rank: int, size: int) -> int:
+    """Leave the groups; return the number of threads that are left."""
+    import psutil
     import torch.distributed as dist
 
     if dist.is_initialized():  # a test may have ended it
         dist.destroy_process_group()
     gc.collect()  # engines and meshes hold groups
+    return psutil.Process().num_threads()

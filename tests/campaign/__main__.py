@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, play: Play = play) -> int:
 def problem_of(case: Case, play: Play) -> str:
     """What is wrong with a case, in a line; nothing where all is well."""
     try:
-        problems = run(play, case.ranks, case, timeout=LIMIT_S)
+        problems = run(play, case.ranks, case, timeout=LIMIT_S, few=False)
     except RankError as error:
         return " / ".join(
             f"rank {rank}: {text.strip().splitlines()[-1]}" for rank, text in sorted(error.failures.items())

@@ -12,6 +12,6 @@ from tests.ranks import Ranks
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Ranks]:
     """One process, kept for the session: ``alone.run(function, *args)`` with ``function(rank, size, *args)``."""
-    workers = Ranks(1, timeout=120, few=True)
+    workers = Ranks(1, timeout=120)
     yield workers
     workers.close()

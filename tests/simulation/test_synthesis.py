@@ -65,8 +65,8 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     ("placement", "microbatches", "peak", "most", "seconds"),
     [
         (Placement.v(2, 4), 8, 4, 1.12, 10),
-        (Placement.v(4, 4), 16, 7.5, 1.18, 10),
-        (Placement.loop(4, 4), 16, 6, 1.25, 10),
+        (Placement.v(4, 4), 16, 7.5, 1.18, 4),
+        (Placement.loop(4, 4), 16, 6, 1.25, QUICK),
     ],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
@@ -95,15 +95,20 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     return programs
 
 
-@pytest.mark.parametrize("slow", [None, 1], ids=["even", "a slow stage"])
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("ratio", "loop_is_slow"),
+    [(0.25, True), (0.5, False), (1, True), (2, False), (4, True)],
+)
 @pytest.mark.parametrize(
     "placement", [Placement.single(), Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"]
 )
-def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, slow: int | None) -> None:
-    """Of the same parts and memory, also where one stage takes 30 % longer; even if hardly anything is tried."""
+def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
+    """Of the same parts and memory, even if hardly anything is tried.
+
+    In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
+    """
     costs, shape = even(ratio).in_parts(2), layers(placement, 2, 2)
-    if slow is not None:
+    if loop_is_slow == (placement == Placement.loop(2, 2)):
         slower = {
             (op, kind, placement.stages - 1, block, seam): 1.3 * cost
             for (op, kind), cost in costs.by_op.items()

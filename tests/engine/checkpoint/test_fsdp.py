@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from tests import models
 from tests.engine.checkpoint.test_resuming import OPTIMIZERS
 from tests.engine.reduce.test_fsdp import engine_over, sliced, wrapped
 from tests.ranks import Ranks
-
-
-@pytest.fixture(scope="module", name="ranks4")
-def four_ranks() -> Iterator[Ranks]:
-    """Of this file alone: FSDP2 keeps groups, whose threads go on, as long as the process lives."""
-    workers = Ranks(4, few=True)
-    yield workers
-    workers.close()
 
 
 class Run:

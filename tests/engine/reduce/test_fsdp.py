@@ -35,22 +35,6 @@ OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
 WRAPS = ["blocks", "hybrid", "replicate", "root", "some"]
 
 
-@pytest.fixture(scope="module", name="ranks2")
-def two_ranks() -> Iterator[Ranks]:
-    """Of this file alone: FSDP2 keeps groups, whose threads go on, as long as the process lives."""
-    workers = Ranks(2, few=True)
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module", name="ranks4")
-def four_ranks() -> Iterator[Ranks]:
-    """The same of four."""
-    workers = Ranks(4, few=True)
-    yield workers
-    workers.close()
-
-
 def programs(microbatches: int) -> list[Program]:
     return [build_schedule(n, microbatches=microbatches, extra_warmup=w) for n, w in PROGRAMS]
 
