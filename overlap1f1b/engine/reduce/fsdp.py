@@ -474,7 +474,7 @@ class ShardedReducer:
         self.sharding.release()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Held(Transfer[None]):
     """A reduction of FSDP2 on gloo, which blocks its thread: the lane's."""
 
