@@ -30,7 +30,7 @@ from overlap1f1b.transport.streams import Failed, HostCopy, Mark, SideStream, si
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Transfer(Generic[T_co]):
     """Tensors under way between ranks.
 
@@ -67,6 +67,11 @@ class Transfer(Generic[T_co]):
         if self.ahead is not None:
             self.ahead.release(timeout)
         _wait(self.sends, timeout)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.mark is None and self.ahead is None and not self.receives and not self.sends
 
     @property
     def done(self) -> bool:

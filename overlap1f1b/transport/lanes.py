@@ -8,7 +8,7 @@ A :class:`Flight` is one transfer. It has four phases:
 4. *wait*: the engine's thread needs the result and takes it.
 
 On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and with
-one rank, the engine's thread carries out both: 2 in ``launch``, 3 in ``wait``.
+one rank, the engine's thread carries out both: 2 in ``launch``, 3 in ``wait``, or at once where nothing travels.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ class Flight(Generic[T]):
         ended: End by the device's clock, on such a device.
     """
 
+    departed = landed = read = 0.0
+    _at_once = False
+    begun: Any = None
+    ended: Any = None
+    _transfer: Transfer[T] | None = None
+    _result: T | None = None
+    _error: BaseException | None = None
+    _arrived: threading.Event | None = None
+
     def __init__(self, node: Node, lane: Lane) -> None:
         self.node, self.lane = node, lane
-        self.departed = self.landed = self.read = 0.0
-        self.begun: Any = None
-        self.ended: Any = None
-        self._transfer: Transfer[T] | None = None
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-        self._arrived: threading.Event | None = None
 
     def wait(self) -> T:
         """Wait for the result and return it. Call it only once, since the flight does not keep the result.
@@ -76,15 +78,17 @@ class Flight(Generic[T]):
         Raises:
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
         """
-        recorder = self.lane.recorder
-        if recorder is None or self.arrived:
-            self._await()
-        else:
-            with recorder.waiting(self.node):
+        if not self._at_once:
+            recorder = self.lane.recorder
+            if recorder is None or self.arrived:
                 self._await()
+            else:
+                with recorder.waiting(self.node):
+                    self._await()
         if self._error is not None:
             self._raise(self._error)
-        return self._result.pop()
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value] # a transfer of nothing brings None
 
     def _await(self) -> None:
         if self._arrived is None:
@@ -113,6 +117,8 @@ class Flight(Generic[T]):
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
+        if self._at_once:
+            return True
         if self._arrived is not None:
             return self._arrived.is_set()
         return not self.lane.is_late(self) and (self._transfer is None or self._transfer.done)
@@ -136,8 +142,13 @@ class Flight(Generic[T]):
         try:
             if self.lane.stamp is not None:
                 self.begun = self.lane.stamp()
-            self._transfer = post()
+            transfer = post()
             self.departed = time.perf_counter()
+            if transfer.at_once and self._arrived is None:
+                self._at_once, self._result = True, transfer.result
+                self.landed, self.ended = self.departed, self.begun
+            else:
+                self._transfer = transfer
         except Exception as error:
             self._fail(error)
 
@@ -152,7 +163,7 @@ class Flight(Generic[T]):
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)
                 self.departed = time.perf_counter()
-            self._result.append(transfer.receive(timeout))
+            self._result = transfer.receive(timeout)
             if self.node.op is Op.SEND:  # it receives nothing, so it ends when everything is sent
                 transfer.release(timeout)
             self.landed = time.perf_counter()

@@ -66,11 +66,13 @@ class Forward(greenlet):
         error, and a greenlet that was started at another depth than it is resumed at would end the process there.
         """
         self._grad = grad
-        return self._enter(args, outside, mode)
+        return self.resume(args, outside, mode=mode)
 
     def resume(self, result: Any, outside: ThreadState, *, mode: bool = False) -> Any:
         """Return the exchange's result inside the function, and run it to the next one."""
-        return self._enter(result, outside, mode)
+        self.parent, self._outside = getcurrent(), outside
+        self._with_mode = mode and self.mode is not None
+        return self.switch(result)
 
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
@@ -78,22 +80,18 @@ class Forward(greenlet):
             self.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
             self.throw(GreenletExit)
 
-    def _enter(self, value: Any, outside: ThreadState, mode: bool) -> Any:
-        self.parent, self._outside = getcurrent(), outside
-        self._with_mode = mode and self.mode is not None
-        return self.switch(value)
-
     def _main(self, args: tuple[Any, ...]) -> Any:
         try:
             outside = self._outside
-            self._with(outside._replace(grad=self._grad)).restore(outside, self.name)
+            self._with(outside).restore(outside, self.name)
+            _C._set_grad_enabled(self._grad)
             return self.function(*args)
         finally:
             self._outside.restore(ThreadState.capture(self.device), self.name)
 
     def _with(self, inside: ThreadState) -> ThreadState:
         """Return a state of the function with the mode where it is wanted, else without."""
-        if self.mode is None:
+        if self._with_mode == (self.mode in inside.function_modes):
             return inside
         modes = [mode for mode in inside.function_modes if mode is not self.mode]
         if self._with_mode:  # below the function's own modes, which it leaves by itself
@@ -194,7 +192,7 @@ class ThreadState(NamedTuple):
             torch.is_grad_enabled(),
             autocast,
             torch.is_autocast_cache_enabled(),
-            _saved_tensor_hooks(),
+            () if _autograd._top_saved_tensors_default_hooks(True) is None else _saved_tensor_hooks(),
             tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
             (
@@ -214,12 +212,12 @@ class ThreadState(NamedTuple):
         """
         if self == now:
             return
-        for what, mine, other in zip(_FIXED, self.fixed, now.fixed, strict=True):
-            if mine != other:
-                raise ValueError(
-                    f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
-                    "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
-                )
+        if self.fixed != now.fixed:
+            what = next(what for what, a, b in zip(_FIXED, self.fixed, now.fixed, strict=True) if a != b)
+            raise ValueError(
+                f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
+                "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
+            )
         _C._set_grad_enabled(self.grad)
         if self.autocast != now.autocast:
             for kind, enabled, dtype in self.autocast:
@@ -232,15 +230,19 @@ class ThreadState(NamedTuple):
                 _autograd._pop_saved_tensors_default_hooks()
             for pack, unpack in self.hooks:
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        _swap_modes(
-            now.function_modes, self.function_modes, _C._pop_torch_function_stack, _C._push_on_torch_function_stack
-        )
-        _swap_modes(
-            now.dispatch_modes,
-            self.dispatch_modes,
-            lambda: _C._pop_torch_dispatch_stack(None),
-            _C._push_on_torch_dispatch_stack,
-        )
+        if self.function_modes != now.function_modes:
+            for _ in now.function_modes:
+                _C._pop_torch_function_stack()
+            for mode in self.function_modes:
+                _C._push_on_torch_function_stack(mode)
+        if self.dispatch_modes != now.dispatch_modes:
+            self._swap_dispatch_modes(now)
+
+    def _swap_dispatch_modes(self, now: ThreadState) -> None:
+        for _ in now.dispatch_modes:
+            _C._pop_torch_dispatch_stack(None)
+        for mode in self.dispatch_modes:
+            _C._push_on_torch_dispatch_stack(mode)
 
     @contextmanager
     def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
@@ -268,8 +270,6 @@ _FIXED = (
 
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     """Return the stack of (pack, unpack), outermost first; torch shows only its top."""
-    if _autograd._top_saved_tensors_default_hooks(True) is None:
-        return ()
     stack = []
     while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         stack.append(top)
@@ -277,12 +277,3 @@ def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:
     for pack, unpack in reversed(stack):
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
     return tuple(reversed(stack))
-
-
-def _swap_modes(now: tuple[Any, ...], wanted: tuple[Any, ...], pop: Any, push: Any) -> None:
-    if all(a is b for a, b in zip(now, wanted, strict=False)) and len(now) == len(wanted):
-        return
-    for _ in now:
-        pop()
-    for mode in wanted:
-        push(mode)

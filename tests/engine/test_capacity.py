@@ -63,10 +63,11 @@ class Noting(LocalExchange):
         return Awaited(super().counts(counts).result, noted=self.noted)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Awaited(Transfer[torch.Tensor]):
     """Counts that note when something waits for them."""
 
+    at_once = False
     noted: list[str] = field(default_factory=list)
 
     def receive(self, timeout: timedelta | None = None) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Carveout:
     fewer of them, whose sums differ in the last bits. So an Engine has it off unless it is asked for.
 
     Args:
-        sms: Number of multiprocessors to leave; 0 does nothing.
+        sms: Number of multiprocessors to leave.
         set_carveout: Function that tells torch; by default torch's own, where this version has it.
     """
 
@@ -121,5 +121,5 @@ class Carveout:
             self._apply(None)
 
     def _apply(self, sms: int | None) -> None:
-        if self.sms and self._set is not None:
+        if self._set is not None:
             self._set(sms)

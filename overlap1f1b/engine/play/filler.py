@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from overlap1f1b.plan import Node, Resource
@@ -28,17 +28,18 @@ class Filler:
         self._coming = deque(
             at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE
         )
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
+        """Positions of the nodes that were played before their turn."""
 
-    def reached(self, position: int) -> bool:
-        """Return whether the node at this position, whose turn it is, has still to be played."""
-        if self._coming and self._coming[0] == position:
-            self._coming.popleft()
-        return position not in self._taken
-
-    def fill(self, flight: Flight[Any]) -> None:
-        """Play weight gradients until the flight has arrived or none is ready."""
-        while not flight.arrived and self._coming and self._ready(self._nodes[self._coming[0]]):
-            position = self._coming.popleft()
-            self._taken.add(position)
-            self._play(position)
+    def fill(self, flights: Iterable[Flight[Any]], now: int) -> None:
+        """Play weight gradients behind position ``now`` until the flights have arrived or none is ready."""
+        coming = self._coming
+        for flight in flights:
+            while not flight.arrived:
+                while coming and coming[0] <= now:
+                    coming.popleft()
+                if not coming or not self._ready(self._nodes[coming[0]]):
+                    return
+                position = coming.popleft()
+                self.taken.add(position)
+                self._play(position)

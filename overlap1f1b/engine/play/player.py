@@ -16,8 +16,9 @@ from overlap1f1b.engine.play.device import Carveout, StepTimes, Watch
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import nodes as run
+from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.microbatch import Microbatch, Place
-from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
+from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
@@ -108,7 +109,8 @@ class Player:
         self.begun = 0.0
         self.peak_activations = self.peak_held = 0
         self._watch, self._fills = watch, fills and watch is None
-        self._carveout = Carveout(exchange.sms if carveout else 0)
+        self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
+        self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
         self._around: Around | None = None
         self._filler: Filler | None = None
@@ -134,17 +136,20 @@ class Player:
         self.peak_activations = self.peak_held = 0
         self._times = None if self._watch is None else StepTimes(self._watch)
         # 2. Who looks on, and what may run early.
-        issue: Issue = self._issue
+        issue: Issue = self._issue if self._times is None else self._timed
+        plays: dict[Op, Issue] = {op: play.__get__(self) for op, play in _PLAYS.items()}
         self._around = _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
+        if self.recorder is not None or self._times is not None:
+            plays = dict.fromkeys(plays, issue)
         fills = self._fills and self.around is None and self.before_launch is None
         self._filler = filler = self._filling(nodes, microbatches, issue) if fills else None
         # 3. Every node in order; then the sends that nobody here waited for.
         try:
             for self.position, node in enumerate(nodes):
-                if filler is None or filler.reached(self.position):
-                    issue(node, microbatches)
+                if filler is None or self.position not in filler.taken:
+                    plays[node.op](node, microbatches)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -161,7 +166,8 @@ class Player:
         deadline = time.monotonic() + DRAIN_S
         for flight in self.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
-        self._carveout.clear()
+        if self._carveout is not None:
+            self._carveout.clear()
 
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
@@ -176,23 +182,23 @@ class Player:
         return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        resource = node.resource
-        begun = time.perf_counter()
-        if resource is Resource.COMPUTE:
-            self._compute(node, microbatches[node.stage, node.microbatch])
-        elif node.op is Op.REDUCE:
-            for reduction in self.reductions:
-                self.flights += reduction.launch(node)
-        elif resource is Resource.PEER:
-            self._pass(node, microbatches[node.stage, node.microbatch])
-        else:
-            begun = self._launch(node, microbatches[node.stage, node.microbatch])
-        if self._times is not None:
-            self._times.launches.append(Span(node, begun, time.perf_counter()))
+        _PLAYS[node.op](self, node, microbatches)
 
-    def _pass(self, node: Node, microbatch: Microbatch) -> None:
+    def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Play a node, and note when the thread had launched it."""
+        assert self._times is not None
+        self._since = time.perf_counter()
+        self._issue(node, microbatches)
+        self._times.launches.append(Span(node, self._since, time.perf_counter()))
+
+    def _reduce(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        for reduction in self.reductions:
+            self.flights += reduction.launch(node)
+
+    def _pass(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Send to a neighbouring stage, or take the flight of its send."""
         assert self.boundary is not None
+        microbatch = microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
             arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
             self.flights.append(arriving)
@@ -203,20 +209,25 @@ class Player:
         self._sends.append(send)
         self.flights.append(send)
 
-    def _launch(self, node: Node, microbatch: Microbatch) -> float:
-        """Launch an exchange between the ranks that share the experts; return when the thread had nothing to await."""
+    def _launch(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
+        microbatch = microbatches[node.stage, node.microbatch]
         flying = microbatch.flights[node.kind]
-        begun, counts = time.perf_counter(), flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
-        flight = self.lanes[run.lane_of(node, microbatch)].launch(node, run.post(node, microbatch))
+        counts = flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
+        self._since = time.perf_counter()
+        way, post = posting.post(node, microbatch)
+        flight = self.lanes[way, node.kind].launch(node, post)
         flying[node.op, node.seam] = flight
-        if node.op is not Op.COUNTS:
+        if self._carveout is not None and node.op is not Op.COUNTS:
             self._carveout.launched()
         self.flights.append(flight)
-        return begun if counts is None else max(begun, counts.read)
+        if counts is not None:
+            self._since = max(self._since, counts.read)
 
-    def _compute(self, node: Node, microbatch: Microbatch) -> None:
+    def _compute(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        microbatch = microbatches[node.stage, node.microbatch]
         # 1. Count microbatches that hold activations.
         if node.kind is Kind.F and microbatch not in self._live:
             self._live.add(microbatch)
@@ -227,12 +238,13 @@ class Player:
         received: dict[Place, Any] = {}
         if node.op not in RECOMPUTES and node.kind is not Kind.W:
             coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-            for _ in coming:
+            for _ in coming if self._carveout is not None else ():
                 self._carveout.awaited()
-            for flight in (*coming.values(), arriving) if self._filler is not None else ():
-                if flight is not None and self._filler is not None:
-                    self._filler.fill(flight)
-            received = microbatch.await_input(node.kind, coming)
+            if coming or arriving is not None:
+                if self._filler is not None and self.position is not None:
+                    flights = coming.values() if arriving is None else (*coming.values(), arriving)
+                    self._filler.fill(flights, self.position)
+                received = microbatch.await_input(node.kind, coming)
         # 3. Compute.
         start, times = time.perf_counter(), self._times
         if times is not None and self.before_launch is not None:
@@ -285,6 +297,12 @@ class Player:
             return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *landed))
 
         return spans
+
+
+_OF = {Resource.COMPUTE: Player._compute, Resource.PEER: Player._pass}
+_PLAYS: dict[Op, Any] = {op: _OF.get(resource, Player._launch) for op, resource in RESOURCE_OF.items()}
+_PLAYS[Op.REDUCE] = Player._reduce
+"""What plays a node, by its sub-op."""
 
 
 def _ending(exchange: Exchange) -> Callable[[], None]:

@@ -469,7 +469,7 @@ class ShardedReducer(Reduction):
         self.sharding.release()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Held(Transfer[None]):
     """A reduction of FSDP2 on gloo, which blocks its thread: the lane's."""
 

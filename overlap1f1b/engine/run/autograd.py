@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import backward, edge_of
+from overlap1f1b.engine.run.graph import backward, direct, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -84,6 +84,7 @@ class WeightQueue:
         return total
 
 
+@direct
 class SplitLinear(torch.autograd.Function):
     """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's.
 
@@ -134,6 +135,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+@direct
 class SplitGroupedMM(torch.autograd.Function):
     """``grouped_mm`` whose backward computes the gradient of the rows, and queues the weight's.
 
@@ -205,7 +207,10 @@ def accumulate(gradients: Gradients) -> None:
     """Add to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
     if not gradients:
         return
-    if all(parameter.grad is not None for parameter in gradients):
+    for parameter in gradients:
+        if parameter.grad is None:
+            break
+    else:
         backward(list(gradients), list(gradients.values()))
         return
     # Autograd takes a first gradient as ``.grad`` without a copy only if nothing else refers to it.

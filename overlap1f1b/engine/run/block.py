@@ -11,7 +11,6 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,8 +23,8 @@ from torch.nn import Parameter
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
-from overlap1f1b.engine.run.blocks import MicrobatchBlock
-from overlap1f1b.engine.run.crossing import CrossingMode, eager
+from overlap1f1b.engine.run.blocks import CarriedState, MicrobatchBlock
+from overlap1f1b.engine.run.crossing import CrossingMode
 from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
 from overlap1f1b.engine.run.graph import edge_of, nodes_behind
 from overlap1f1b.engine.run.library import LibraryExchange
@@ -65,6 +64,7 @@ class BlockRun:
         self.exchanging = stage.foreign.functions
         self.watching: list[Watched] | None = None if self.seen is None else []
         self.is_last = block == len(stage.blocks) - 1
+        self.learns = not stage.uses.learned(block)
         self.queue = WeightQueue()
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
@@ -91,11 +91,13 @@ class BlockRun:
         if not received:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            for place in received:
+            brought = []
+            for place, rows in received.items():
+                sent = self.sent[place]
                 if place in self.counts:
                     flight = self.counts.pop(place)
-                    self.sent[place].call.splits.arrive(flight.wait(), flight.lane.timeout)
-            brought = [(self.sent[place], self.sent[place].brought(rows)) for place, rows in received.items()]
+                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout)
+                brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
         if isinstance(reached, list):
             self._reach(reached)
@@ -113,16 +115,17 @@ class BlockRun:
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
         given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor, grad=grad)
-        mode, random = grad and stage.watches(self.block), stage.draws.within(self.block, stream)
+        mode = grad and stage.watches(self.block)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
-        with random, eager(mode):
+        with stage.around(self.block, stream, mode):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._left(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
+                reached = self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode)
+                return reached if self._state is None else self._left(self._state, reached)
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return self._run_module(*given)
@@ -133,38 +136,37 @@ class BlockRun:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
-        segment = self._open()
-        segment.taken = [(sent, len(tensors)) for sent, tensors in brought]
-        received = [tensor for _, tensors in brought for tensor in tensors]
-        differs = [requires for sent, _ in brought for requires in sent.arriving]
+        segment, received, differs = self._open(), list[Any](), list[bool]()
+        for sent, tensors in brought:
+            segment.taken.append((sent, len(tensors)))
+            received += tensors
+            differs += sent.arriving
         given = segment.enter(received, differs, self.stage.anchor, grad=grad)
-        feeds_part = brought[0][0].call.feeds_part
-        mode, random = grad and not feeds_part, self.stage.draws.within(self.block, stream)
-        with random, eager(mode):
+        mode = grad and not brought[0][0].call.feeds_part
+        with self.stage.around(self.block, stream, mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._left(self.forward.resume(tuple(given), self._thread(), mode=mode))
+            reached = self.forward.resume(tuple(given), self._thread(), mode=mode)
+            return reached if self._state is None else self._left(self._state, reached)
 
     def _thread(self) -> ThreadState:
         """Return the thread's present state: between nodes it is the same in the whole step."""
         return self.stage.thread
 
-    def _left(self, reached: Reached) -> Reached:
-        if self._state is not None:
-            carried = self._state.leave()
-            self._carried = carried if isinstance(reached, list) else None
+    def _left(self, state: CarriedState, reached: Reached) -> Reached:
+        carried = state.leave()
+        self._carried = carried if isinstance(reached, list) else None
         return reached
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        number, shape = len(self.segments), self.stage.shape[self.block]
-        op, seam = self.stage.segments[self.block][number]
-        queue = WeightQueue() if number and shape.defers(op) else self.queue
-        if op is Op.EXPERTS and seam % shape.parts:  # the parts of a call have one weight node
+        op, seam, deferred = self.stage.segments[self.block][len(self.segments)]
+        queue = WeightQueue() if deferred else self.queue
+        if op is Op.EXPERTS and seam % self.stage.shape[self.block].parts:  # the parts of a call have one weight node
             queue = self.segments[-1].queue
         segment = Segment(op, seam, queue)
         self.segments.append(segment)
-        self.stage.queue = segment.queue
+        self.stage.queue = queue
         return segment
 
     def _reach(self, calls: list[ExchangeCall]) -> None:
@@ -207,19 +209,24 @@ class BlockRun:
             sent, self.rows[place] = self._prepared(place, call, every.pop(0))
             segment.sent.append(sent)
             self.sent[place] = sent
-            self._check_graph(segment, sent.edges)
+            if self.learns:
+                self._check_graph(segment, sent.edges)
 
     def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> tuple[Sent, Any]:
         """Return an exchange, and the rows that it sends."""
-        layout = Layout.of(tensors)
-        differs = [self.microbatch.grad and tensor.requires_grad for tensor in tensors]
-        edges = [edge_of(t) if requires else None for t, requires in zip(tensors, differs, strict=True)]
+        differs, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
+        for tensor in tensors:
+            requires = self.microbatch.grad and tensor.requires_grad
+            differs.append(requires)
+            edges.append(edge_of(tensor) if requires else None)
+            bare.append(tensor.detach())
+        layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return Sent(place, call, layout, differs, edges, library), [tensor.detach() for tensor in tensors]
-        rows = layout.pack([tensor.detach() for tensor in tensors])
+            return Sent(place, call, layout, differs, edges, library), bare
+        rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
-        rows = rows.clone() if self.foreign and len(tensors) == 1 else rows
+        rows = rows.clone() if self.foreign and len(bare) == 1 else rows
         return Sent(place, call, layout, differs, edges, None), rows
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
@@ -229,7 +236,7 @@ class BlockRun:
             ValueError: It does: torch has not shown a call that used an earlier tensor.
         """
         number, first = len(self.segments) - 1, self.segments[0].start
-        if not number or self.stage.uses.learned(self.block):
+        if not number:
             return
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
             if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
@@ -254,21 +261,22 @@ class BlockRun:
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
-        microbatch = self.microbatch
+        microbatch, passed, differs = self.microbatch, list[Tensor](), list[bool]()
         self.stage.draws.forwarded(self.block)
-        detached = tuple([out.detach() for out in outs])
+        for out in outs:
+            differs.append(out.requires_grad)
+            passed.append(out.detach() if self.is_last else out.detach().requires_grad_(out.requires_grad))
         if microbatch.grad:
             if not self.is_last:
                 self._check_differs(outs)
             self._keep(outs)
             self.stage.uses.learn(self.block)
             self.stage.attributes[self.block].learning = self.seen is not None
-        differs = tuple([out.requires_grad for out in outs])
         if self.is_last:
-            microbatch.outputs, microbatch.forwarded = detached, True
-            microbatch.differentiable = differs
+            microbatch.outputs, microbatch.forwarded = tuple(passed), True
+            microbatch.differentiable = tuple(differs)
         else:
-            microbatch.activations = tuple(t.requires_grad_(d) for t, d in zip(detached, differs, strict=True))
+            microbatch.activations = tuple(passed)
         if not microbatch.grad:
             self._leave(ends=self.is_last)
 
@@ -276,7 +284,8 @@ class BlockRun:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
         self.segments[-1].leave()
-        self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
+        if self.learns:
+            self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
@@ -293,16 +302,21 @@ class BlockRun:
                 f"{self.name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
                 "the graph; allowed: torch.compile without fullgraph"
             ) from None
+        outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
+        if not self.is_last:
+            return outs
+        self._check_differs(outs)
+        return microbatch.with_loss(outs, self.name)
+
+    def _several(self, returned: Any, x: Tensors) -> Tensors:
+        """Return the outputs of a module that returns another thing than one tensor."""
         outs = returned if isinstance(returned, tuple) else (returned,)
         if isinstance(self.module, MicrobatchBlock):
             outs = tuple([absent(x[0]) if out is None else out for out in outs])
         if not outs or not all(isinstance(out, Tensor) for out in outs):
             what = ", ".join(type(out).__name__ for out in outs) or "nothing"
             raise ValueError(f"{self.name} returns {what}; allowed: a tensor or a tuple of tensors")
-        if not self.is_last:
-            return outs
-        self._check_differs(outs)
-        return microbatch.with_loss(outs, self.name)
+        return outs
 
     def _check_differs(self, outs: Tensors) -> None:
         """Check that outputs require a gradient if an input does.
@@ -310,8 +324,10 @@ class BlockRun:
         Raises:
             ValueError: They do not.
         """
-        entered = any(entry is not None for entry in self.segments[0].received)
-        if entered and not any(t.requires_grad for t in outs):
+        for out in outs:
+            if out.requires_grad:
+                return
+        if any(entry is not None for entry in self.segments[0].received):
             raise ValueError(
                 f"the outputs of {self.name} require no gradient although its input does; "
                 "allowed: outputs that depend on the input"
@@ -412,11 +428,13 @@ class BlockRun:
         # 2. Walk the segment once.
         segment = self.segments[-1]
         self.stage.queue = segment.queue
-        self._add_tied(segment)
+        if segment.parameters or self._summed or self.microbatch.tied:
+            self._add_tied(segment)
         segment.walk()
         self.segments.pop()
-        if segment.queue is not self.queue:
-            segment.queue.move(self.stage.uses.several[self.block], self.queue)
+        several = self.stage.uses.several[self.block]
+        if several and segment.queue is not self.queue:
+            segment.queue.move(several, self.queue)
         # 3. Gradients of what had entered it.
         for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
@@ -452,12 +470,14 @@ class BlockRun:
 
     def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:
         """Give the gradient of a tensor to the use before, or to the segment that has made it."""
-        number = bisect_right(self.segments, made.node._sequence_nr(), key=_start_of) - 1
-        for segment in reversed(self.segments[number + 1 :]):
-            if key in segment.crossed:
-                segment.add_root(segment.crossed[key].entered, grad)
+        made_at = made.node._sequence_nr()
+        for segment in reversed(self.segments):
+            if segment.start <= made_at:
+                segment.add_root(made, grad)
                 return
-        self.segments[number].add_root(made, grad)
+            if key in segment.crossed and (entered := segment.crossed[key].entered) is not None:
+                segment.add_root(entered, grad)
+                return
 
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until those of the parameter's other uses are there."""
@@ -479,8 +499,8 @@ class BlockRun:
         stage, number = self.stage, len(self.segments) - 1
         for parameter, crossing in segment.parameters.items():
             sums = self._sums_of(parameter)
-            if parameter in sums:
-                segment.add_root(crossing.entered, sums.pop(parameter))
+            if parameter in sums and (entered := crossing.entered) is not None:
+                segment.add_root(entered, sums.pop(parameter))
         for sums in (self._summed, self.microbatch.tied):
             for parameter in list(sums):
                 at_home = stage.tied.get(parameter, self.block) == self.block
@@ -510,7 +530,3 @@ class BlockRun:
         """Unwind a suspended forward."""
         if self.forward is not None:
             self.forward.stop()
-
-
-def _start_of(segment: Segment) -> int:
-    return segment.start

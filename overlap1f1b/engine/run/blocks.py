@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
-from overlap1f1b.engine.run.crossing import functions_cross
+from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
-from overlap1f1b.engine.run.random import Draws, generators_of
+from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
@@ -293,8 +293,12 @@ class Blocks:
         return isinstance(module, MicrobatchBlock) and module.keeps
 
     def _find_exchanges(self) -> None:
-        self.segments = [segments_of(shape) for shape in self.shape]
-        """Segments of each block, see :func:`segments_of`."""
+        self.segments = [
+            [(op, seam, bool(number) and shape.defers(op)) for number, (op, seam) in enumerate(segments_of(shape))]
+            for shape in self.shape
+        ]
+        """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own,
+        which those of the first share with the rest of the block."""
         self.behind = [exchanges_behind(shape) for shape in self.shape]
         """Exchanges of rows behind each segment of each block."""
         self._of_part: dict[int, list[tuple[int, Op, int]]] = {}
@@ -325,6 +329,13 @@ class Blocks:
         foreign = self.foreign
         looked_at = foreign.seen is not None and block in foreign.seen
         return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
+
+    def around(self, block: int, stream: RandomStream, mode: bool) -> AbstractContextManager[object]:
+        """Return the context of a segment of a block, beside a function mode if ``mode``."""
+        random, eagerly = self.draws.within(block, stream), eager(mode)
+        if random is None or eagerly is None:
+            return random or eagerly or _NO_CONTEXT
+        return _both(random, eagerly)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
@@ -439,6 +450,13 @@ class Blocks:
 
 
 _MISSING = object()
+_NO_CONTEXT = nullcontext()
+
+
+@contextmanager
+def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _compiled(block: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from operator import is_
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.run.foreign import (
@@ -27,12 +27,11 @@ from overlap1f1b.engine.run.foreign import (
     watched,
     watched_parts,
 )
-from overlap1f1b.engine.run.graph import LAST, apply_function, applying
+from overlap1f1b.engine.run.graph import LAST, applying, plain_apply
 from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (SplitLinear, SplitGroupedMM)
-_NO_CONTEXT = nullcontext()
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
 
@@ -83,42 +82,46 @@ class CrossingMode(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            args, kwargs = self.replaced(args), self.replaced(kwargs)
+            args, kwargs = self.replaced(args), self.replaced_by_name(kwargs)
         return func(*args, **kwargs)
 
-    def replaced(self, values: Any) -> Any:
+    def replaced(self, values: Sequence[Any]) -> Any:
         """Return arguments with the tensors that enter: the same objects where none does."""
-        if isinstance(values, Tensor):
-            return self._entered(values)
-        if isinstance(values, (tuple, list)):
-            new = [self.replaced(value) for value in values]
-            if all(map(is_, new, values)):
-                return values
-            return values._make(new) if hasattr(values, "_make") else type(values)(new)
-        if isinstance(values, dict):
-            changed = {name: new for name, value in values.items() if (new := self.replaced(value)) is not value}
-            return _with(values, changed) if changed else values
-        return values
+        entered, new = self._entered, []
+        for value in values:
+            if isinstance(value, Tensor):
+                new.append(entered(value))
+            elif isinstance(value, (tuple, list)):
+                new.append(self.replaced(value))
+            else:
+                new.append(self.replaced_by_name(value) if isinstance(value, dict) else value)
+        if all(map(is_, new, values)):
+            return values
+        make: Any = values._make if hasattr(values, "_make") else type(values)
+        return make(new)
+
+    def replaced_by_name(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Return :meth:`replaced` of arguments that have names."""
+        if not values:
+            return values
+        every = list(values.values())
+        new = self.replaced(every)
+        if new is every:
+            return values
+        copied = copy(values)
+        copied.update(zip(values, new, strict=True))
+        return copied
 
 
-def _with(values: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
-    copied = copy(values)
-    copied.update(changed)
-    return copied
-
-
-def eager(mode: bool) -> AbstractContextManager[object]:
-    """Return a context in which nothing is compiled if a mode is in force: compiled code goes past it."""
-    if mode and "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return _NO_CONTEXT
+def eager(mode: bool) -> AbstractContextManager[object] | None:
+    """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
+    return torch.compiler.set_stance("force_eager") if mode and "torch._dynamo" in sys.modules else None
 
 
 def running_mode() -> CrossingMode | None:
     """Return the mode in force."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    for mode in reversed(_get_current_function_mode_stack()):
+    for at in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(at)
         if isinstance(mode, CrossingMode):
             return mode
     return None
@@ -126,12 +129,12 @@ def running_mode() -> CrossingMode | None:
 
 def applied_outside(mode: CrossingMode, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Apply a Function with the mode off, if no other mode lies above it: it has nothing to replace in a Function."""
-    depth = torch._C._len_torch_function_stack()
-    if torch._C._get_function_stack_at(depth - 1) is not mode:
-        return apply_function(function, *args, **kwargs)
+    apply = plain_apply(function)
+    if torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is not mode:
+        return apply(*args, **kwargs)
     torch._C._pop_torch_function_stack()
     try:
-        return apply_function(function, *args, **kwargs)
+        return apply(*args, **kwargs)
     finally:
         if running_mode() is not mode:  # a forward that was suspended inside has it back already
             torch._C._push_on_torch_function_stack(mode)
@@ -169,15 +172,15 @@ def functions_cross() -> Iterator[None]:
         return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = running_mode()
+        mode = running_mode() if torch._C._len_torch_function_stack() else None
         if mode is None or not torch.is_grad_enabled():
-            return apply_function(cls, *args, **kwargs)
+            return plain_apply(cls)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if cls is SplitLinear or cls is SplitGroupedMM:  # it queues the gradient of its weight
                 mode.run.used_apart(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:
-                args, kwargs = mode.replaced(args), mode.replaced(kwargs)
+                args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
         run = mode.run
         known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
@@ -189,7 +192,7 @@ def functions_cross() -> Iterator[None]:
         before, calls = run.watching, list[Watched]()
         run.watching = calls
         try:
-            result = apply_function(cls, *args, **kwargs)
+            result = plain_apply(cls)(*args, **kwargs)
         finally:
             run.watching = before
         run.called(cls, args, calls, result)

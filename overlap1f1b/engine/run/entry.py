@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from overlap1f1b.engine.run.graph import apply_function
+from overlap1f1b.engine.run.graph import direct, plain_apply
 
 
 class Entry:
@@ -41,23 +41,31 @@ class Entry:
         if torch._C._are_functorch_transforms_active():  # what enters is no argument of one
             with temporarily_clear_interpreter_stack():
                 return self.enter(tensor, anchor)
-        with torch.enable_grad():
-            entered: Tensor = apply_function(Enter, anchor, (tensor,), self)
-            return entered
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        try:
+            entered: Tensor = _enter(anchor, (tensor,), self)
+        finally:
+            torch._C._set_grad_enabled(before)
+        return entered
 
 
+@direct
 class Enter(torch.autograd.Function):
     """The tensor as it is, in a graph of its own."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], entry: Entry) -> Tensor:
         ctx.entry = entry
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tensor[0].detach()  # no view: it may be changed in place, and shares its version with the tensor
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        entry, (grad,) = ctx.entry, grads
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        entry = ctx.entry
         if grad is not None:
             entry.grad = grad if entry.grad is None else entry.grad + grad
         return None, None, None
+
+
+_enter = plain_apply(Enter)

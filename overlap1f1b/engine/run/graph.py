@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +18,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from overlap1f1b.transport.suspend import uncompiled
 
 _graph: Any = torch.autograd.graph
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _functions: Any = torch.autograd.function
 LAST: Any = _functions._SingleLevelFunction
 """Class whose ``apply`` is C++, below the one of ``Function``; from torch 2.14 on both have the same."""
+plain_apply: Callable[[type], Callable[..., Any]] = partial(torch._C._FunctionBase.__dict__["apply"].__get__, None)
+"""Returns ``apply`` of a Function as C++ has it; no transform of ``torch.func`` must be active in a call of it."""
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
     """Run one backward as ``torch.autograd.backward(roots, grads)`` does."""
-    _graph._engine_run_backward(
-        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # Around it torch hands context variables to the threads of devices; a CPU has none.
+    run = _engine.run_backward if grads[0].is_cpu else _graph._engine_run_backward
+    run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -45,10 +49,14 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         torch._C._set_grad_enabled(before)
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    """Return ``function.apply(*args, **kwargs)``; no transform of ``torch.func`` must be active."""
-    plain: Any = super(LAST, function)
-    return plain.apply(*args, **kwargs)
+F = TypeVar("F", bound=type[torch.autograd.Function])
+
+
+def direct(function: F) -> F:
+    """Have autograd call the backward of a Function at once, not by torch's search for it in Python."""
+    backward_class: Any = function._backward_cls  # type: ignore[attr-defined]
+    backward_class.apply = function.backward
+    return function
 
 
 @contextmanager
@@ -66,7 +74,7 @@ def applying(apply: Callable[..., Any]) -> Iterator[None]:
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, public):
             if torch._C._are_functorch_transforms_active():
-                return apply_function(cls, *args, **kwargs)
+                return plain_apply(cls)(*args, **kwargs)
             if _functions._is_setup_context_defined(cls.setup_context):
                 args, kwargs = _functions._bind_default_args(cls.forward, args, kwargs)
         return apply(cls, *args, **kwargs)

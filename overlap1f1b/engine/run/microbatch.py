@@ -104,8 +104,7 @@ class Microbatch:
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
         flying = self.flights[node.kind]
-        one = brought_by(node.op, node.kind, node.seam)
-        if one in flying:
+        if node.op is Op.EXPERTS and (one := brought_by(node.op, node.kind, node.seam)) in flying:
             return {one: flying.pop(one)}
         self.flights[node.kind] = {}
         return flying
@@ -119,7 +118,10 @@ class Microbatch:
             else:
                 grads = iter(arrived)
                 self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
-        return {place: flight.wait() for place, flight in coming.items()}
+        brought = {}
+        for place, flight in coming.items():
+            brought[place] = flight.wait()
+        return brought
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.

@@ -1,18 +1,16 @@
-"""Which method of a block's run carries out which node of a plan."""
+"""Which method of a block's run carries out which compute node of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.autograd import accumulate
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch, Place
 from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.lanes import Post
 
 _COMPUTE: dict[Kind, Callable[[BlockRun, Mapping[Place, Any]], None]] = {
     Kind.F: BlockRun.run_forward,
@@ -30,7 +28,8 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
         return
-    run = _run_of(microbatch, node.block)
+    run = microbatch.runs.get(node.block) or _begun(microbatch, node.block)
+    assert isinstance(run, BlockRun)
     again = _RECOMPUTE.get(node.op)
     if again is None:
         _COMPUTE[node.kind](run, received)
@@ -39,21 +38,7 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
         again(run)
 
 
-def post(node: Node, microbatch: Microbatch) -> Post[Any]:
-    """Return the function that starts the exchange of an exchange node."""
-    return posting.post(_run_of(microbatch, node.block), node)
-
-
-def lane_of(node: Node, microbatch: Microbatch) -> tuple[Op, Kind]:
-    """Return the exchange node whose lane this exchange takes: calls of a library all go one way, in one order."""
-    by_library = node.op is not Op.COUNTS and _run_of(microbatch, node.block).sent[node.op, node.seam].by_library
-    return (Op.COMBINE if by_library else node.op), node.kind
-
-
-def _run_of(microbatch: Microbatch, block: int) -> BlockRun:
-    run = microbatch.runs.get(block)
-    if run is None:
-        drops = microbatch.grad and microbatch.stage.shape[block].recompute != "none"
-        run = microbatch.runs[block] = RecomputedRun(microbatch, block) if drops else BlockRun(microbatch, block)
-    assert isinstance(run, BlockRun)
+def _begun(microbatch: Microbatch, block: int) -> BlockRun:
+    drops = microbatch.grad and microbatch.stage.shape[block].recompute != "none"
+    run = microbatch.runs[block] = RecomputedRun(microbatch, block) if drops else BlockRun(microbatch, block)
     return run

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Place
+from overlap1f1b.engine.run.microbatch import Microbatch, Place
 from overlap1f1b.engine.run.segment import Sent
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
@@ -21,19 +21,25 @@ Announcement = tuple[tuple[Kind, int, Place], Callable[[], Expected | None]]
 """Direction, block and place of an exchange that follows, and what posts its receive."""
 
 
-def post(run: BlockRun, node: Node) -> Post[Any]:
-    """Return the function that starts the exchange of a node; a lane's thread may call it."""
-    microbatch, exchange, op, kind = run.microbatch, run.stage.exchange, node.op, node.kind
+def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
+    """Return the function that starts the exchange of a node, which a lane's thread may call, and its lane's sub-op.
+
+    All exchanges that a library carries out go one way, in one order.
+    """
+    run, stage, op, kind = microbatch.runs[node.block], microbatch.stage, node.op, node.kind
+    assert isinstance(run, BlockRun)
+    if node.microbatch != microbatch.index or node.stage != stage.number:  # tags outlive a step's plan
+        node = node._replace(microbatch=microbatch.index, stage=stage.number)
     if op is Op.COUNTS:
-        return _post_counts(run, _tagged(run, node))
-    place = op, node.seam
+        return op, _post_counts(run, node)
+    exchange, place = stage.exchange, (op, node.seam)
     sent = run.sent[place] if kind is Kind.F else run.sent.pop(place)
     rows = run.rows.pop(place)
     if sent.library is not None:
-        return partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
-    splits, back, node = sent.call.splits, sent.call.back != (kind is Kind.I), _tagged(run, node)
-    counts = None
-    if sent.call.counted and kind is Kind.F:
+        return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
+    call = sent.call
+    splits, back, counts = call.splits, call.back != (kind is Kind.I), None
+    if op is Op.DISPATCH and kind is Kind.F and call.counted:
         counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
         if not splits.counts_first:
             run.counts[place], counts = counts, None
@@ -51,7 +57,7 @@ def post(run: BlockRun, node: Node) -> Post[Any]:
             microbatch.expected[announce[0]] = announce[1]()
         return transfer
 
-    return start
+    return op, start
 
 
 def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
@@ -66,13 +72,6 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
         return sizes
 
     return start
-
-
-def _tagged(run: BlockRun, node: Node) -> Node:
-    """Return the node with the numbers of this microbatch and stage: tags outlive a step's plan."""
-    if node.microbatch == run.microbatch.index and node.stage == run.stage.number:
-        return node
-    return node._replace(microbatch=run.microbatch.index, stage=run.stage.number)
 
 
 def _announcement(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:

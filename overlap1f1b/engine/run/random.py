@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 
 import torch
@@ -56,9 +56,6 @@ class RandomStream:
         self._outside = []
 
 
-_NO_CONTEXT = nullcontext()
-
-
 class Draws:
     """Which blocks draw random numbers, as their first forwards have shown: only these enter their streams.
 
@@ -79,11 +76,11 @@ class Draws:
         self._idle: set[tuple[int, bool]] = set()  # blocks that do not draw, by number and training mode
         self._drew: set[tuple[int, bool]] = set()
 
-    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
-        """Return the context of a segment of a block."""
+    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None] | None:
+        """Return the context of a segment of a block; None if the block does not draw."""
         key = block, self._blocks[block].training
         if key in self._idle:
-            return _NO_CONTEXT
+            return None
         return stream if self._always[block] or key in self._drew else self._watched(key, stream)
 
     @contextmanager

@@ -238,8 +238,7 @@ class RecomputedRun(BlockRun):
 
 
 def _unread(sent: Sent) -> list[Tensor]:
-    count = sum(sent.call.splits.sizes(back=sent.call.back)[1])
-    return [kind.zeros(1).expand(count, *kind.shape) for kind in sent.layout.rows]
+    return [kind.zeros(1).expand(sent.count, *kind.shape) for kind in sent.layout.rows]
 
 
 def _drop_graph(segment: Segment) -> None:

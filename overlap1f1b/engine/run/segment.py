@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -105,13 +106,13 @@ class Crossing(NamedTuple):
 
     Args:
         made: Its place in the graph that made it.
-        entered: Its place in this segment's graph. Gradients of later uses begin here, so that all uses are summed in
-            the order of one backward of everything.
+        node: Its node in this segment's graph, which alone keeps it. Gradients of later uses begin here, so that all
+            uses are summed in the order of one backward of everything.
         entry: Catches its gradient.
     """
 
     made: GradientEdge
-    entered: GradientEdge
+    node: ReferenceType[Any]
     entry: Entry
 
     @classmethod
@@ -119,7 +120,13 @@ class Crossing(NamedTuple):
         """Return the crossing of a tensor, and what enters."""
         entry = Entry(tensor)
         entered = entry.enter(tensor, anchor)
-        return cls(edge_of(tensor), edge_of(entered), entry), entered
+        return cls(edge_of(tensor), ref(entered.grad_fn), entry), entered
+
+    @property
+    def entered(self) -> GradientEdge | None:
+        """Its place in this segment's graph, where gradients of later uses begin; None if the graph lacks it."""
+        node = self.node()
+        return None if node is None else GradientEdge(node, 0)
 
 
 class Sent:
@@ -149,11 +156,6 @@ class Sent:
         self.edges, self.library = edges, library
 
     @property
-    def by_library(self) -> bool:
-        """Whether a library carries it out."""
-        return self.library is not None
-
-    @property
     def arriving(self) -> Sequence[bool]:
         """Whether each tensor that it brings requires a gradient."""
         return self.differs if self.library is None else self.library.differs
@@ -169,13 +171,17 @@ class Sent:
         """Return what it takes back: gradients of what it brought, which is zero at None."""
         if self.library is not None:
             return [entry.dense() for entry in entries if entry is not None]
-        count = sum(self.call.splits.sizes(back=self.call.back)[1])
         return self.layout.pack(
             [
-                kind.zeros(count) if entry is None else entry.dense()
+                kind.zeros(self.count) if entry is None else entry.dense()
                 for kind, entry in zip(self.layout.rows, entries, strict=True)
             ]
         )
+
+    @property
+    def count(self) -> int:
+        """Number of rows that it brings."""
+        return sum(self.call.splits.sizes(back=self.call.back)[1])
 
 
 class Segment:
@@ -214,7 +220,7 @@ class Segment:
     )
 
     def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
-        self.op, self.seam, self.queue, self.start = op, seam, queue, 0
+        self.op, self.seam, self.queue, self.start = op, seam, queue, -1
         self.received: list[Entry | None] = []
         self.crossed: dict[tuple[int, int], Crossing] = {}
         self.parameters: dict[Parameter, Crossing] = {}
@@ -232,18 +238,21 @@ class Segment:
 
         With ``grad`` a backward follows.
         """
-        self.received = [Entry(value) if requires else None for value, requires in zip(values, differs, strict=True)]
-        entered = [
-            value if entry is None else entry.enter(value, anchor)
-            for value, entry in zip(values, self.received, strict=True)
-        ]
-        if grad:
-            first = next((value.grad_fn for value, requires in zip(entered, differs, strict=True) if requires), None)
-            self.start = next_sequence_number() if first is None else first._sequence_nr()
+        entered: list[Any] = []
+        for value, requires in zip(values, differs, strict=True):
+            entry = Entry(value) if requires else None
+            self.received.append(entry)
+            entered.append(value if entry is None else entry.enter(value, anchor))
+            if entry is not None and self.start < 0:
+                self.start = entered[-1].grad_fn._sequence_nr()
+        if grad and self.start < 0:
+            self.start = next_sequence_number()
         return entered
 
     def leave(self) -> list[int]:
         """Release what entered, at the segment's end; return the storages that it has changed in place."""
+        if not self.here:
+            return []
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
         self.here, self.versions = {}, {}
         return changed

@@ -29,16 +29,14 @@ def test_what_is_ready_is_played_in_order_until_the_flight_is_there() -> None:
     once: Any = type("Once", (), {"arrived": property(lambda _: next(looks))})()
     there: Any = SimpleNamespace(arrived=True)
     never: Any = SimpleNamespace(arrived=False)
-    assert filler.reached(0)
-    assert filler.reached(1)
-    filler.fill(there)
+    filler.fill([there], 1)
     assert played == []
-    filler.fill(once)
+    filler.fill([there, once], 1)
     assert played == [2]
-    filler.fill(never)  # the last one's backward has not been played
+    filler.fill([never], 1)  # the last one's backward has not been played
     assert played == [2, 4]
-    assert [filler.reached(position) for position in range(2, 7)] == [False, True, False, True, True]
-    filler.fill(never)
+    assert filler.taken == {2, 4}
+    filler.fill([never], 5)
     assert played == [2, 4]
 
 

@@ -13,7 +13,7 @@ from overlap1f1b.plan import Chains, Node, Recompute, Resource
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests import models
 
-METHODS = ("run_forward", "run_backward", "recompute_experts", "recompute_attention", "post")
+METHODS = ("run_forward", "run_backward", "recompute_experts", "recompute_attention")
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
@@ -27,24 +27,18 @@ def test_each_node_calls_one_method_of_its_block(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(nodes._COMPUTE, kind, noted(method.__name__))
     for op, again in nodes._RECOMPUTE.items():
         monkeypatch.setitem(nodes._RECOMPUTE, op, noted(again.__name__))
-    monkeypatch.setattr(nodes.posting, "post", noted("post"))
     stage = Stage(models.build(), recompute=recompute)
     microbatch = stage.microbatch(models.batch(1)[0])
     chains = Chains(Placement(((0,),)), [stage.shape])
     every: list[Node] = [*chains.of(Action(Kind.F, 0, 0)), *chains.of(Action(Kind.B, 0, 0))]
     expected = []
     for node in every:
-        if node.kind is Kind.W:
-            continue
-        if node.resource is Resource.COMPUTE:
+        if node.kind is not Kind.W and node.resource is Resource.COMPUTE:
             nodes.compute(node, microbatch, {})
-        else:
-            nodes.post(node, microbatch)
-        expected.append(node.block)
+            expected.append(node.block)
     assert [block for _, block in called] == expected
     count = Counter(name for name, _ in called)
     assert set(count) <= set(METHODS)
-    assert count["post"] == 2 * (3 + 2)  # of two blocks: counts, dispatch, combine forward; both ways backward
     assert count["run_forward"] == 2 * 3 + 3
     assert count["run_backward"] == 2 * 3 + 3
     assert count["recompute_experts"] == (2 if recompute in ("experts", "block") else 0)
