@@ -103,6 +103,8 @@ class Clock:
         op, kind, microbatch, _, seam, stage, pipe = node
         if kind is _W or op is _RECEIVE or op in RECOMPUTES:  # may start as soon as they are issued
             return 0.0
+        if op is _COMBINE or (op is _DISPATCH and kind is _I):
+            return 0.0  # its rows were computed before
         key = (pipe, stage, microbatch, kind)
         ready = self.ready.get(key)
         if ready is not None:

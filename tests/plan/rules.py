@@ -9,6 +9,7 @@ from overlap1f1b.plan import BlockShape, Node, Op, Plan
 from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
+EXCHANGES = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
 
@@ -149,9 +150,18 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
             place = (node.block, index) if node.kind is Kind.F else (-node.block, index - len(order))
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
-        positions = [at[node] for _, node in sorted(chain)]
-        if positions != sorted(positions):
-            yield "a chain is out of order"
+        nodes = [node for _, node in sorted(chain)]
+        for travels in (False, True):
+            positions = [at[node] for node in nodes if (node.op in EXCHANGES) is travels]
+            if positions != sorted(positions):
+                yield "a chain is out of order"
+        for index, node in enumerate(nodes):
+            earlier = [other for other in nodes[:index] if (other.op in EXCHANGES) is not (node.op in EXCHANGES)]
+            if node.op is Op.EXPERTS and plan.shapes[node.stage][node.block].parts > 1:  # of its part alone
+                own = [other for other in earlier if (other.block, other.seam) == (node.block, node.seam)]
+                earlier = own[-1:]
+            if any(at[other] > at[node] for other in earlier):
+                yield f"{node} comes before what it needs"
     for (pipe, stage, microbatch, kind), chain in chains.items():
         needs = [] if kind is Kind.F else [(pipe, stage, microbatch, Kind.F)]
         before = stage - 1 if kind is Kind.F else stage + 1
