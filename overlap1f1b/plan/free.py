@@ -186,7 +186,11 @@ class FreeScheduler:
         time, pending = max(self.clock.now, horizon), self.pending
         while pending and pending[0][0] <= time:
             work = heappop(pending)[2]
-            heappush(self.ready, (work.priority, next(self.number), work))
+            needed = self.clock.needed(work.steps[work.at].node)
+            if needed > time:  # exchanges have delayed a transfer
+                heappush(pending, (needed, next(self.number), work))
+            else:
+                heappush(self.ready, (work.priority, next(self.number), work))
         chosen = self._choose()
         until = pending[0][0] if pending else _FOREVER
         if chosen is not None and self.priorities.lookahead and until < _FOREVER:
@@ -218,7 +222,7 @@ class FreeScheduler:
     def _launch(self, until: float) -> None:
         """Launch exchanges, the smallest key first, until their links have work up to a time."""
         free = self.clock.free[_EXCHANGE]
-        while self.launches and max(free, default=0.0) <= until:
+        while self.launches and min(free, default=0.0) <= until:
             work = heappop(self.launches)[2]
             before = max(free, default=0.0)
             node = work.queue.popleft()
@@ -276,8 +280,8 @@ class FreeScheduler:
         if weight is not None:
             heappush(self.weights, (microbatch, next(self.number), weight))
         if exchanges:
-            work.launches = work.priority
-            if kind is _I and work.before is not None and work.before.at == work.at:  # in the order of microbatches
+            work.launches = max(work.launches, work.priority)
+            if kind is _I and work.before is not None:  # in the order of microbatches
                 work.launches = max(work.launches, work.before.launches)
             work.queue.extend(exchanges)
             for _ in exchanges:

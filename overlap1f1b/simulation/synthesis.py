@@ -25,7 +25,7 @@ from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Key
 from overlap1f1b.plan.compiler import receiving_in_order
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
-from overlap1f1b.plan.orders import with_reductions
+from overlap1f1b.plan.orders import launched_early, with_reductions
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
@@ -310,7 +310,10 @@ class _Search:
         return replace(genes, caps=tuple(caps))
 
     def _plan(self, genes: _Genes) -> Plan:
-        plan = plan_of(self._schedule(genes)[0], self.chains, self.microbatches)
+        ranks = self._schedule(genes)[0]
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            ranks = [launched_early(nodes) for nodes in ranks]
+        plan = plan_of(ranks, self.chains, self.microbatches)
         return replace(plan, predicted=self._end(plan.ranks))
 
     def _fixed(self, best: float) -> Iterator[Plan]:
