@@ -194,7 +194,8 @@ class _Search:
         self.programs = self._programs()
         self.random = Random(SEED)
         # The times are played again only where they differ from the scheduler's.
-        self.plays = bool(costs.launch) or any(block.reduced for stage in chains.shapes for block in stage)
+        reduced = any(block.reduced for stage in chains.shapes for block in stage)
+        self.plays = bool(costs.launch) or costs.shared_links or reduced
 
     def run(self) -> Plan:
         """Return the best plan of all tries and of the fixed schedules."""
@@ -240,7 +241,10 @@ class _Search:
             genes.lookahead,
             genes.patience,
         )
-        return schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            ranks = [launched_early(nodes) for nodes in ranks]
+        return ranks, end
 
     def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
         spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)
@@ -310,10 +314,7 @@ class _Search:
         return replace(genes, caps=tuple(caps))
 
     def _plan(self, genes: _Genes) -> Plan:
-        ranks = self._schedule(genes)[0]
-        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
-            ranks = [launched_early(nodes) for nodes in ranks]
-        plan = plan_of(ranks, self.chains, self.microbatches)
+        plan = plan_of(self._schedule(genes)[0], self.chains, self.microbatches)
         return replace(plan, predicted=self._end(plan.ranks))
 
     def _fixed(self, best: float) -> Iterator[Plan]:
