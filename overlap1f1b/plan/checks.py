@@ -92,12 +92,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 needs[node], last = [other for other in last if other not in coming], [*coming, node]
             elif action.kind is not Kind.W:
                 needs[node] = last + _exchanges_before(node, sent)
-                if node.resource in (Resource.EXCHANGE, Resource.CONTROL):
-                    sent[node.op, node.seam] = node
-                else:
-                    last = [node]
-                    if brought_by(node.op, node.kind, node.seam) not in sent:
-                        sent = {}
+                last = _behind(node, last, sent)
             if node.kind is Kind.F or node.op is Op.SEND:
                 continue
             for entry in _summing(node, action.kind, chains):
@@ -121,6 +116,16 @@ def _exchanges_before(node: Node, sent: dict[tuple[Op, int], Node]) -> list[Node
     one = brought_by(node.op, node.kind, node.seam)
     found = sent[one] if one in sent else next(reversed(sent.values()), None)
     return [] if found is None else [found]
+
+
+def _behind(node: Node, last: list[Node], sent: dict[tuple[Op, int], Node]) -> list[Node]:
+    """Return the nodes that the next node of an action needs beside its exchange, and keep ``sent``."""
+    if node.resource in (Resource.EXCHANGE, Resource.CONTROL):
+        sent[node.op, node.seam] = node
+        return last
+    if brought_by(node.op, node.kind, node.seam) not in sent:
+        sent.clear()
+    return [node]
 
 
 def _input_of(weight: Node, chains: Chains) -> Node:

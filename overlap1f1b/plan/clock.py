@@ -48,7 +48,10 @@ class _Transfer:
         self.shared: list[_Time] = []  # times in which it has half of a link
 
     def share(self, since: float, alone: float) -> None:
-        """Have half of a link beside an exchange that would take ``alone``; at both ends at once it loses no more."""
+        """Have half of a link beside an exchange that would take ``alone``; with a later one at the other end a third.
+
+        There the half that comes from the first end competes with an exchange that has its whole link.
+        """
         shared = since, since + 2 * alone
         self.end += sum([end - start for start, end in _without(shared, self.shared)]) / 2
         self.shared.append(shared)
@@ -118,10 +121,9 @@ class Clock:
     def needed(self, node: Node) -> float:
         """Return the time at which all inputs of a node have arrived; infinite while one has not been sent."""
         op, kind, microbatch, _, seam, stage, pipe = node
-        if kind is _W or op is _RECEIVE or op in RECOMPUTES:  # may start as soon as they are issued
+        # These may start as soon as they are issued; rows of an exchange were computed before.
+        if kind is _W or op is _RECEIVE or op in RECOMPUTES or op is _COMBINE or (op is _DISPATCH and kind is _I):
             return 0.0
-        if op is _COMBINE or (op is _DISPATCH and kind is _I):
-            return 0.0  # its rows were computed before
         key = (pipe, stage, microbatch, kind)
         ready = self.ready.get(key)
         if ready is not None:
