@@ -18,8 +18,8 @@ def check(plan: Plan) -> None:
 
     Rules:
 
-    - Every node of every action comes exactly once, on the rank of its stage, after the nodes that it needs there. Of the
-      parts of a call the experts of each need the exchange of their own part.
+    - Every node of every action comes exactly once, on the rank of its stage, after the nodes that it needs there. Of
+      the parts of a call the experts of each need the exchange of their own part.
     - Microbatches pass every node that sums gradients in the program's order, so that sums have a fixed order.
     - A reduction comes after the last contribution.
     - Live microbatches and waiting weight gradients stay within the program's declared limits.

@@ -124,7 +124,7 @@ class FreeScheduler:
     """A list scheduler of one rank that chooses among all actions whose inputs are there.
 
     - Of the nodes that can start, it issues the one whose action has the smallest key.
-    - Exchanges, of several parts each by itself, are launched in the same order, as late as leaves no link without work.
+    - Exchanges, each part by itself, are launched in the same order, as late as leaves no link without work.
     - Microbatches pass every stage in their order, so that sums have one order.
     - Weight gradients are issued in waits, those of the oldest microbatch first.
     - A forward begins only if there is room for it and, afterwards, for all forwards on this rank of the oldest
