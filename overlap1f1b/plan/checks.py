@@ -90,7 +90,8 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 continue
             if node.op in RECOMPUTES:  # needs no gradient, which may still travel
                 coming = [other for other in last if other.op is Op.RECEIVE]
-                needs[node], last = [other for other in last if other not in coming], [*coming, node]
+                needs[node] = [other for other in last if other not in coming] + _exchanges_before(node, sent)
+                last = [*coming, node]
             elif action.kind is not Kind.W:
                 needs[node] = last + _exchanges_before(node, sent)
                 last = _behind(node, last, sent)
