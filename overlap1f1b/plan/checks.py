@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, without_part
+from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Resource, brought_by, without_part
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -18,7 +18,8 @@ def check(plan: Plan) -> None:
 
     Rules:
 
-    - Every node of every action comes exactly once, on the rank of its stage, after the nodes that it needs there.
+    - Every node of every action comes exactly once, on the rank of its stage, after the nodes that it needs there. Of
+      the parts of a call the experts of each need the exchange of their own part.
     - Microbatches pass every node that sums gradients in the program's order, so that sums have a fixed order.
     - A reduction comes after the last contribution.
     - Live microbatches and waiting weight gradients stay within the program's declared limits.
@@ -81,6 +82,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     reductions: dict[Node, list[Node]] = {}
     for action in plan.program.actions(rank):
         last = [chains.of(needed)[-1] for needed in chains.local_needs(action)] if action.kind is not Kind.W else []
+        sent: dict[tuple[Op, int], Node] = {}  # exchanges behind the last sub-op that waited for all
         for node in chains.of(action):
             if node.op is Op.RECEIVE:  # posted at any time
                 needs[node] = []
@@ -88,9 +90,11 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 continue
             if node.op in RECOMPUTES:  # needs no gradient, which may still travel
                 coming = [other for other in last if other.op is Op.RECEIVE]
-                needs[node], last = [other for other in last if other not in coming], [*coming, node]
+                needs[node] = [other for other in last if other not in coming] + _exchanges_before(node, sent)
+                last = [*coming, node]
             elif action.kind is not Kind.W:
-                needs[node], last = last, [node]
+                needs[node] = last + _exchanges_before(node, sent)
+                last = _behind(node, last, sent)
             if node.kind is Kind.F or node.op is Op.SEND:
                 continue
             for entry in _summing(node, action.kind, chains):
@@ -107,6 +111,23 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     for reduction, contributions in reductions.items():
         needs[reduction._replace(microbatch=contributions[-1].microbatch)] = contributions
     return needs
+
+
+def _exchanges_before(node: Node, sent: dict[tuple[Op, int], Node]) -> list[Node]:
+    """Return the exchange behind which a node stands: the last one, or of the experts of a part that of the part."""
+    one = brought_by(node.op, node.kind, node.seam)
+    found = sent[one] if one in sent else next(reversed(sent.values()), None)
+    return [] if found is None else [found]
+
+
+def _behind(node: Node, last: list[Node], sent: dict[tuple[Op, int], Node]) -> list[Node]:
+    """Return the nodes that the next node of an action needs beside its exchange, and keep ``sent``."""
+    if node.resource in (Resource.EXCHANGE, Resource.CONTROL):
+        sent[node.op, node.seam] = node
+        return last
+    if brought_by(node.op, node.kind, node.seam) not in sent:
+        sent.clear()
+    return [node]
 
 
 def _input_of(weight: Node, chains: Chains) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource
+from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by
 from overlap1f1b.plan.scheduler import run_together
 from overlap1f1b.schedule import Action, Kind
 
@@ -49,18 +50,23 @@ class _Step(NamedTuple):
     exchanges: tuple[Node, ...]
     weight: Node | None
     gate: int  # number of steps that the microbatch before must have made, so that sums keep their order
+    needs: int  # number of the action's exchanges that it needs
 
 
 class _Work:
     """A forward or backward whose input has been sent."""
 
-    __slots__ = ("at", "before", "blocked", "key", "launches", "microbatch", "priority", "stage", "steps")
+    __slots__ = (
+        "at", "before", "blocked", "key", "launched", "launches", "microbatch", "priority", "queue", "stage", "steps",
+    )  # fmt: skip
 
     def __init__(self, key: Key, steps: tuple[_Step, ...], priority: float, before: _Work | None) -> None:
         _, self.stage, self.microbatch, _ = self.key = key
         self.steps, self.priority, self.before = steps, priority, before
         self.at = 0
-        self.launches = -_FOREVER  # key of exchanges that are not launched yet
+        self.queue: deque[Node] = deque()  # exchanges that are not launched yet
+        self.launches = -_FOREVER  # their key
+        self.launched = 0
         self.blocked: _Work | None = None  # the next microbatch, if it waits for this one
 
 
@@ -91,7 +97,8 @@ class Steps:
         nodes = [node for node in self.chains.of(Action(kind, stage, microbatch)) if node.op is not _RECEIVE]
         at = [index for index, node in enumerate(nodes) if RESOURCE_OF[node.op] is _COMPUTE]
         computes = [nodes[index] for index in at]
-        steps = []
+        steps: list[_Step] = []
+        sent: list[Node] = []
         for number, (begin, end) in enumerate(zip(at, [*at[1:], len(nodes)], strict=True)):
             gate, node = number + 1, nodes[begin]
             if node.op is _EXPERTS:
@@ -104,8 +111,12 @@ class Steps:
             weight = self.chains.weight(node) if kind is _I else None
             behind = nodes[begin + 1 : end]
             exchanges = tuple(other for other in behind if RESOURCE_OF[other.op] is _EXCHANGE)
+            one = brought_by(node.op, kind, node.seam)
+            brought = [(other.op, other.seam) for other in sent if other.block == node.block]
+            needs = len(sent) - len(brought) + brought.index(one) + 1 if one in brought else len(sent)
+            sent += exchanges
             at_once = tuple(other for other in behind if RESOURCE_OF[other.op] is not _EXCHANGE)
-            steps.append(_Step(node, at_once, exchanges, weight, gate))
+            steps.append(_Step(node, at_once, exchanges, weight, gate, needs))
         return tuple(steps)
 
 
@@ -113,7 +124,7 @@ class FreeScheduler:
     """A list scheduler of one rank that chooses among all actions whose inputs are there.
 
     - Of the nodes that can start, it issues the one whose action has the smallest key.
-    - Exchanges are launched in the same order, each as late as leaves no link without work.
+    - Exchanges, each part by itself, are launched in the same order, as late as leaves no link without work.
     - Microbatches pass every stage in their order, so that sums have one order.
     - Weight gradients are issued in waits, those of the oldest microbatch first.
     - A forward begins only if there is room for it and, afterwards, for all forwards on this rank of the oldest
@@ -175,7 +186,11 @@ class FreeScheduler:
         time, pending = max(self.clock.now, horizon), self.pending
         while pending and pending[0][0] <= time:
             work = heappop(pending)[2]
-            heappush(self.ready, (work.priority, next(self.number), work))
+            needed = self.clock.needed(work.steps[work.at].node)
+            if needed > time:  # exchanges have delayed a transfer
+                heappush(pending, (needed, next(self.number), work))
+            else:
+                heappush(self.ready, (work.priority, next(self.number), work))
         chosen = self._choose()
         until = pending[0][0] if pending else _FOREVER
         if chosen is not None and self.priorities.lookahead and until < _FOREVER:
@@ -207,16 +222,19 @@ class FreeScheduler:
     def _launch(self, until: float) -> None:
         """Launch exchanges, the smallest key first, until their links have work up to a time."""
         free = self.clock.free[_EXCHANGE]
-        while self.launches and max(free, default=0.0) <= until:
+        while self.launches and min(free, default=0.0) <= until:
             work = heappop(self.launches)[2]
-            work.launches = -_FOREVER
-            for node in work.steps[work.at - 1].exchanges:
-                before = max(free, default=0.0)
-                self.clock.play(node)
-                self.order.append(node)
-                self.links_may_idle -= max(0.0, self.clock.now - before)
+            before = max(free, default=0.0)
+            node = work.queue.popleft()
+            self.clock.play(node)
+            self.order.append(node)
+            work.launched += 1
+            self.links_may_idle -= max(0.0, self.clock.now - before)
             self.given_up |= self.links_may_idle < 0
-            self._await(work)
+            if not work.queue:
+                work.launches = -_FOREVER
+            if work.at < len(work.steps) and work.launched == work.steps[work.at].needs:
+                self._await(work)
 
     def _await(self, work: _Work) -> None:
         heappush(self.pending, (self.clock.needed(work.steps[work.at].node), next(self.number), work))
@@ -253,7 +271,7 @@ class FreeScheduler:
         microbatch, kind = work.microbatch, work.key[3]
         if not work.at and kind is _F:
             self._begin(work)
-        node, at_once, exchanges, weight, _ = work.steps[work.at]
+        node, at_once, exchanges, weight, *_ = work.steps[work.at]
         work.at += 1
         self._compute(node)
         for other in at_once:
@@ -262,15 +280,17 @@ class FreeScheduler:
         if weight is not None:
             heappush(self.weights, (microbatch, next(self.number), weight))
         if exchanges:
-            work.launches = work.priority
-            if kind is _I and work.before is not None and work.before.at == work.at:  # in the order of microbatches
+            work.launches = max(work.launches, work.priority)
+            if kind is _I and work.before is not None:  # in the order of microbatches
                 work.launches = max(work.launches, work.before.launches)
-            heappush(self.launches, (work.launches, next(self.number), work))
-        elif work.at < len(work.steps):
-            self._await(work)
-        else:
+            work.queue.extend(exchanges)
+            for _ in exchanges:
+                heappush(self.launches, (work.launches, next(self.number), work))
+        if work.at == len(work.steps):
             self.left -= 1
             self._end(work, sent=bool(at_once) and at_once[-1].op is _SEND)
+        elif work.launched >= work.steps[work.at].needs:
+            self._await(work)
         if work.blocked is not None:
             heappush(self.ready, (work.blocked.priority, next(self.number), work.blocked))
             work.blocked = None

@@ -1,4 +1,4 @@
-"""The two fixed orders of nodes: serial, and Megatron-Core's merged step."""
+"""The two fixed orders of nodes, serial and Megatron-Core's merged step, and changes of any order."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
         if last.get((node.pipe, node.stage, node.block)) == index:
             reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, seam=0))
     return reduced
+
+
+def launched_early(nodes: Iterable[Node]) -> list[Node]:
+    """Put every exchange of rows right behind what it needs; exchanges keep their order, and so does all else.
+
+    A link that is free earlier than expected then has its next exchange at once.
+    """
+    places: list[tuple[int, bool, int, Node]] = []
+    begun: dict[tuple[int, int, int, Kind], int] = {}  # position of the last other node of each chain
+    latest = -1
+    for at, node in enumerate(nodes):
+        chain = node.pipe, node.stage, node.microbatch, node.kind
+        if node.op in (Op.DISPATCH, Op.COMBINE):
+            latest = max(latest, begun.get(chain, -1))
+            places.append((latest, True, at, node))
+        else:
+            if node.op is not Op.RECEIVE:
+                begun[chain] = at
+            places.append((at, False, at, node))
+    return [node for *_, node in sorted(places)]
 
 
 def _with_weights(nodes: Iterable[Node], action: Action, chains: Chains) -> Iterator[Node]:

@@ -25,7 +25,7 @@ from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Key
 from overlap1f1b.plan.compiler import receiving_in_order
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
-from overlap1f1b.plan.orders import with_reductions
+from overlap1f1b.plan.orders import launched_early, with_reductions
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
@@ -194,7 +194,8 @@ class _Search:
         self.programs = self._programs()
         self.random = Random(SEED)
         # The times are played again only where they differ from the scheduler's.
-        self.plays = bool(costs.launch) or any(block.reduced for stage in chains.shapes for block in stage)
+        reduced = any(block.reduced for stage in chains.shapes for block in stage)
+        self.plays = bool(costs.launch) or costs.shared_links or reduced
 
     def run(self) -> Plan:
         """Return the best plan of all tries and of the fixed schedules."""
@@ -240,7 +241,10 @@ class _Search:
             genes.lookahead,
             genes.patience,
         )
-        return schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            ranks = [launched_early(nodes) for nodes in ranks]
+        return ranks, end
 
     def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
         spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)

@@ -9,6 +9,7 @@ from overlap1f1b.plan import BlockShape, Node, Op, Plan
 from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
+EXCHANGES = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
 
@@ -149,9 +150,7 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
             place = (node.block, index) if node.kind is Kind.F else (-node.block, index - len(order))
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
-        positions = [at[node] for _, node in sorted(chain)]
-        if positions != sorted(positions):
-            yield "a chain is out of order"
+        yield from _out_of_order(plan, [node for _, node in sorted(chain)], at)
     for (pipe, stage, microbatch, kind), chain in chains.items():
         needs = [] if kind is Kind.F else [(pipe, stage, microbatch, Kind.F)]
         before = stage - 1 if kind is Kind.F else stage + 1
@@ -161,6 +160,21 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         for needed in needs:
             if needed in chains and first < max(at[node] for _, node in chains[needed] if node.op is not Op.SEND):
                 yield f"{kind} of {microbatch} begins before {needed} ends"
+
+
+def _out_of_order(plan: Plan, nodes: list[Node], at: Positions) -> Iterator[str]:
+    """Compute has one order, exchanges have one; compute waits for the exchanges before it, experts for their part."""
+    for travels in (False, True):
+        positions = [at[node] for node in nodes if (node.op in EXCHANGES) is travels]
+        if positions != sorted(positions):
+            yield "a chain is out of order"
+    for index, node in enumerate(nodes):
+        earlier = [other for other in nodes[:index] if (other.op in EXCHANGES) is not (node.op in EXCHANGES)]
+        if node.op is Op.EXPERTS and plan.shapes[node.stage][node.block].parts > 1:
+            own = [other for other in earlier if (other.block, other.seam) == (node.block, node.seam)]
+            earlier = own[-1:]
+        if any(at[other] > at[node] for other in earlier):
+            yield f"{node} comes before what it needs"
 
 
 def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
