@@ -239,8 +239,7 @@ class Player:
         if node.op not in RECOMPUTES and node.kind is not Kind.W:
             coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
             if self._carveout is not None:
-                for _ in coming:
-                    self._carveout.awaited()
+                self._carveout.awaited(len(coming))
             if coming or arriving is not None:
                 if self._filler is not None and self.position is not None:
                     flights = coming.values() if arriving is None else (*coming.values(), arriving)
