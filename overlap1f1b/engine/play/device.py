@@ -108,10 +108,10 @@ class Carveout:
         if self._flying == 1:
             self._apply(self.sms)
 
-    def awaited(self) -> None:
-        """Note that compute waits for an exchange."""
-        self._flying -= 1
-        if self._flying == 0:
+    def awaited(self, count: int = 1) -> None:
+        """Note that compute waits for exchanges."""
+        self._flying -= count
+        if count and self._flying == 0:
             self._apply(None)
 
     def clear(self) -> None:

@@ -238,8 +238,8 @@ class Player:
         received: dict[Place, Any] = {}
         if node.op not in RECOMPUTES and node.kind is not Kind.W:
             coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-            for _ in coming if self._carveout is not None else ():
-                self._carveout.awaited()
+            if self._carveout is not None:
+                self._carveout.awaited(len(coming))
             if coming or arriving is not None:
                 if self._filler is not None and self.position is not None:
                     flights = coming.values() if arriving is None else (*coming.values(), arriving)

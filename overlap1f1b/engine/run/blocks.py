@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -333,9 +333,7 @@ class Blocks:
     def around(self, block: int, stream: RandomStream, mode: bool) -> AbstractContextManager[object]:
         """Return the context of a segment of a block, beside a function mode if ``mode``."""
         random, eagerly = self.draws.within(block, stream), eager(mode)
-        if random is None or eagerly is None:
-            return random or eagerly or _NO_CONTEXT
-        return _both(random, eagerly)
+        return random if eagerly is None else _both(random, eagerly)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
@@ -450,7 +448,6 @@ class Blocks:
 
 
 _MISSING = object()
-_NO_CONTEXT = nullcontext()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 
 import torch
@@ -56,6 +56,9 @@ class RandomStream:
         self._outside = []
 
 
+_NO_CONTEXT = nullcontext()
+
+
 class Draws:
     """Which blocks draw random numbers, as their first forwards have shown: only these enter their streams.
 
@@ -76,11 +79,11 @@ class Draws:
         self._idle: set[tuple[int, bool]] = set()  # blocks that do not draw, by number and training mode
         self._drew: set[tuple[int, bool]] = set()
 
-    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None] | None:
-        """Return the context of a segment of a block; None if the block does not draw."""
+    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
+        """Return the context of a segment of a block."""
         key = block, self._blocks[block].training
         if key in self._idle:
-            return None
+            return _NO_CONTEXT
         return stream if self._always[block] or key in self._drew else self._watched(key, stream)
 
     @contextmanager
