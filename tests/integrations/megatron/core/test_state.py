@@ -20,7 +20,7 @@ from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.integrations.megatron.state import HELD, KEPT, ModuleState
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import AUX, BIAS, MTP, OVERLAPPED, SHARED, Z_LOSS, selective
-from tests.ranks import run
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -135,42 +135,33 @@ def _after(before: Callable[[], object], function: Callable[..., Any]) -> Callab
 
 
 @contextmanager
-def _built(fields: dict[str, Any], tp: int) -> Iterator[Any]:
+def _built(option: str, tp: int) -> Iterator[Any]:
     """Make the groups and a model inside the context."""
     shim.apply()
     flex.apply()
     with models.init_parallel(ep=2, tp=tp):
-        yield models.build(models.config_of(layers=2, ep=2, tp=tp, **fields))[0]
+        yield models.build(models.config_of(layers=2, ep=2, tp=tp, **OPTIONS[option]))[0]
 
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**{name: value for name, value in batch.items() if name != "seed"}).mean()
 
 
-def _unnamed(rank: int, size: int, tp: int) -> list[str]:
+def _unnamed(rank: int, size: int, option: str, tp: int) -> list[str]:
     """Return what forwards change before an exchange, but neither table names."""
-    problems = []
-    for option, fields in OPTIONS.items():
-        with _built(fields, tp) as model:
-            start: Any = _snapshot(model)
-            at_calls: list[set[str]] = []
-
-            def look(model: Any = model, start: Any = start, at_calls: Any = at_calls) -> None:
-                at_calls.append(_changed(start, _snapshot(model)))
-
-            with _calling(look):
-                for batch in models.batches(2, 1):
-                    _loss(model, batch)
-            changed = set().union(*at_calls)
-            problems += [] if at_calls else [f"{option}: no exchange"]
-            problems += [f"{option}: {name}" for name in sorted(changed - ALLOWED)]
-    return problems
+    with _built(option, tp) as model:
+        start, at_calls = _snapshot(model), list[set[str]]()
+        with _calling(lambda: at_calls.append(_changed(start, _snapshot(model)))):
+            for batch in models.batches(2, 1):
+                _loss(model, batch)
+    return sorted(set().union(*at_calls) - ALLOWED) if at_calls else ["no exchange"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_all_that_a_forward_changes_is_named(tp: int) -> None:
-    assert run(_unnamed, 2, tp, timeout=120) == [[]] * 2
+@pytest.mark.parametrize("option", OPTIONS)
+def test_all_that_a_forward_changes_is_named(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
+    assert megatron(2).run(_unnamed, option, tp) == [[]] * 2
 
 
 MICROBATCHES = 3
@@ -227,29 +218,27 @@ def _at_once(model: nn.Module, batches: list[dict[str, Any]], state: ModuleState
     return [found[seed] for seed in range(len(batches))]
 
 
-def _mixed_up(rank: int, size: int, tp: int) -> list[str]:
+def _mixed_up(rank: int, size: int, option: str, tp: int) -> list[str]:
     """Return what differs between forwards that are all open at once and those that run one after the other."""
-    problems = []
-    for option, fields in OPTIONS.items():
-        with _built(fields, tp) as model:
-            state, batches = ModuleState(model), models.batches(MICROBATCHES, 1)
-            start, found = _snapshot(model), []
-            for function in (_apart, _at_once):
-                for buffer in model.buffers():
-                    buffer.zero_()
-                model.zero_grad()
-                found.append((function(model, batches, state), models.grads([model])))
-                state.enter(state.leave())  # takes off what recomputations have left
-                state.leave()
-            names = _changed(start, _snapshot(model)) - STAYING.keys() - {"CudaRNGStatesTracker.states_"}
-            problems += [f"{option}: {name} stays" for name in sorted(names)]
-            (losses, grads), (own_losses, own_grads) = found
-            problems += [] if losses == own_losses else [f"{option}: losses {losses}, {own_losses}"]
-            problems += [f"{option}: {line}" for line in models.compared(grads, own_grads)[:3]]
-    return problems
+    with _built(option, tp) as model:
+        state, batches = ModuleState(model), models.batches(MICROBATCHES, 1)
+        start, found = _snapshot(model), []
+        for function in (_apart, _at_once):
+            for buffer in model.buffers():
+                buffer.zero_()
+            model.zero_grad()
+            found.append((function(model, batches, state), models.grads([model])))
+            state.enter(state.leave())  # takes off what recomputations have left
+            state.leave()
+        names = _changed(start, _snapshot(model)) - STAYING.keys() - {"CudaRNGStatesTracker.states_"}
+        (losses, grads), (own_losses, own_grads) = found
+        problems = [f"{name} stays" for name in sorted(names)]
+        problems += [] if losses == own_losses else [f"losses {losses}, {own_losses}"]
+        return problems + models.compared(grads, own_grads)[:3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_forwards_are_all_open_at_once(tp: int) -> None:
-    assert run(_mixed_up, 2, tp, timeout=200) == [[]] * 2
+@pytest.mark.parametrize("option", OPTIONS)
+def test_forwards_are_all_open_at_once(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
+    assert megatron(2).run(_mixed_up, option, tp) == [[]] * 2
