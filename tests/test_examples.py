@@ -139,15 +139,31 @@ def documented(script: Path) -> list[str]:
     return [*TORCHRUN[:3], *found.split()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "needs"), [("trainer", "accelerate"), ("sft", "trl")])
-def test_the_documented_command_for_four_ranks_from_a_fresh_clone(clone: Path, name: str, needs: str) -> None:
-    pytest.importorskip(needs)
-    command = documented(clone / "examples" / f"train_{name}.py")
-    assert command[3:] == ["--nproc-per-node", "4", f"examples/train_{name}.py", "--pp", "2"]
-    few = ("--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no")
-    text = output(*command, *few, "--per_device_train_batch_size", "1", root=clone)
+FEW = ("--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no",
+       "--per_device_train_batch_size", "1")  # fmt: skip
+
+
+def check_hidden(text: str) -> None:
+    """Of one of the four ranks."""
     logged = re.findall(r"^\{'loss': '(\S+)', 'grad_norm'.*'exchange_hidden': '(\S+)'", text, re.MULTILINE)
-    assert len(logged) == 2  # of one rank
+    assert len(logged) == 2
     assert all(0 < float(loss) < 10 and 0 <= float(hidden) <= 1 for loss, hidden in logged)
-    assert (clone / "runs" / name / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_documented_command_for_four_ranks_from_a_fresh_clone(clone: Path) -> None:
+    pytest.importorskip("accelerate")
+    command = documented(clone / "examples" / "train_trainer.py")
+    assert command[3:] == ["--nproc-per-node", "4", "examples/train_trainer.py", "--pp", "2"]
+    check_hidden(output(*command, *FEW, root=clone))
+    assert (clone / "runs" / "trainer" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_documented_ranks_of_sft(tmp_path: Path) -> None:
+    """The same command but for the script."""
+    pytest.importorskip("trl")
+    command = documented(EXAMPLES / "train_sft.py")
+    assert command[3:] == ["--nproc-per-node", "4", "examples/train_sft.py", "--pp", "2"]
+    check_hidden(forked(EXAMPLES / "train_sft.py", "--pp", "2", *FEW, "--output_dir", tmp_path, ranks=4))
+    assert (tmp_path / "config.json").exists()

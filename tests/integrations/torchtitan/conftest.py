@@ -9,35 +9,36 @@ import pytest
 import torch
 
 from tests.integrations.torchtitan.trainers import FAMILIES, SEQUENCES, train
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run
 
 Plain = Callable[..., dict[str, Any]]
+Own = Callable[..., list[dict[str, Any]]]
 
 
 def _kept(size: int) -> Iterator[Ranks]:
     if torch.__version__ < "2.13":
         pytest.skip("torchtitan 0.3.0 needs torch 2.13")
-    workers = Ranks(size, timeout=240, few=True)
+    workers = Ranks(size, timeout=240, threads=150)  # a start takes as long as a call
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def titan1() -> Iterator[Ranks]:
     yield from _kept(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def titan2() -> Iterator[Ranks]:
     yield from _kept(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def titan4() -> Iterator[Ranks]:
     yield from _kept(4)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folder(titan1: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a checkpoint of the first weights of each family."""
     made = str(tmp_path_factory.mktemp("torchtitan"))
@@ -45,7 +46,7 @@ def folder(titan1: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     return made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain(titan1: Ranks, folder: str) -> Plain:
     """Returns what torchtitan's own trainer logs on one rank, a microbatch after the other."""
     known: dict[str, dict[str, Any]] = {}
@@ -56,6 +57,23 @@ def plain(titan1: Ranks, folder: str) -> Plain:
             micro = case.get("micro", 1)
             given = {"folder": folder, "run": name, "batch": micro, "total": SEQUENCES, **case}
             known[name] = titan1.run(train, [given])[0][0] | {"run": name}
+        return known[name]
+
+    return result
+
+
+@pytest.fixture(scope="package")
+def own(titan2: Ranks, folder: str) -> Own:
+    """Returns what torchtitan's own trainer logs on each of two ranks, and the name of the run."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def result(**case: Any) -> list[dict[str, Any]]:
+        name = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
+        if name not in known:
+            given = [{"folder": folder, "run": name, "batch": 1, "total": SEQUENCES, **case}]
+            # torch keeps how DTensors are redistributed, with groups that have ended: not in processes that are kept.
+            found = run(train, 2, given, timeout=240) if "tp" in case else titan2.run(train, given)
+            known[name] = [logged | {"run": name} for (logged,) in found]
         return known[name]
 
     return result

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from overlap1f1b.integrations.torchtitan import SCHEDULES, pipelining_fn
 from tests.integrations.torchtitan import on_cpu
-from tests.integrations.torchtitan.conftest import Plain
+from tests.integrations.torchtitan.conftest import Own, Plain
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, train, weights_of
 from tests.ranks import Ranks, run
 
@@ -74,12 +74,11 @@ def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
     [{}, {"family": "qwen3", "chunked": True, "checkpointing": "selective", "schedule": "Interleaved1F1B"}],
     ids=str,
 )
-def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain: Plain, case: dict[str, Any]) -> None:
+def test_experts_over_two_ranks(titan4: Ranks, folder: str, own: Own, plain: Plain, case: dict[str, Any]) -> None:
     """Loss, norm and weights are those of torchtitan's trainer with its FSDP2 over the same ranks."""
     name, family = str(case), {key: case[key] for key in ("family",) if key in case}
-    own: dict[str, Any] = {"run": f"own {name}", "ep": 2, "batch": 1, "total": SEQUENCES, **family}
     ours = {"run": f"ours {name}", "pp": 2, "ep": 2, "batch": SEQUENCES // 2, **case}
-    expected = titan2.run(train, [{"folder": folder, **own}])[0][0]
+    expected = own(ep=2, **family)[0]
     found = titan4.run(train, [{"folder": folder, "by": "pipelining_fn", **ours}])
     assert equal(found[2][0]["loss"], expected["loss"], 1e-6)
     assert equal(expected["norm"], plain(**family)["norm"], 1e-4)
@@ -87,7 +86,7 @@ def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain
         assert_close(rank[0]["norm"], expected["norm"])
         assert sum(rank[0]["cut"]) == 2 * 2  # two layers with experts, there and back
         assert rank[0]["ops"]["DISPATCH"] == rank[0]["ops"]["COMBINE"] > 0
-    weights = weights_of(folder, own)
+    weights = weights_of(folder, expected | family)
     written = weights_of(folder, ours)
     assert written.keys() == weights.keys()
     for key, value in weights.items():
@@ -123,14 +122,12 @@ def test_validation(titan1: Ranks, titan2: Ranks, folder: str) -> None:
 
 @installed
 @pytest.mark.parametrize("ep", [1, 2])
-def test_tensor_parallelism(folder: str, ep: int) -> None:
+def test_tensor_parallelism(folder: str, own: Own, ep: int) -> None:
     """Loss and norm are those of torchtitan's own trainer over a tensor group, which may share the experts.
 
     In processes of their own: torch keeps how DTensors are redistributed, with groups that have ended.
     """
-    layout = {"folder": folder, "tp": 2, "ep": ep}
-    own = {"run": f"own tensor {ep}", "batch": 1, "total": SEQUENCES, **layout}
-    expected = run(train, 2, [own], timeout=240)[0][0]
+    layout, expected = {"folder": folder, "tp": 2, "ep": ep}, own(tp=2, ep=ep)[0]
     found = run(train, 4, [{"run": f"tensor {ep}", "by": "pipelining_fn", "pp": 2, **layout}], timeout=240)
     assert equal(found[-1][0]["loss"], expected["loss"], 1e-6)
     for rank in found:

@@ -9,7 +9,7 @@ import pytest
 
 from overlap1f1b.integrations.torchtitan import Overlapped
 from tests.integrations.torchtitan import on_cpu
-from tests.integrations.torchtitan.conftest import Plain
+from tests.integrations.torchtitan.conftest import Own, Plain
 from tests.integrations.torchtitan.test_pipelining import assert_close, equal
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, train
 from tests.ranks import Ranks, run
@@ -30,13 +30,12 @@ def test_one_rank(titan1: Ranks, folder: str, plain: Plain) -> None:
 @pytest.mark.parametrize(
     "case", [{}, {"chunked": True, "checkpointing": "selective"}, {"family": "qwen3", "tokens": 40}], ids=str
 )
-def test_experts_over_two_ranks(titan2: Ranks, folder: str, case: dict[str, Any]) -> None:
+def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own, case: dict[str, Any]) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes; it validates."""
     same = {key: case[key] for key in ("family", "tokens") if key in case}
-    own = {"run": f"own 1 {case}", "batch": 1, "total": SEQUENCES, **same}
-    ours = {"run": f"mixin {case}", "by": "mixin", "batch": SEQUENCES // 2, "validates": True, **case}
-    found = titan2.run(train, [{"folder": folder, "ep": 2, **given} for given in (own, ours)])
-    for expected, by_us in found:
+    ours = {"run": f"mixin {case}", "by": "mixin", "ep": 2, "batch": SEQUENCES // 2, "validates": True, **case}
+    found = titan2.run(train, [{"folder": folder, **ours}])
+    for expected, (by_us,) in zip(own(ep=2, **same), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [2 * LAYERS]
@@ -46,15 +45,15 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, case: dict[str, Any]
 
 @installed
 @pytest.mark.parametrize("ep", [1, 2])
-def test_tensor_parallelism(folder: str, ep: int) -> None:
+def test_tensor_parallelism(folder: str, own: Own, ep: int) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same tensor group, which may share the experts.
 
     In processes of their own: torch keeps how DTensors are redistributed, with groups that have ended.
     """
-    layout = {"folder": folder, "tp": 2, "ep": ep}
-    own, ours = {"run": f"own {ep}", "batch": 1, "total": SEQUENCES}, {"run": f"tensor mixin {ep}", "by": "mixin"}
-    found = (run(train, 2, [layout | one], timeout=240) for one in (own, ours))
-    for (expected,), (by_us,) in zip(*found, strict=True):
+    found = run(
+        train, 2, [{"folder": folder, "tp": 2, "ep": ep, "run": f"tensor mixin {ep}", "by": "mixin"}], timeout=240
+    )
+    for expected, (by_us,) in zip(own(tp=2, ep=ep), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [2 * LAYERS if ep > 1 else 0]
