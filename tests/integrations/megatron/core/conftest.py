@@ -16,7 +16,7 @@ def megatron() -> Iterator[Callable[[int], Ranks]]:
 
     def kept(size: int) -> Ranks:
         if size not in workers:
-            workers[size] = Ranks(size, timeout=120, threads=150)  # Megatron-Core keeps some of the last groups
+            workers[size] = Ranks(size, timeout=120)
         return workers[size]
 
     yield kept
