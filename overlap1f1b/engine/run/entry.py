@@ -61,7 +61,7 @@ class Enter(torch.autograd.Function):
         return tensor[0].detach()  # no view: it may be changed in place, and shares its version with the tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         entry = ctx.entry
         if grad is not None:
             entry.grad = grad if entry.grad is None else entry.grad + grad

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from overlap1f1b.transport.suspend import uncompiled
 
 _graph: Any = torch.autograd.graph
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine: Any = torch.autograd.Variable._execution_engine
 _functions: Any = torch.autograd.function
 LAST: Any = _functions._SingleLevelFunction
 """Class whose ``apply`` is C++, below the one of ``Function``; from torch 2.14 on both have the same."""
@@ -54,7 +54,7 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 
 def direct(function: F) -> F:
     """Have autograd call the backward of a Function at once, not by torch's search for it in Python."""
-    backward_class: Any = function._backward_cls  # type: ignore[attr-defined]
+    backward_class: Any = function._backward_cls
     backward_class.apply = function.backward
     return function
 
