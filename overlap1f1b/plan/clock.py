@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from operator import add
 from typing import NamedTuple
 
@@ -37,16 +38,35 @@ class Span(NamedTuple):
     end: float
 
 
+class _Transfer:
+    """A transfer between stages; exchanges that are launched while it travels delay it."""
+
+    __slots__ = ("end", "shared", "start")
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end = start, end
+        self.shared: list[_Time] = []  # times in which it has half of a link
+
+    def share(self, since: float, alone: float) -> None:
+        """Have half of a link beside an exchange that would take ``alone``; with a later one at the other end a third.
+
+        There the half that comes from the first end competes with an exchange that has its whole link.
+        """
+        shared = since, since + 2 * alone
+        self.end += sum([end - start for start, end in _without(shared, self.shared)]) / 2
+        self.shared.append(shared)
+
+
 class Clocks(list["Clock"]):
     """The clocks of all ranks, in their order.
 
     Attributes:
-        arrivals: Arrival times of transfers between stages, by the chain that receives them.
+        arrivals: Transfers between stages, by the chain that receives them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrivals: dict[Key, float] = {}
+        self.arrivals: dict[Key, _Transfer] = {}
 
 
 class Clock:
@@ -58,7 +78,7 @@ class Clock:
     host is always ahead; a CPU's thread, which computes by itself, is played in this way. A dispatch needs counts: the
     resource waits for them, or, with ``counts_block``, the host, which launches nothing meanwhile. If a transfer
     between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
-    run; this delays later nodes only.
+    run. So an exchange may delay the arrival of a transfer that was sent before: play the ranks in the order of time.
 
     Args:
         costs: Cost of each node.
@@ -89,9 +109,9 @@ class Clock:
             Resource.EXCHANGE: [],
             Resource.CONTROL: [],
         }  # time at which every link of the resource is free
-        self.sent: dict[int, float] = {}  # end of the last send to each rank
-        self.outward: list[_Time] = []  # of transfers to other ranks that share the links
-        self.inward: list[_Time] = []
+        self.sent: dict[int, _Transfer] = {}  # the last to each rank
+        self.outward: list[_Transfer] = []  # to other ranks, sharing the links
+        self.inward: list[_Transfer] = []
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
@@ -113,7 +133,8 @@ class Clock:
             needed = _COUNTS if op is _DISPATCH else _DISPATCH if kind is _F else _COMBINE
             return landed.get((needed, seam), ready)  # of several parts each waits for its own
         if key in self.awaited:
-            return self.arrivals.get(key, _FOREVER)
+            transfer = self.arrivals.get(key)
+            return _FOREVER if transfer is None else transfer.end
         if kind is _F:  # the first node of a chain needs the chain before it
             return self.ready.get((pipe, stage - 1, microbatch, kind), 0.0)
         forward = self.ready.get((pipe, stage, microbatch, _F), 0.0)
@@ -170,31 +191,35 @@ class Clock:
         """Return start and end of a transfer to the rank of the next or previous stage."""
         key = pipe, stage, _, _ = destination(node)
         to = self.placement.rank(pipe, stage)
-        start = max(launched, self.sent.get(to, 0.0))
-        end = start + self.cost(node)[0]
+        start = max(launched, self.sent[to].end) if to in self.sent else launched
+        transfer = _Transfer(start, start + self.cost(node)[0])
         if self.costs.shared_links:
             ends = [(self, self.outward, self.inward)]
             ends += [(clock, clock.inward, clock.outward) for clock in self.clocks[to : to + 1]]
-            end += max([clock._share(start, end, opposite) for clock, _, opposite in ends])
+            shared = [clock._share(transfer, opposite) for clock, _, opposite in ends]
+            for since, until in shared:
+                transfer.share(since, max(0.0, until - since))
             for _, way, _ in ends:
-                way.append((start, end))
-        self.sent[to] = self.arrivals[key] = end
-        return start, end
+                way.append(transfer)
+        self.sent[to] = self.arrivals[key] = transfer
+        return start, transfer.end
 
-    def _share(self, start: float, end: float, opposite: Sequence[_Time]) -> float:
-        """Let a transfer share the links with exchanges that have been launched; return its delay.
+    def _share(self, transfer: _Transfer, opposite: Sequence[_Transfer]) -> _Time:
+        """Let a transfer share the links with exchanges that have been launched; return the longest common time.
 
         An exchange uses both directions of a link. A transfer the opposite way has delayed it already.
         """
-        free, more = self.free[Resource.EXCHANGE], _without((start, end), opposite)
+        free, time = self.free[Resource.EXCHANGE], (transfer.start, transfer.end)
+        more = _without(time, [(other.start, other.end) for other in opposite])
         busy = list(zip(self.since, free, strict=False))
-        free[: len(busy)] = [until + sum([_common(time, (since, until)) for time in more]) for since, until in busy]
-        return max([_common((start, end), time) for time in busy], default=0.0)
+        free[: len(busy)] = [until + sum([_common(part, (since, until)) for part in more]) for since, until in busy]
+        shared = [(max(since, transfer.start), min(until, transfer.end)) for since, until in busy]
+        return max(shared, key=lambda one: one[1] - one[0], default=(transfer.start, transfer.start))
 
     def _delayed(self, cost: float, start: float) -> float:
         """Return the time of an exchange that shares the links with transfers."""
         time = start, start + cost
-        shared = [sum([_common(time, other) for other in way]) for way in (self.outward, self.inward)]
+        shared = [sum([_common(time, (o.start, o.end)) for o in way]) for way in (self.outward, self.inward)]
         return cost + min(cost, max(shared))
 
     def cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
@@ -222,8 +247,12 @@ class Clock:
             self.since.extend([0.0] * (len(free) - len(self.since)))
             self.since = [launched if launched > at else since for at, since in zip(free, self.since, strict=True)]
             for way in (self.outward, self.inward):
-                way[:] = [time for time in way if time[1] > self.now]
-            costs = tuple(map(self._delayed, costs, starts))
+                way[:] = [transfer for transfer in way if transfer.end > self.now]
+            alone, costs = max(costs), tuple(map(self._delayed, costs, starts))
+            for transfer in (*self.outward, *self.inward):
+                since, until = max(min(starts), transfer.start), min(min(starts) + alone, transfer.end)
+                if since < until:
+                    transfer.share(since, until - since)
         free[:] = map(add, starts, costs)
         return min(starts), max(free)
 
@@ -262,9 +291,9 @@ def play_clocks(
         Clock(costs, counts_block=counts_block, placement=placement, clocks=clocks)
     spans: list[list[Span]] = [[] for _ in ranks]
     waiting: dict[Key, list[int]] = {}  # ranks, by the chain whose input they wait for
-    ready = list(range(len(ranks)))[::-1]
+    ready = [(0.0, rank) for rank in range(len(ranks))]  # each by the earliest time of its next node
     while ready:
-        rank = ready.pop()
+        time, rank = heappop(ready)
         nodes, clock, done = ranks[rank], clocks[rank], spans[rank]
         for position in range(len(done), len(nodes)):
             node = nodes[position]
@@ -272,13 +301,21 @@ def play_clocks(
             if needed == _FOREVER:
                 waiting.setdefault((node.pipe, node.stage, node.microbatch, node.kind), []).append(rank)
                 break
+            if costs.shared_links and max(clock.now, needed) > time:  # until then others may delay a transfer
+                heappush(ready, (max(clock.now, needed), rank))
+                break
             done.append(clock.play(node, needed))
             if node.op is _SEND:
-                ready += waiting.pop(destination(node), ())
+                for other in waiting.pop(destination(node), ()):
+                    heappush(ready, (clocks[other].now, other))
     for rank, (nodes, done) in enumerate(zip(ranks, spans, strict=True)):
         if len(done) < len(nodes):
             raise ValueError(
                 f"rank {rank}, position {len(done)}: {nodes[len(done)]} waits forever for a message of another rank; "
                 "allowed: no ranks that wait for each other"
             )
+    for done in spans:  # some transfers were delayed later
+        for position, (node, start, _) in enumerate(done):
+            if node.op is _SEND:
+                done[position] = Span(node, start, clocks.arrivals[destination(node)].end)
     return [(done, clock.launches) for done, clock in zip(spans, clocks, strict=True)]

@@ -186,7 +186,11 @@ class FreeScheduler:
         time, pending = max(self.clock.now, horizon), self.pending
         while pending and pending[0][0] <= time:
             work = heappop(pending)[2]
-            heappush(self.ready, (work.priority, next(self.number), work))
+            needed = self.clock.needed(work.steps[work.at].node)
+            if needed > time:  # exchanges have delayed a transfer
+                heappush(pending, (needed, next(self.number), work))
+            else:
+                heappush(self.ready, (work.priority, next(self.number), work))
         chosen = self._choose()
         until = pending[0][0] if pending else _FOREVER
         if chosen is not None and self.priorities.lookahead and until < _FOREVER:

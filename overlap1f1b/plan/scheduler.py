@@ -391,7 +391,7 @@ def run_together(schedulers: Sequence[Scheduler], chains: Chains) -> None:
                 received = chains.receive(node)
                 schedulers[peer].expect(received)
                 key = (received.pipe, received.stage, received.microbatch, received.kind)
-                arrival = max(scheduler.clock.arrivals[key], schedulers[peer].clock.now)
+                arrival = max(scheduler.clock.arrivals[key].end, schedulers[peer].clock.now)
                 if arrival < wakes[peer]:
                     wakes[peer] = arrival
                     heappush(heap, (arrival, peer))

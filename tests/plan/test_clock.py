@@ -229,6 +229,24 @@ def test_an_exchange_behind_a_transfer_shares_what_is_left_of_it() -> None:
     assert passed("send.f 0, send.f 1, combine.f 2", shared=True) == [(0, 4), (4, 8), (0, 6)]
 
 
+def test_an_exchange_delays_a_transfer_that_travels_already() -> None:
+    """Each has half of the link for 8; with another exchange at the other end the transfer has a third."""
+    costs = NodeCosts.uniform(attention=1, experts=1, dispatch=10, send=4, shared_links=True)
+    first = [node("send.f 0"), node("dispatch.f 1")]
+    second = [node(text)._replace(stage=1) for text in ("receive.f 0", "attention.f 0", "dispatch.f 0")]
+    played = [
+        [(span.start, span.end) for span in spans] for spans in play_ranks([first, second], Placement.loop(2), costs)
+    ]
+    assert played == [[(0, 8), (0, 14)], [(0, 0), (8, 9), (9, 19)]]
+    clocks = Clocks()
+    for _ in range(2):
+        Clock(costs, placement=Placement.loop(2), clocks=clocks)
+    clocks[0].play(first[0])
+    for rank in range(2):
+        clocks[rank].play(Node(Op.DISPATCH, Kind.F, 9, 0, stage=rank))
+    assert clocks.arrivals[0, 1, 0, Kind.F].end == 12
+
+
 def test_counts_are_too_small_to_share() -> None:
     assert passed("send.f 0, counts.f 1", shared=True) == [(0, 4), (0, 5)]
 
