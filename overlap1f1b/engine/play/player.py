@@ -137,19 +137,16 @@ class Player:
         self._times = None if self._watch is None else StepTimes(self._watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
-        plays: dict[Op, Issue] = {op: play.__get__(self) for op, play in _PLAYS.items()}
         self._around = _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
-        if self.recorder is not None or self._times is not None:
-            plays = dict.fromkeys(plays, issue)
         fills = self._fills and self.around is None and self.before_launch is None
         self._filler = filler = self._filling(nodes, microbatches, issue) if fills else None
         # 3. Every node in order; then the sends that nobody here waited for.
         try:
             for self.position, node in enumerate(nodes):
                 if filler is None or self.position not in filler.taken:
-                    plays[node.op](node, microbatches)
+                    issue(node, microbatches)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -182,7 +179,16 @@ class Player:
         return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        _PLAYS[node.op](self, node, microbatches)
+        resource = RESOURCE_OF[node.op]
+        if resource is Resource.COMPUTE:
+            self._compute(node, microbatches)
+        elif node.op is Op.REDUCE:
+            for reduction in self.reductions:
+                self.flights += reduction.launch(node)
+        elif resource is Resource.PEER:
+            self._pass(node, microbatches)
+        else:
+            self._launch(node, microbatches)
 
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play a node, and note when the thread had launched it."""
@@ -190,10 +196,6 @@ class Player:
         self._since = time.perf_counter()
         self._issue(node, microbatches)
         self._times.launches.append(Span(node, self._since, time.perf_counter()))
-
-    def _reduce(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        for reduction in self.reductions:
-            self.flights += reduction.launch(node)
 
     def _pass(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Send to a neighbouring stage, or take the flight of its send."""
@@ -297,12 +299,6 @@ class Player:
             return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *landed))
 
         return spans
-
-
-_OF = {Resource.COMPUTE: Player._compute, Resource.PEER: Player._pass}
-_PLAYS: dict[Op, Any] = {op: _OF.get(resource, Player._launch) for op, resource in RESOURCE_OF.items()}
-_PLAYS[Op.REDUCE] = Player._reduce
-"""What plays a node, by its sub-op."""
 
 
 def _ending(exchange: Exchange) -> Callable[[], None]:

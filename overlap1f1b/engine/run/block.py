@@ -47,7 +47,8 @@ class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
-    before. :meth:`post` starts the exchange nodes. Which node is which method: :mod:`overlap1f1b.engine.run.nodes`.
+    before. Which node is which method: :mod:`overlap1f1b.engine.run.nodes`. Exchange nodes start in
+    :mod:`overlap1f1b.engine.run.posting`.
     """
 
     def __init__(self, microbatch: Microbatch, block: int) -> None:
