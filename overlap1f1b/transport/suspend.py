@@ -143,12 +143,17 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Loading the compiler takes seconds; a process that has compiled anything has loaded it.
     if "torch._dynamo" not in sys.modules:
         return function
-    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
     from torch._dynamo.eval_frame import skip_code
 
-    disabled: Any = torch.compiler.disable(function, reason=OUTSIDE)
+    disabled: Any = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if get_eval_frame_callback() is None:  # no caller is compiled
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function, reason=OUTSIDE)
         result = disabled(*args, **kwargs)
         if torch._C._len_torch_function_stack():
             # Compiled code goes past a function mode: what follows in the caller's region, until its end, is eager.
