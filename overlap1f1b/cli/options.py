@@ -223,9 +223,8 @@ def check_run(options: RunOptions) -> None:
     check_torch()
     _check_numbers(options)
     if options.batch % options.microbatches:
-        raise ValueError(
-            f"--batch {options.batch} cannot be split into --microbatches {options.microbatches}; allowed: a multiple"
-        )
+        batch, count = options.batch, options.microbatches
+        raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
     parse_overlap(options.overlap)

@@ -57,7 +57,9 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
 def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
     size = tensor.shape[0] if tensor.dim() else 0
     if size == 0 or size % count:
-        raise ValueError(f"{name}: a batch of {size} cannot be split into {count} microbatches; allowed: a multiple")
+        raise ValueError(
+            f"{name}: a batch of {size} cannot be split into {count} microbatches; allowed: a multiple of {count}"
+        )
     return size // count
 
 

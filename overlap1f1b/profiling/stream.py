@@ -169,7 +169,7 @@ class _Reader:
                     return value  # a number at the end of the text may continue, as 1e- does in 1e-5
             except json.JSONDecodeError as error:
                 if self._ended:
-                    raise ValueError(f"it is truncated, or not JSON ({error.msg})") from None
+                    raise ValueError(f"it is truncated, or not JSON ({error.msg.removesuffix(' at')})") from None
             self._fill()
 
     def _fill(self) -> None:

@@ -45,7 +45,7 @@ def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
     ("batch", "names", "message"),
     [
         (None, (), "no inputs on a rank that needs them"),
-        (X, (), "inputs: a batch of 6 cannot be split into 4 microbatches; allowed: a multiple"),
+        (X, (), "inputs: a batch of 6 cannot be split into 4 microbatches; allowed: a multiple of 4"),
         (torch.tensor(1.0), (), "a batch of 0 cannot be split"),
         ([X], (), "inputs: 1 microbatches for a program of 4"),
         ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),

@@ -119,7 +119,7 @@ def test_a_doubt_is_an_error_of_measurement() -> None:
     ("args", "error"),
     [
         ("--rounds 0", "--rounds 0; allowed: 1 or more"),
-        ("--batch 6", "--batch 6 cannot be split into --microbatches 8; allowed: a multiple"),
+        ("--batch 6", "--batch 6 cannot be split into --microbatches 8; allowed: a multiple of 8"),
         (
             "--wire balancedfoo",
             "--wire 'balancedfoo'; allowed: a rate such as 100kbit, 500mbit or 2.5gbit (10kbit or more), balanced, "

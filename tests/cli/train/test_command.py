@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     ("args", "error"),
     [
         ("--microbatches 0", "--microbatches 0; allowed: 1 or more"),
-        ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple"),
+        ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple of 4"),
         (
             "--schedule zigzag",
             "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b, afab, 1f1b, interleaved_1f1b, "
