@@ -25,6 +25,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -242,5 +243,9 @@ def _leave(rank: int, size: int) -> int:
 
     if dist.is_initialized():  # a test may have ended it
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes, and the names of groups that are gone
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
     gc.collect()  # engines and meshes hold groups
     return psutil.Process().num_threads()
