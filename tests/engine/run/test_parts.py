@@ -78,11 +78,11 @@ def test_every_order_gives_the_same_bits(parts: int, recompute: Recompute) -> No
     for microbatches, options in ((1, {}), (4, {}), (2, OPTIONS["dropout"] | {"seams": 2})):
         serial = build_schedule("sequential", microbatches=microbatches)
         expected = found(parts, serial, "serial", SIZES["uneven"], options)
-        for number, overlap in enumerate(OVERLAPS):  # each schedule with all of them, in turns over the parts
-            name = ("combined_1f1b", "zb_h1")[(number + parts) % 2]
+        for name in ("combined_1f1b", "zb_h1"):
             program = build_schedule(name, microbatches=microbatches)
-            other = found(parts, program, overlap, SIZES["uneven"], options, recompute=recompute)
-            assert not differing(expected, other), (name, overlap)
+            for overlap in OVERLAPS:
+                other = found(parts, program, overlap, SIZES["uneven"], options, recompute=recompute)
+                assert not differing(expected, other), (name, overlap)
 
 
 def test_room_for_rows() -> None:

@@ -26,7 +26,7 @@ class Case:
         linears: "own" for Megatron-Core's linear layers, "te" for stand-ins of TransformerEngine's, which delay their
             weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
-        quick: Whether the case is one of the few that are not marked slow, and run with both overlaps.
+        quick: Whether the case is one of the few that are not marked slow.
     """
 
     fields: Fields = field(default_factory=dict)

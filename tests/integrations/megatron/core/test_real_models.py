@@ -44,6 +44,5 @@ def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.quick])
 def test_more_steps(megatron: Callable[[int], Ranks], name: str) -> None:
-    """Every option with one of the overlaps; neighbours, which have the same options, take turns with them."""
-    size, overlap = CASES[name].ranks, OVERLAPS[list(CASES).index(name) % 2]
-    assert megatron(size).run(differences, name, (overlap,)) == [[]] * size
+    size = CASES[name].ranks
+    assert megatron(size).run(differences, name, OVERLAPS) == [[]] * size
