@@ -17,6 +17,7 @@ from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQ
 from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
@@ -419,35 +420,22 @@ class Blocks:
         Args:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
-        changed: list[tuple[dict[str, Any], str, Any]] = []
         self.uses.settle()
         self.thread = ThreadState.capture(self.device)
+        with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
+            yield
 
-        def change(module: nn.Module, name: str, value: object) -> None:
-            changed.append((module.__dict__, name, module.__dict__.get(name, _MISSING)))
-            module.__dict__[name] = value
-
-        try:
-            for experts in self.expert_parameters:
-                change(experts, "forward", uncompiled(experts.forward))
-                change(experts, "capacity", self.capacity)
-                change(experts, "parts", self.parts)
-                change(experts, "product", uncompiled(_SplitProduct(self, experts)))
-            for linear in (m for linears in self.linears for m in linears):
-                change(linear, "forward", uncompiled(_SplitForward(self, linear)))
-            for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
-                change(carrier, "loss_scale", loss_scale)
-            with functions_cross(), self.draws.checked():
-                yield
-        finally:
-            for attributes, name, value in reversed(changed):
-                if value is _MISSING:
-                    del attributes[name]
-                else:
-                    attributes[name] = value
-
-
-_MISSING = object()
+    def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
+        for experts in self.expert_parameters:
+            attributes = vars(experts)
+            yield attributes, "forward", uncompiled(experts.forward)
+            yield attributes, "capacity", self.capacity
+            yield attributes, "parts", self.parts
+            yield attributes, "product", uncompiled(_SplitProduct(self, experts))
+        for linear in (m for linears in self.linears for m in linears):
+            yield vars(linear), "forward", uncompiled(_SplitForward(self, linear))
+        for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
+            yield vars(carrier), "loss_scale", loss_scale
 
 
 @contextmanager

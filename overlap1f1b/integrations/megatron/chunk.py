@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
 from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
-from overlap1f1b.integrations.replaced import replaced
 
 
 class Chunk(MicrobatchBlock):

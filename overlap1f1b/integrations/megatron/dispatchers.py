@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
-from overlap1f1b.integrations.replaced import Replacement, replaced
 from overlap1f1b.transport.calls import exchange, exchange_by
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"

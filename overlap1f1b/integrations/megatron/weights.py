@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.autograd import SplitLinear, added_to_main
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.integrations.megatron.config import attribute_of
-from overlap1f1b.integrations.replaced import Replacement
 from overlap1f1b.transport.suspend import uncompiled
 
 # ------------------------------------------------------------------------------------------------------- linear layers
