@@ -30,7 +30,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.crossing import functions_cross
-from overlap1f1b.integrations.dualpipe.whole import _Walk
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.streams import CudaMark, HostCopy
@@ -565,7 +564,6 @@ def installed() -> Iterator[None]:
             (HostCopy, "read", _noting_reads(HostCopy.read)),
             (CudaMark, "synchronize", _blocking(CudaMark.synchronize)),
             (Player, "_issue", _noting_nodes(Player._issue)),
-            (_Walk, "_issue", _noting_nodes(_Walk._issue)),
             (mesh_module.Mesh, "gathered", _noting_meetings(mesh_module.Mesh.gathered)),
             (mesh_module.Mesh, "meet", _noting_meetings_of_experts(mesh_module.Mesh.meet)),
         ):

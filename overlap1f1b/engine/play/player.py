@@ -31,6 +31,7 @@ MicrobatchKey = tuple[int, int]
 
 Around = Callable[[Node], AbstractContextManager[object]]
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
+Compute = Callable[[Node, Microbatch, Mapping[Place, Any]], None]
 
 
 class PlayObserver(Observer, Protocol):
@@ -65,6 +66,7 @@ class Player:
         before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
+        compute: Carries out a compute node with what its exchanges have brought.
         recorder: Is told of every node.
         position: Of the current node in the list; None before the first.
         flights: All that the last :meth:`play` sent and received.
@@ -103,6 +105,7 @@ class Player:
         self.boundary, self.reductions = boundary, reductions
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
+        self.compute: Compute = run.compute
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
         self.flights: list[Flight[Any]] = []
@@ -253,10 +256,10 @@ class Player:
             times.watch.hold()
         begun = None if times is None else times.watch.stamp()
         if self._around is None:
-            run.compute(node, microbatch, received)
+            self.compute(node, microbatch, received)
         else:
             with self._around(node):
-                run.compute(node, microbatch, received)
+                self.compute(node, microbatch, received)
         if times is not None:
             times.computed(node, begun)
         else:

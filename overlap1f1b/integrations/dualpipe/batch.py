@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.batch import Feed, Microbatches
-from overlap1f1b.engine.run.microbatch import LossFunction, OptionalTensors, Tensors
+from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors
 from overlap1f1b.schedule import Program
 
 Criterion = Callable[..., Tensor]
 """``(*outputs, *labels) → scalar``."""
+
+
+class Labelled(NamedTuple):
+    """The loss of a microbatch: a criterion with its labels, which may be None where the engine's targets may not."""
+
+    criterion: Criterion
+    labels: OptionalTensors
+
+    def __call__(self, *outputs: Tensor) -> Tensor:
+        """Return the loss of a microbatch's outputs."""
+        return self.criterion(*outputs, *self.labels)
 
 
 class Ended(NamedTuple):
@@ -91,7 +102,7 @@ class Batch:
             criterion = self.criterion if stage == last else None
             return {
                 "inputs": inputs[microbatch] if stage == 0 else None,
-                "loss_fn": None if criterion is None else _labelled(criterion, labels[microbatch]),
+                "loss_fn": None if criterion is None else Labelled(criterion, labels[microbatch]),
                 "keep_outputs": self.keep_outputs,
             }
 
@@ -120,11 +131,6 @@ class Batch:
             return loss, None
         outputs = tuple(_joined(parts, self.dim) for parts in zip(*ended.outputs, strict=True))
         return loss, outputs[0] if len(outputs) == 1 else outputs
-
-
-def _labelled(criterion: Criterion, labels: OptionalTensors) -> LossFunction:
-    # The engine's targets are tensors; a label may be None.
-    return lambda *outputs: criterion(*outputs, *labels)
 
 
 def _joined(parts: Tensors, dim: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
-from overlap1f1b.integrations.dualpipe.whole import WeightStore, WholeModules
+from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.groups import gathered
@@ -76,9 +77,9 @@ class Pipeline(nn.Module):
         self.batch_dim, self.overlap, self.costs = batch_dim, overlap, costs
         self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
         self.group = process_group or dist.distributed_c10d._get_default_group()
-        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         limit = timedelta(seconds=timeout)
-        self.mesh = _mesh(self.group, rank_mapping, expert_group, device, limit)
+        self.mesh = _mesh(self.group, rank_mapping, expert_group, self.device.type, limit)
         spanned = Mesh(self.mesh, limit)
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
@@ -88,19 +89,10 @@ class Pipeline(nn.Module):
         self.overlapped_forward_backward = first is second and hasattr(first, OWN)
         # All ranks must run in the same way, even if their modules differ.
         own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
-        self._whole = None
-        if any(own.values()):
-            self._whole = WholeModules(
-                self._stages,
-                placement,
-                spanned,
-                overlapped=self.overlapped_forward_backward,
-                weight_store=weight_store,
-                timeout=timeout,
-                dynamic_shapes=dynamic_shapes,
-            )
+        self._runs_whole = any(own.values())
         self._programs: dict[int, Program] = {}
         self._engines: dict[int, Engine] = {}
+        self._whole: dict[int, WholeModules] = {}
 
     def step(
         self,
@@ -140,27 +132,37 @@ class Pipeline(nn.Module):
         return batch.finish(self._run(self._programs[num_chunks], batch, grad=torch.is_grad_enabled()))
 
     def _run(self, program: Program, batch: Batch, *, grad: bool) -> Ended:
-        if self._whole is not None:
-            return self._whole.run(program, batch, grad=grad)
         if program.microbatches not in self._engines:
-            shared = next(iter(self._engines.values()), None)
-            self._engines[program.microbatches] = Engine(
-                {
-                    number: module if type(module).forward is nn.Sequential.forward else [module]
-                    for number, module in self._stages.items()
-                },
-                program,
-                mesh=self.mesh,
-                overlap=self.overlap,
-                costs=self.costs,
-                reduce=False,
-                dynamic_shapes=self.dynamic_shapes,
-                timeout=self.timeout,
-                exchange=None if shared is None else shared.exchange,
-            )
-        engine = self._engines[program.microbatches]
-        played = engine.play(lambda: batch.feed(program, self.rank), grad=grad)
+            self._engines[program.microbatches] = self._engine(program)
+        engine, whole = self._engines[program.microbatches], self._whole.get(program.microbatches)
+        with nullcontext() if whole is None else whole.guarded():
+            played = engine.play(lambda: batch.feed(program, self.rank), grad=grad)
         return batch.ended(played.microbatches, program)
+
+    def _engine(self, program: Program) -> Engine:
+        stages: dict[int, list[nn.Module] | nn.Module] = {
+            number: module if type(module).forward is nn.Sequential.forward else [module]
+            for number, module in self._stages.items()
+        }
+        if self._runs_whole:
+            stages = {number: [StandIn(self.device)] for number in self._stages}
+        shared = next(iter(self._engines.values()), None)
+        engine = Engine(
+            stages,
+            program,
+            mesh=self.mesh,
+            overlap="serial" if self._runs_whole else self.overlap,
+            costs=self.costs,
+            reduce=False,
+            dynamic_shapes=self.dynamic_shapes,
+            timeout=self.timeout,
+            exchange=None if shared is None else shared.exchange,
+        )
+        if self._runs_whole:
+            self._whole[program.microbatches] = WholeModules(
+                engine, self._stages, overlapped=self.overlapped_forward_backward, weight_store=self.weight_store
+            )
+        return engine
 
 
 class DualPipe(Pipeline):
