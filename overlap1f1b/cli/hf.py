@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.integrations.transformers import SplitModel, split_model
+from overlap1f1b.integrations.transformers.split import Part, split_model
 from overlap1f1b.moe import use_kernels
 from overlap1f1b.schedule import Program
 
 BYTES = 256
 
 
-class HfModel(nn.Module):
+class HfModel(Part):
     """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model.
 
     Args:
@@ -32,30 +31,16 @@ class HfModel(nn.Module):
     """
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
-        super().__init__()
         assert options.hf_config is not None
         config = _config(options.hf_config)
         torch.manual_seed(options.seed)  # the same weights on all ranks
         model = _model(config, options.hf_config).to(rank.device)
-        self.total = sum(p.numel() for p in model.parameters())
+        total = sum(p.numel() for p in model.parameters())
+        super().__init__(split_model(model, program, rank.mesh))
+        self.total = total
         self.description = f"{type(model).__name__}, {config.num_hidden_layers} layers"
         self.identity = {"hf_config": hashlib.sha256(config.to_json_string().encode()).hexdigest()}
-        stages = split_model(model, program, rank.mesh)
-        for stage in stages.values():
-            stage.hang(self)
-        self.__dict__["stages"] = stages
         use_kernels(self, options.kernels)
-
-    @property
-    def split(self) -> SplitModel:
-        """Return the stages, for the engine."""
-        stages: SplitModel = self.__dict__["stages"]
-        return stages
-
-    def train(self, mode: bool = True) -> HfModel:
-        """Set the mode, also of the modules without weights that the model's own forward uses."""
-        self.split.train(mode)
-        return super().train(mode)
 
 
 def _config(name: str) -> Any:

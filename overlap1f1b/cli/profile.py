@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,9 +67,9 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
         say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
         mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": counted}
-        ranks = engine.mesh.combined([mine], lambda _, every: list(chain.from_iterable(every)))
+        ranks = engine.mesh.every(mine)
     if rank.rank == 0:
-        result = _result(options, rank, engine, sorted(ranks, key=lambda found: found["rank"]))
+        result = _result(options, rank, engine, [found for _, found in sorted(ranks.items())])
         show(result, screen)
         if not options.nsys:
             result |= reported([Path(found["files"][-1]) for found in result["ranks"]], screen)

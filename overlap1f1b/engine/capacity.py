@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from overlap1f1b.engine.reduce.reduction import GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.transport.mesh import Mesh
 
 Overflow = Literal["raise", "rerun"]
@@ -103,16 +104,9 @@ class Capacity:
                 )
         return None
 
-    @contextmanager
-    def exact(self) -> Iterator[None]:
+    def exact(self) -> AbstractContextManager[None]:
         """Send exact sizes in the body."""
-        for stage in self.stages:
-            stage.capacity = None
-        try:
-            yield
-        finally:
-            for stage in self.stages:
-                stage.capacity = self.factor
+        return replaced((vars(stage), "capacity", None) for stage in self.stages)
 
 
 class Undo:

@@ -204,9 +204,7 @@ class Engine:
             self.shapes = all_shapes(self.stages, placement, self.mesh)
             self.parts_choice.look_at(self.shapes)
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
-            self._trains = self.mesh.combined(
-                any(p.requires_grad for p in self.parameters()), lambda _, every: any(every)
-            )
+            self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             # 4. Transfers between stages, and sums of gradients.
             background = self._shared_links = self.mesh.on_gloo  # gloo uses one network interface for all groups
             device = next(iter(self.stages.values())).device

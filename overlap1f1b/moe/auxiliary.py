@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,19 +30,6 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
     for module in model.modules():
         if isinstance(module, AuxiliaryCarrier):
             module.loss_scale = scale
-
-
-@contextmanager
-def loss_scales_of(carriers: Sequence[AuxiliaryCarrier], scales: Sequence[float]) -> Iterator[None]:
-    """Set ``loss_scale`` of each carrier inside the context."""
-    before = [carrier.loss_scale for carrier in carriers]
-    for carrier, scale in zip(carriers, scales, strict=True):
-        carrier.loss_scale = scale
-    try:
-        yield
-    finally:
-        for carrier, scale in zip(carriers, before, strict=True):
-            carrier.loss_scale = scale
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:

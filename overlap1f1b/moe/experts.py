@@ -22,6 +22,7 @@ from overlap1f1b.transport.suspend import computed_once
 WeightsIn = Literal["combine", "activation"]
 """Place where a row's routing weight is applied: the sum of returned rows, or the experts' activation before it."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+Permutation = Callable[[Tensor], Tensor]
 
 
 class Experts(nn.Module):
@@ -137,8 +138,8 @@ class Experts(nn.Module):
         return computed_once(lambda known: Aggregate.apply(returned.pop(0), weights, route, known))
 
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
-        result = self.compute_routed(_Group.apply(received, route), route).to(dtype)
-        return _Ungroup.apply(result, route)
+        result = self.compute_routed(_Permuted.apply(received, route.group, route.ungroup), route).to(dtype)
+        return _Permuted.apply(result, route.ungroup, route.group)
 
 
 class GroupedExperts(Experts):
@@ -280,27 +281,14 @@ class Aggregate(torch.autograd.Function):
         return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None, None
 
 
-class _Group(torch.autograd.Function):
-    """Received rows grouped by expert."""
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, there and back: received rows grouped by expert, or grouped rows as they were received."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.group(rows)
+    def forward(ctx: Any, rows: Tensor, there: Permutation, back: Permutation) -> Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.ungroup(grads[0]), None
-
-
-class _Ungroup(torch.autograd.Function):
-    """Grouped rows in the order in which they were received."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.ungroup(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.group(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None

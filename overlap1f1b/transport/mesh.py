@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.failures import Failures, LostRankError, headline
-from overlap1f1b.transport.groups import Group, Groups, backend_of, gather_objects
+from overlap1f1b.transport.groups import Group, Groups, backend_of, gather_objects, gathered
 
 T = TypeVar("T")
 Dimension = Literal["pp", "dp", "ep", "cp", "tp"]
@@ -509,3 +509,38 @@ def lines_of(mesh: DeviceMesh) -> list[list[int]]:
         mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
         for dimension in range(mesh.ndim)
     ]
+
+
+def grid_of(
+    pp: Group | None, ep: Group | None, device: torch.device, limit: timedelta, *, order: Sequence[int] | None = None
+) -> DeviceMesh | None:
+    """Return the mesh "pp" × "ep" of this rank's groups, None for one rank; all ranks along "ep" must call this.
+
+    Args:
+        pp: Ranks that hold the stages; None for this rank alone.
+        ep: Ranks that share the experts, each in a separate pipeline; None for this rank alone.
+        device: Device of the model.
+        limit: Of a wait for another rank.
+        order: ``order[i]`` is the pipeline rank of rank ``i`` of ``pp``; by default ``i``.
+
+    Raises:
+        ValueError: The groups do not form a grid.
+    """
+    named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
+    if not named:
+        return None
+    line = [dist.get_rank()] if pp is None else dist.get_process_group_ranks(pp)
+    line = line if order is None else [line[order.index(number)] for number in range(len(line))]
+    lines = [line]
+    if ep is not None:
+        column, own = dist.get_process_group_ranks(ep), line.index(dist.get_rank())
+        lines = gathered(column, line, limit)
+        if [one[own : own + 1] for one in lines] != [[rank] for rank in column]:
+            raise ValueError(
+                f"pipelines {lines} of ranks {column} that share experts; allowed: a grid, one rank of each"
+            )
+    ranks = torch.tensor(lines).T  # [pp, ep]
+    names, groups = zip(*named, strict=True)
+    return DeviceMesh.from_group(
+        list(groups), device.type, mesh=ranks if len(named) == 2 else ranks.flatten(), mesh_dim_names=names
+    )

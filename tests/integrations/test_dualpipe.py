@@ -506,8 +506,8 @@ def test_refusals(ranks2: Ranks, kind: str) -> None:
         assert said == {
             "modules": "ValueError: 1 modules; allowed: two, of the two stages of this rank",
             "mapping": "ValueError: rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
-            "grid": "ValueError: pipeline ranks [0, 1] with experts over [[0, 1], [0, 1]]; "
-            "allowed: a grid, one rank of each in both",
+            "grid": "ValueError: pipelines [[0, 1], [0, 1]] of ranks [0, 1] that share experts; "
+            "allowed: a grid, one rank of each",
             "none": "ValueError: num_chunks=0; allowed: 4 or more microbatches",
             "few": "ValueError: dualpipe over 2 ranks with 2 microbatches; "
             "allowed: an even number from 4 on, nearest 4",

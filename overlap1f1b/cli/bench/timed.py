@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.moe.router import Router
 
 SHORTEST_S = 5e-4  # shorter sleeps are imprecise: shorter waits are added up
@@ -77,14 +78,8 @@ class TimedCompute:
     def entered(self, model: nn.Module, real: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Enter; the model's routers and ``real`` still compute, so that routing is as uneven as the text."""
         routers = [*(m for m in model.modules() if isinstance(m, Router)), *real]
-        for router in routers:
-            router.__dict__["forward"] = self.real(router.forward)
-        try:
-            with self:
-                yield
-        finally:
-            for router in routers:
-                del router.__dict__["forward"]
+        with replaced((vars(router), "forward", self.real(router.forward)) for router in routers), self:
+            yield
 
     def real(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with torch's own kernels inside."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -126,9 +125,7 @@ class Trainer:
             router.update_correction_bias(BIAS_RATE, self._data_group)
         overlap = result.overlap
         exchange = overlap.exchange if rank.group is not None else 0.0  # a single rank sends rows only to itself
-        seen = self.engine.mesh.combined(
-            [(overlap.exposed, exchange)], lambda _, every: list(chain.from_iterable(every))
-        )
+        seen = list(self.engine.mesh.every((overlap.exposed, exchange)).values())
         shares = [1 - exposed / exchange for exposed, exchange in seen if exchange]
         return Step(
             loss=loss,

@@ -25,8 +25,9 @@ from overlap1f1b.engine.run.block import BlockRun, Brought, Reached
 from overlap1f1b.engine.run.graph import edge_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.engine.run.segment import Segment, Sent
-from overlap1f1b.moe.auxiliary import loss_scales_of
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.suspend import ThreadState
 
@@ -87,7 +88,7 @@ class RecomputedRun(BlockRun):
         """Values that the second forward takes from the first, and their versions."""
         self.state: ThreadState | None = None
         """At the start of the forward."""
-        self.loss_scales: list[float] = []
+        self.loss_scales: list[tuple[AuxiliaryCarrier, float]] = []
         """Scales of auxiliary losses."""
         self.again = False
         """Whether the second forward runs."""
@@ -97,7 +98,7 @@ class RecomputedRun(BlockRun):
     def _inputs(self) -> Tensors:
         x = super()._inputs()
         self.state = ThreadState.capture(self.stage.device)
-        self.loss_scales = [carrier.loss_scale for carrier in self.stage.carriers[self.block]]
+        self.loss_scales = [(carrier, carrier.loss_scale) for carrier in self.stage.carriers[self.block]]
         if self.drops_own:
             self.x = [(t, _version(t)) for t in x]
         return x
@@ -195,7 +196,7 @@ class RecomputedRun(BlockRun):
         self.again, self.seen, self.watching = True, None, None
         with (
             state.applied(self.name, device=stage.device, grad=True),
-            loss_scales_of(stage.carriers[self.block], self.loss_scales),
+            replaced((vars(carrier), "loss_scale", scale) for carrier, scale in self.loss_scales),
         ):
             self._run_again()
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
-from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion, Ended
+from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
 from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.groups import gathered
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import Mesh, grid_of
 
 OWN = "overlapped_forward_backward"
 """Name of the method by which a module overlaps a pair itself."""
@@ -76,10 +74,14 @@ class Pipeline(nn.Module):
             raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
         self.batch_dim, self.overlap, self.costs = batch_dim, overlap, costs
         self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
-        self.group = process_group or dist.distributed_c10d._get_default_group()
+        self.group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        size = self.group.size()
+        order = list(range(size) if rank_mapping is None else rank_mapping)
+        if sorted(order) != list(range(size)):
+            raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         limit = timedelta(seconds=timeout)
-        self.mesh = _mesh(self.group, rank_mapping, expert_group, self.device.type, limit)
+        self.mesh = grid_of(self.group, expert_group, self.device, limit, order=order)
         spanned = Mesh(self.mesh, limit)
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
@@ -90,9 +92,7 @@ class Pipeline(nn.Module):
         # All ranks must run in the same way, even if their modules differ.
         own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
         self._runs_whole = any(own.values())
-        self._programs: dict[int, Program] = {}
-        self._engines: dict[int, Engine] = {}
-        self._whole: dict[int, WholeModules] = {}
+        self._engines: dict[int, tuple[Engine, Callable[[], AbstractContextManager[None]]]] = {}
 
     def step(
         self,
@@ -124,29 +124,24 @@ class Pipeline(nn.Module):
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
-        if num_chunks not in self._programs:
+        if num_chunks not in self._engines:
             program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
-            self._programs[num_chunks] = program
+            self._engines[num_chunks] = self._engine(program)
+        engine, guarded = self._engines[num_chunks]
         given: OptionalTensors = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, given, criterion, self.batch_dim, return_outputs)
-        return batch.finish(self._run(self._programs[num_chunks], batch, grad=torch.is_grad_enabled()))
+        with guarded():
+            played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
+        return batch.finish(batch.ended(played.microbatches, engine.program))
 
-    def _run(self, program: Program, batch: Batch, *, grad: bool) -> Ended:
-        if program.microbatches not in self._engines:
-            self._engines[program.microbatches] = self._engine(program)
-        engine, whole = self._engines[program.microbatches], self._whole.get(program.microbatches)
-        with nullcontext() if whole is None else whole.guarded():
-            played = engine.play(lambda: batch.feed(program, self.rank), grad=grad)
-        return batch.ended(played.microbatches, program)
-
-    def _engine(self, program: Program) -> Engine:
+    def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
+        """Return the engine of a program, and the context of its steps."""
         stages: dict[int, list[nn.Module] | nn.Module] = {
             number: module if type(module).forward is nn.Sequential.forward else [module]
             for number, module in self._stages.items()
         }
         if self._runs_whole:
             stages = {number: [StandIn(self.device)] for number in self._stages}
-        shared = next(iter(self._engines.values()), None)
         engine = Engine(
             stages,
             program,
@@ -156,13 +151,12 @@ class Pipeline(nn.Module):
             reduce=False,
             dynamic_shapes=self.dynamic_shapes,
             timeout=self.timeout,
-            exchange=None if shared is None else shared.exchange,
+            exchange=next((other.exchange for other, _ in self._engines.values()), None),
         )
-        if self._runs_whole:
-            self._whole[program.microbatches] = WholeModules(
-                engine, self._stages, overlapped=self.overlapped_forward_backward, weight_store=self.weight_store
-            )
-        return engine
+        if not self._runs_whole:
+            return engine, nullcontext
+        overlapped, store = self.overlapped_forward_backward, self.weight_store
+        return engine, WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store).guarded
 
 
 class DualPipe(Pipeline):
@@ -196,27 +190,3 @@ class DualPipeV(Pipeline):
     """
 
     schedule = "dualpipev"
-
-
-def _mesh(
-    group: dist.ProcessGroup,
-    rank_mapping: Sequence[int] | None,
-    expert_group: dist.ProcessGroup | None,
-    device: str,
-    limit: timedelta,
-) -> DeviceMesh:
-    """Return the mesh "pp" × "ep" of the pipelines that share experts."""
-    size = group.size()
-    order = list(range(size)) if rank_mapping is None else list(rank_mapping)
-    if sorted(order) != list(range(size)):
-        raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
-    experts = [dist.get_rank()] if expert_group is None else dist.get_process_group_ranks(expert_group)
-    ranks = dist.get_process_group_ranks(group)
-    rows = gathered(ranks, experts, limit)
-    grid = [rows[order.index(rank)] for rank in range(size)]
-    column = experts.index(dist.get_rank())
-    if [row[column : column + 1] for row in grid] != [[ranks[order.index(rank)]] for rank in range(size)]:
-        raise ValueError(f"pipeline ranks {ranks} with experts over {grid}; allowed: a grid, one rank of each in both")
-    if expert_group is None:
-        return DeviceMesh.from_group([group], device, [row[0] for row in grid], mesh_dim_names=("pp",))
-    return DeviceMesh.from_group([group, expert_group], device, grid, mesh_dim_names=("pp", "ep"))

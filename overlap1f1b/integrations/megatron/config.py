@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.transport.groups import gathered
@@ -78,32 +77,6 @@ def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCos
         if (group := group_of(groups, name)) is not None:
             costs = gathered(dist.get_process_group_ranks(group), costs, limit)[0]
     return costs
-
-
-def mesh_of(groups: object, device: torch.device, limit: timedelta) -> DeviceMesh | None:
-    """Return this rank's mesh of "pp" and "ep", or None for one rank. All ranks along "ep" must call this.
-
-    Raises:
-        ValueError: The groups do not form a grid.
-    """
-    pp, ep = group_of(groups, "pp"), group_of(groups, "ep")
-    line = dist.get_process_group_ranks(pp) if pp is not None else [dist.get_rank()] if ep is not None else []
-    lines: list[Any] = [line]
-    if ep is not None:
-        own, column = 0 if pp is None else pp.rank(), dist.get_process_group_ranks(ep)
-        lines = gathered(column, line, limit)
-        if [every[own : own + 1] for every in lines] != [[rank] for rank in column]:
-            raise ValueError(f"pp groups {lines} of the ep group {column}; allowed: a grid, one rank of ep in each")
-    ranks = torch.tensor(lines).T  # [pp, ep]
-    named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
-    if not named:
-        return None
-    return DeviceMesh.from_group(
-        [group for _, group in named],
-        device.type,
-        mesh=ranks if len(named) == 2 else ranks.flatten(),
-        mesh_dim_names=tuple(name for name, _ in named),
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- config

@@ -24,7 +24,6 @@ from overlap1f1b.integrations.megatron.config import (
     check_sizes,
     each,
     group_of,
-    mesh_of,
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
@@ -33,6 +32,7 @@ from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+from overlap1f1b.transport.mesh import grid_of
 
 NO_PIPELINING = "forward_backward_no_pipelining"
 WITHOUT_INTERLEAVING = "forward_backward_pipelining_without_interleaving"
@@ -259,20 +259,22 @@ class ForwardBackward:
             chunks=len(models),
             group_size=config.microbatch_group_size_per_vp_stage if len(models) > 1 else None,
         )
-        rank = group.rank() if (group := group_of(self.groups, "pp")) is not None else 0
+        pp, ep = group_of(self.groups, "pp"), group_of(self.groups, "ep")
+        rank = 0 if pp is None else pp.rank()
         passes = self.split_rank is not None and rank >= self.split_rank
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
-            last, exchanges = stage == program.placement.stages - 1, size_of(self.groups, "ep") > 1
-            chunk = Chunk(model, stage=stage, last=last, exchanges=exchanges, passes_last_input=passes and not last)
+            last = stage == program.placement.stages - 1
+            chunk = Chunk(
+                model, stage=stage, last=last, exchanges=ep is not None, passes_last_input=passes and not last
+            )
             holds_experts = any(isinstance(module, Experts) for module in model.modules())
             if chunk.state is not None or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
-        mesh = mesh_of(self.groups, next(iter(chunks.values())).device, limit)
+        mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
-            ep = group_of(self.groups, "ep")
             self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
         engine = Engine(
             {stage: [chunk] for stage, chunk in chunks.items()},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from overlap1f1b.engine import Engine, Feed, StepResult
 from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.schedule import Program
 
 Arguments = Sequence[Mapping[str, Any]]
@@ -152,19 +153,10 @@ class Schedule:
         head = getattr(self.loss_fn, "lm_head", None)
         return head if isinstance(head, nn.Module) else None
 
-    @contextmanager
-    def _head_gathered(self) -> Iterator[None]:
+    def _head_gathered(self) -> AbstractContextManager[None]:
         """Keep the loss from freeing the head's gathered weights: several microbatches are open, the norm's too."""
-        head = self._head()
-        if not isinstance(head, FSDPModule):
-            yield
-            return
-        held: Any = self.loss_fn
-        held.lm_head = head.__call__  # no FSDPModule
-        try:
-            yield
-        finally:
-            held.lm_head = head
+        head = self._head()  # what replaces it is no FSDPModule
+        return replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else [])
 
 
 class Part(MicrobatchBlock):

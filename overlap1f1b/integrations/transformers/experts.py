@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers import adapters
 from overlap1f1b.integrations.transformers.compiled import leave_experts
 from overlap1f1b.kernels.grouped_mm import GroupedMM
@@ -224,16 +225,12 @@ class OwnExperts(Experts):
             trained = [p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad]
             return rows + sum(trained, rows.sum())
         transposed = getattr(own, "is_transposed", False)
-        weights = {
-            name: adapters.adapted(getattr(own, name), several, transposed=transposed)
+        weights = (  # found before the parameters of these names
+            (vars(own), name, adapters.adapted(getattr(own, name), several, transposed=transposed))
             for name, several in added.items()
-        }
-        own.__dict__ |= weights  # before the parameters of these names
-        try:
+        )
+        with replaced(weights):
             return self._by_own_forward(own, rows, counts)
-        finally:
-            for name in weights:
-                del own.__dict__[name]
 
     def _product(
         self, rows: Tensor, weight: Tensor, counts: Sequence[int], added: Sequence[adapters.Addition]

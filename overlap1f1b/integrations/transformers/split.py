@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,27 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def eval(self) -> SplitModel:
         """Set the model to evaluation."""
         return self.train(False)
+
+
+class Part(nn.Module):
+    """The stages of this rank in one module, with the parameter names of the whole model."""
+
+    def __init__(self, stages: SplitModel) -> None:
+        super().__init__()
+        for stage in stages.values():
+            stage.hang(self)
+        self.__dict__["stages"] = stages
+
+    @property
+    def split(self) -> SplitModel:
+        """The stages, for an engine."""
+        stages: SplitModel = self.__dict__["stages"]
+        return stages
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model, also of modules without weights that its own forward uses."""
+        self.split.train(mode)
+        return super().train(mode)
 
 
 def split_model(

@@ -27,7 +27,7 @@ from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
 from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
-from overlap1f1b.integrations.transformers.split import SplitModel, split_model
+from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import Program
@@ -419,7 +419,7 @@ class _Parts:
                 "that begins without its base (init_lora_weights=True or gaussian)"
             )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        self.module = _Part(self.stages)
+        self.module = Part(self.stages)
         placement, last = program.placement, program.placement.stages - 1
         pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
         self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
@@ -434,21 +434,6 @@ class _Parts:
             dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
             timeout=parallel.timeout,
         )
-
-
-class _Part(nn.Module):
-    """The stages of this rank in one module."""
-
-    def __init__(self, stages: SplitModel) -> None:
-        super().__init__()
-        for stage in stages.values():
-            stage.hang(self)
-        self.__dict__["stages"] = stages
-
-    def train(self, mode: bool = True) -> _Part:
-        """Set the mode of the model, also of modules without weights."""
-        self.__dict__["stages"].train(mode)
-        return super().train(mode)
 
 
 class _Rest(nn.Module):
