@@ -20,8 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.cli.output import write_json
 from overlap1f1b.cli.workload import loss_fn
-from overlap1f1b.engine.record.ranges import TorchRanges
-from overlap1f1b.engine.record.recorder import Recorder
+from overlap1f1b.engine.record.recorder import Recorder, TorchRanges
 from overlap1f1b.moe import MoEConfig, MoETransformer
 
 MODES = ("off", "ranges", "profiler", "both")

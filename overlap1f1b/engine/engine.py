@@ -21,9 +21,11 @@ from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
-from overlap1f1b.engine.reduce.choose import reductions_of
 from overlap1f1b.engine.reduce.clip import clip
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer
+from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
+from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
@@ -36,9 +38,10 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
+from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import DATA, Mesh
 
 DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
@@ -227,16 +230,7 @@ class Engine:
                 Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
             ]
-            self.reductions: list[Reduction] = reductions_of(
-                self.stages,
-                self.sharding,
-                self.mesh,
-                replicas,
-                dense=own,
-                experts=experts,
-                lane=self._lanes[0],
-                shards=self._lanes[1],
-            )
+            self.reductions = self._new_reductions(replicas, own, experts)
             if reduce:  # the first to set gradients aside, and the last to add to them
                 self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
             self._first_replica = replicas[0]
@@ -260,6 +254,28 @@ class Engine:
                 self.plan = plan
             for stage in self.stages.values():
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+
+    def _new_reductions(self, replicas: Sequence[int], dense: Group | None, experts: Group | None) -> list[Reduction]:
+        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
+
+        Args:
+            replicas: Pipeline ranks that hold the same stages as this rank.
+            dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
+            experts: Ranks that hold the same experts.
+        """
+        sharded: ShardedReducer | None = None
+        if self.sharding.groups:
+            if len(replicas) > 1:  # these play other plans
+                self.sharding.ahead = None
+            ranks, copies = (self.mesh.ranks(pp=replicas, over=over) for over in (DATA, self.mesh.expert_copies))
+            with self.sharding.gathered():
+                sharded = ShardedReducer(self.sharding, self.stages, self._lanes[1], ranks=ranks, expert_ranks=copies)
+        tensors = TensorGradients(self.stages, self.mesh, sharded)
+        apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
+        own = Reducer(self.stages, dense, experts, self._lanes[0], apart=apart)
+        found: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
+        found += [] if sharded is None else [sharded]
+        return found + ([own] if own.reduces else [])
 
     def _new_plans(self, costs: NodeCosts | None, plan: Plan | None = None) -> Plans:
         return Plans(

@@ -11,10 +11,16 @@ from overlap1f1b.schedule.generators.build import (
     schedule_of,
 )
 from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto, check_search
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b, groups_of, interleaved_1f1b, one_f_one_b
+from overlap1f1b.schedule.generators.interleaved import (
+    combined_1f1b,
+    groups_of,
+    interleaved_1f1b,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from overlap1f1b.schedule.generators.plain import afab, forward_only, forwards_of, sequential
 from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
-from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 

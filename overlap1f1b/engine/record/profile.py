@@ -15,8 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.engine.record.ranges import NvtxRanges, TorchRanges
-from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep, Recorder
+from overlap1f1b.engine.record.recorder import NvtxRanges, RecordedSpan, RecordedStep, Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, StepRange
 from overlap1f1b.simulation.drawing import stacked
 

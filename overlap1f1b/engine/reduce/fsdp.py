@@ -372,7 +372,6 @@ class ShardedReducer(Reduction):
                 _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
         self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
         self._ready: set[BlockKey] = set()
-        self._flights: list[Flight[None]] = []
         self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
         self._hooks: list[RemovableHandle] = []
         self._begun = False
@@ -437,10 +436,6 @@ class ShardedReducer(Reduction):
         flight = self.lane.launch(node, post)
         self._flights.append(flight)
         return flight
-
-    def settle(self) -> None:
-        for flight in self._flights:
-            flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Start the reductions that have no node (over one rank), wait for all, and give the modules back to FSDP2."""

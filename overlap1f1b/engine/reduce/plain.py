@@ -46,7 +46,6 @@ class Reducer(Reduction):
     ) -> None:
         super().__init__()
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
-        self._flights: list[Flight[list[Tensor]]] = []
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._stream: CudaStream | None = None
@@ -103,10 +102,6 @@ class Reducer(Reduction):
             return Transfer(grads, mark=self._stream.run(lambda *held: _sum(held, group), *grads))
 
         return start
-
-    def settle(self) -> None:
-        for flight in self._flights:
-            flight.settle(self.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         assert not self._order, f"no reduction of {self._order} in the plan"

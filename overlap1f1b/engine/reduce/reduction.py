@@ -38,6 +38,8 @@ class Reduction:
 
     def __init__(self) -> None:
         self._aside = GradientsAside()
+        self._flights: list[Flight[Any]] = []
+        """What was launched in this step."""
 
     def begin(self, order: Sequence[Node]) -> None:
         """Set gradients of earlier steps aside, and prepare for the first node of a step.
@@ -52,6 +54,8 @@ class Reduction:
 
     def settle(self) -> None:
         """Wait until nothing is in flight, so that the groups can be used for something else."""
+        for flight in self._flights:
+            flight.settle(flight.lane.timeout.total_seconds())
 
     def finish(self) -> None:
         """Wait, after the last node, until ``.grad`` holds the sums and the gradients of earlier steps."""

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils.operations import convert_to_fp32, send_to_device
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils.operations import convert_to_fp32, recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer, TrainerCallback
@@ -26,7 +28,6 @@ from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
-from overlap1f1b.integrations.transformers.sharding import ShardedAccelerator
 from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
 from overlap1f1b.plan import parse_overlap
@@ -44,6 +45,53 @@ Named = Mapping[str, Any]
 Finish = Callable[[Named], Any]
 Compute = Callable[[int, "_Rest", Batch], Tensor]
 """Number of a microbatch, the rest of the model and the batch → loss."""
+
+
+class ShardedAccelerator(Accelerator):
+    """An accelerator whose processes are the ranks with data of their own: "dp" × "ep", the same along "pp".
+
+    So data loaders, counts of tokens and gathered metrics treat the ranks of a pipeline as one. Gradients are the
+    engine's: :meth:`backward` only keeps the loss that it is given.
+    """
+
+    loss: Tensor | None = None
+    """Loss of the microbatch that was last given to :meth:`backward`, with its graph."""
+    _group: Any = None
+    _shards = 1
+    _shard = 0
+
+    def share(self, mesh: DeviceMesh | None) -> None:
+        """Set the ranks that have data; ``mesh`` has the dimensions "pp", "dp" and "ep", None for one rank."""
+        self.dataloader_config.dispatch_batches = False  # each rank reads its own data
+        if mesh is not None:
+            data = mesh["dp", "ep"]._flatten("data")
+            self._group, self._shards, self._shard = data.get_group(), data.size(), data.get_local_rank()
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks with data of their own."""
+        return self._shards
+
+    @property
+    def process_index(self) -> int:
+        """Number of this rank among these; the same along "pp"."""
+        return self._shard
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors, or nested ones, of the ranks with data of their own along the first dimension."""
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        whole = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        if self._shards == 1:
+            return tensor
+        parts = [torch.empty_like(whole) for _ in range(self._shards)]
+        dist.all_gather(parts, whole, group=self._group)
+        return torch.cat(parts)
+
+    def backward(self, loss: Tensor, **_: Any) -> None:
+        """Keep the loss of a microbatch, whose backward the engine plays."""
+        self.loss = loss
 
 
 class Overlapped(Trainer):

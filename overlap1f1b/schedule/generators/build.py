@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b, interleaved_1f1b, one_f_one_b
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b, interleaved_1f1b, one_f_one_b, zb_h1, zb_h2
 from overlap1f1b.schedule.generators.plain import afab, forwards_of, sequential
 from overlap1f1b.schedule.generators.plain import forward_only as forward_only_of
 from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
-from overlap1f1b.schedule.generators.zero_bubble import zb_h1, zb_h2
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 from overlap1f1b.schedule.values import check_size

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from overlap1f1b.engine.record.ranges import NvtxRanges, TorchRanges
+from overlap1f1b.engine.record.recorder import NvtxRanges, TorchRanges
 
 
 def test_ranges_nest_under_torchs_profiler() -> None:
