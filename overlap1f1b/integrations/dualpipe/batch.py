@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,20 +26,6 @@ class Labelled(NamedTuple):
     def __call__(self, *outputs: Tensor) -> Tensor:
         """Return the loss of a microbatch's outputs."""
         return self.criterion(*outputs, *self.labels)
-
-
-class Ended(NamedTuple):
-    """Results of a step at this rank's ends of the pipes, for each microbatch in order.
-
-    Args:
-        losses: Losses without a graph; empty without a criterion, and on a rank where no pipe ends.
-        outputs: Outputs of the last stage, if they are returned.
-        input_grads: Gradients of the inputs that require one; empty if none does.
-    """
-
-    losses: Sequence[Tensor]
-    outputs: Sequence[Tensors]
-    input_grads: Sequence[Tensors]
 
 
 @dataclass(frozen=True)
@@ -108,28 +94,20 @@ class Batch:
 
         return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
 
-    def ended(self, played: Microbatches, program: Program) -> Ended:
-        """Return the results of an engine's step that was given :meth:`feed`."""
+    def finish(self, played: Microbatches, program: Program) -> tuple[Tensor | None, Tensor | Tensors | None]:
+        """Return losses and outputs of a step with :meth:`feed`, and set the gradients of inputs that require one."""
         first, last = played.of_stage(0), played.of_stage(program.placement.stages - 1)
-        results = [m.outputs for m in last if m.outputs is not None]
+        grads = [tuple(g for g in microbatch.input_grads if g is not None) for microbatch in first]
+        if any(grads):
+            joined = [torch.cat(parts, self.dim) for parts in zip(*grads, strict=True)]
+            torch.autograd.backward([x for x in self.inputs if x is not None and x.requires_grad], joined)
+        results = [microbatch.outputs for microbatch in last if microbatch.outputs is not None]
         assert len(results) == len(last)
-        kept = results if self.criterion is None else [m.kept for m in last]
-        input_grads = [tuple(g for g in m.input_grads if g is not None) for m in first]
-        return Ended(
-            losses=[] if self.criterion is None else [loss for (loss,) in results],
-            outputs=kept if self.keep_outputs else [],
-            input_grads=[grads for grads in input_grads if grads],
-        )
-
-    def finish(self, ended: Ended) -> tuple[Tensor | None, Tensor | Tensors | None]:
-        """Return losses and outputs as a step does, and set the gradients of inputs that require one."""
-        if ended.input_grads:
-            grads = [torch.cat(parts, self.dim) for parts in zip(*ended.input_grads, strict=True)]
-            torch.autograd.backward([x for x in self.inputs if x is not None and x.requires_grad], grads)
-        loss = torch.stack(list(ended.losses)) if ended.losses else None
-        if not ended.outputs:
+        loss = torch.stack([loss for (loss,) in results]) if results and self.criterion is not None else None
+        if not results or not self.keep_outputs:
             return loss, None
-        outputs = tuple(_joined(parts, self.dim) for parts in zip(*ended.outputs, strict=True))
+        kept = results if self.criterion is None else [microbatch.kept for microbatch in last]
+        outputs = tuple(_joined(parts, self.dim) for parts in zip(*kept, strict=True))
         return loss, outputs[0] if len(outputs) == 1 else outputs
 
 

@@ -132,7 +132,7 @@ class Pipeline(nn.Module):
         batch = Batch(inputs, given, criterion, self.batch_dim, return_outputs)
         with guarded():
             played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
-        return batch.finish(batch.ended(played.microbatches, engine.program))
+        return batch.finish(played.microbatches, engine.program)
 
     def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
         """Return the engine of a program, and the context of its steps."""
