@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.agreement import calls, options, shared_batch, structure, values
+from overlap1f1b.engine.agreement import calls, check_tensor_group, options, shared_batch, structure, values
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.checkpoint.background import Saving
@@ -31,7 +31,6 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
-from overlap1f1b.engine.tensor_group import check_tensor_group
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
 from overlap1f1b.schedule import Program

@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.agreement import _sampled
 from overlap1f1b.engine.batch import Loss, feed_batch
-from overlap1f1b.engine.tensor_group import _sampled
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import build_schedule
 from tests import models

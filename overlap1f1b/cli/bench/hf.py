@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.cli.bench.measure import Bench, Bounds, Report, clear, slowest
+from overlap1f1b.cli.bench.measure import Bench, Bounds, Report, slowest
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.hf import HfModel
 from overlap1f1b.cli.options import BenchOptions
@@ -58,13 +58,8 @@ class HfBench(Bench):
 
         return bounds if peer is None else bounds | {PEER: step}
 
-    def plain_loop(self) -> float:
-        clear(self.model.parameters())
-        count = self.options.microbatches
-        start = time.perf_counter()
-        for x in self.inputs.chunk(count):
-            (_loss(self.model, x) / count).backward()
-        return time.perf_counter() - start
+    def _losses(self, count: int) -> Iterator[Tensor]:
+        return (_loss(self.model, x) for x in self.inputs.chunk(count))
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
         if self.peer is None:

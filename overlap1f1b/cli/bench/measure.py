@@ -93,6 +93,11 @@ class Bench:
         """Return the modules that compute for real in timed compute, beside the routers of this library."""
         return ()
 
+    def _losses(self, count: int) -> Iterator[Tensor]:
+        """Yield the loss of each of ``count`` microbatches by the model's own forward."""
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            yield loss_fn(self.model(x), y)
+
     def _bounds(self, default: Engine) -> Bounds:
         """Return the measurements of a round beside the rows, for an engine whose step is in ``self.recording``.
 
@@ -207,8 +212,8 @@ class Bench:
         count = self.options.microbatches
         set_auxiliary_scale(self.model, 1 / count)
         start = time.perf_counter()
-        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
-            (loss_fn(self.model(x), y) / count).backward()
+        for loss in self._losses(count):
+            (loss / count).backward()
         settle(self.rank.device)
         return time.perf_counter() - start
 
