@@ -535,22 +535,22 @@ def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
     modules = [Failing() if kind == "mlp" else OwnFailing() for _ in range(2)] if given["failing"] else None
     pipeline = DualPipeV(modules or stages_of(kind, 2), timeout=20)
 
-    def step() -> object:
-        options = {"num_chunks": 4, "criterion": given["criterion"], "labels": [torch.zeros(8, H)]}
-        return pipeline.step(*given["inputs"], **options)
+    def step(microbatches: int) -> str:
+        options = {"num_chunks": microbatches, "criterion": given["criterion"], "labels": [torch.zeros(8, H)]}
+        return _said(lambda: pipeline.step(*given["inputs"], **options))
 
-    return [_said(step), _said(step)]
+    return [step(4), step(4), step(5)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", ["mlp", "own"])
 def test_faults_are_told_to_the_other_rank(kind: str, fault: str) -> None:
-    (mine, mine_again), (others, others_again) = run(_fault, 2, kind, fault, timeout=60)
+    (mine, *mine_again), (others, *others_again) = run(_fault, 2, kind, fault, timeout=60)
     expected = FAULTS[fault][1]
     assert mine.startswith(expected)
     assert "rank pp 0 failed " in others
     assert expected.split(";", maxsplit=1)[0] in others
-    assert all("allowed: a new one, on all ranks" in again for again in (mine_again, others_again))
+    assert all("allowed: a new one, on all ranks" in again for again in (*mine_again, *others_again))
 
 
 class Mean(nn.Module):
