@@ -297,50 +297,39 @@ class CollectiveExchange(Exchange):
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
         equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        splits = None if equal else (list(receive), list(send))
-        streams = self._streams_of(source)
-        if streams is None:
-            work = _all_to_all(self.rows_group, splits, True, result, source)
-            return Transfer(result, [_launched(work)], source=source)
-        mark = streams[0].run(partial(_all_to_all, self.rows_group, splits, False), result, source)
-        # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
-        return Transfer(result, source=source, mark=mark)
+        return self._launched(0, None if equal else (list(receive), list(send)), result, source)
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True
     ) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
-        result = torch.empty_like(source)
+        launched = self._launched(1, None, torch.empty_like(source), source)
+        if read and self._streams is not None:
+            # The route keeps source and result until it has read the copies.
+            launched.host = HostCopy.on(self._streams[1], source, launched.result)
+        return launched
+
+    def _launched(
+        self, lane: int, splits: tuple[list[int], list[int]] | None, result: Tensor, source: Tensor
+    ) -> Transfer[Tensor]:
+        """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
+        receive, send = splits or (None, None)
+        exchange = partial(
+            dist.all_to_all_single, output_split_sizes=receive, input_split_sizes=send, group=self._groups[lane]
+        )
         streams = self._streams_of(source)
         if streams is None:
-            work = _all_to_all(self.counts_group, None, True, result, source)
-            return Transfer(result, [_launched(work)], source=source)
-        mark = streams[1].run(partial(_all_to_all, self.counts_group, None, False), result, source)
-        # The route keeps source and result until it has read the copies.
-        host = HostCopy.on(streams[1], source, result) if read else None
-        return Transfer(result, source=source, mark=mark, host=host)
+            work = exchange(result, source, async_op=True)
+            assert work is not None, "a rank exchanges with members of its group alone"
+            return Transfer(result, [work], source=source)
+        # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
+        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
         if self._streams is None and streams.is_queued(tensor.device):
             rows, counts = (side_stream(tensor.device, name, failed=self._failed) for name in ("rows", "counts"))
             self._streams = rows, counts
         return self._streams
-
-
-def _all_to_all(
-    group: dist.ProcessGroup,
-    splits: tuple[list[int], list[int]] | None,
-    async_op: bool,
-    result: Tensor,
-    source: Tensor,
-) -> dist.Work | None:
-    receive, send = splits or (None, None)
-    return dist.all_to_all_single(result, source, receive, send, group=group, async_op=async_op)
-
-
-def _launched(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "a rank exchanges with members of its group alone"
-    return work
 
 
 DEFAULT_CTAS = 16
