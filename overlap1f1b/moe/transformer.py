@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -100,17 +100,7 @@ class MoEConfig:
     @property
     def router(self) -> RouterConfig:
         """The router's part of the configuration."""
-        return RouterConfig(
-            experts=self.experts,
-            top_k=self.top_k,
-            score=self.score,
-            normalize=self.normalize,
-            scaling=self.scaling,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            aux_coefficient=self.aux_coefficient,
-            z_coefficient=self.z_coefficient,
-        )
+        return RouterConfig(**{field.name: getattr(self, field.name) for field in fields(RouterConfig)})
 
 
 class Rotary(nn.Module):
