@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, get_args
 
@@ -64,18 +64,31 @@ class Capacity:
         self._compared = True
 
     @contextmanager
-    def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Undo]:
-        """Add the body's gradients to earlier ones if it succeeds; else leave these as they were."""
+    def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
+        """Add the body's gradients to earlier ones if it succeeds; else leave these as they were.
+
+        Yield a function that undoes the step, so that the same microbatches draw the same random numbers again.
+        """
         for stage in self.stages:
             stage.dropped.clear()
-        undo = Undo(list(dict.fromkeys(parameters)))  # a shared parameter comes once for each place
+        held, aside, random = dict.fromkeys(parameters), GradientsAside(), torch.get_rng_state()
+        aside.take(held)
+
+        def undo() -> None:
+            drop_gradients()
+            torch.set_rng_state(random)
+
+        def drop_gradients() -> None:
+            for parameter in held:
+                parameter.grad = None
+
         try:
             yield undo
         except BaseException:
-            undo.drop_gradients()
+            drop_gradients()
             raise
         finally:
-            undo.aside.add_back()
+            aside.add_back()
 
     def lost_rows(self) -> str | None:
         """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
@@ -107,22 +120,3 @@ class Capacity:
     def exact(self) -> AbstractContextManager[None]:
         """Send exact sizes in the body."""
         return replaced((vars(stage), "capacity", None) for stage in self.stages)
-
-
-class Undo:
-    """Gradients and random state from before a step."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters, self.aside = parameters, GradientsAside()
-        self._random = torch.get_rng_state()
-        self.aside.take(parameters)
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of the step."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def step(self) -> None:
-        """Undo the step, so that the same microbatches draw the same random numbers again."""
-        self.drop_gradients()
-        torch.set_rng_state(self._random)

@@ -513,7 +513,7 @@ class Engine:
                 return played
             if self._capacity.overflow == "raise":
                 raise CapacityOverflowError(lost)
-            undo.step()
+            undo()
             with self._capacity.exact():
                 return self._play_nodes(plan, make_feed(), grad=grad)
 
