@@ -35,7 +35,7 @@ from overlap1f1b.plan import (
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
-from overlap1f1b.transport.suspend import ThreadState, uncompiled
+from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
 
 
 class CarriedState(Protocol):
@@ -258,6 +258,8 @@ class Blocks:
         self.anchor = torch.empty(0, requires_grad=True)
         self.thread: ThreadState
         """State of the thread between the nodes of a step."""
+        self.stacks: list[Stack] = []
+        """Stacks without a forward: those of one step, which runs all its nodes from the same depth of C calls."""
 
     def _find_parameters(self) -> None:
         first: dict[nn.Parameter, int] = {}
@@ -423,7 +425,11 @@ class Blocks:
         self.uses.settle()
         self.thread = ThreadState.capture(self.device)
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
-            yield
+            try:
+                yield
+            finally:
+                while self.stacks:
+                    self.stacks.pop().end()
 
     def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:
