@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.engine.run.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
@@ -462,7 +462,7 @@ class _SplitForward:
         self.blocks, self.linear = blocks, linear
 
     def __call__(self, input: Tensor) -> Tensor:
-        return SplitLinear.apply(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
+        return split_linear(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
 
 
 class _SplitProduct:
@@ -473,7 +473,7 @@ class _SplitProduct:
         self.kernels = experts.kernels if blocks.adds_to_main else None
 
     def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return SplitGroupedMM.apply(
+        return split_grouped_mm(
             rows,
             (weight,),
             counts,

@@ -33,6 +33,11 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, without a call of torch if it has the dtype."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Return ``get_gradient_edge(tensor)`` of a tensor that requires a gradient."""
     node = tensor.grad_fn
@@ -57,6 +62,18 @@ def direct(function: F) -> F:
     backward_class: Any = function._backward_cls
     backward_class.apply = function.backward
     return function
+
+
+def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` that calls C++ at once where no function mode and no transform is in force."""
+    plain = plain_apply(function)
+
+    def apply(*args: Any) -> Any:
+        if torch._C._len_torch_function_stack() or torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return plain(*args)
+
+    return apply
 
 
 @contextmanager
