@@ -270,10 +270,8 @@ class ThreadState(NamedTuple):
                 f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
                 "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
             )
-        modes_differ = self.function_modes != now.function_modes
-        if modes_differ:  # first, since a mode is called for whatever is set
-            for _ in now.function_modes:
-                _C._pop_torch_function_stack()
+        for _ in now.function_modes:  # first, since a mode is called for whatever is set
+            _C._pop_torch_function_stack()
         _C._set_grad_enabled(self.grad)
         if self.autocast != now.autocast:
             for kind, enabled, dtype in self.autocast:
@@ -288,9 +286,8 @@ class ThreadState(NamedTuple):
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
         if self.dispatch_modes != now.dispatch_modes:
             self._swap_dispatch_modes(now)
-        if modes_differ:
-            for mode in self.function_modes:
-                _C._push_on_torch_function_stack(mode)
+        for mode in self.function_modes:
+            _C._push_on_torch_function_stack(mode)
 
     def _swap_dispatch_modes(self, now: ThreadState) -> None:
         for _ in now.dispatch_modes:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import as_dtype, backward, direct, edge_of, quick_apply
+from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -20,6 +20,7 @@ from overlap1f1b.kernels.grouped_mm import (
     offsets,
     product_dtype,
 )
+from overlap1f1b.transport.functions import direct, quick_apply
 
 
 class Root(NamedTuple):

@@ -163,6 +163,11 @@ class Blocks:
     See :class:`~overlap1f1b.engine.run.stage.Stage` for the arguments.
     """
 
+    thread: ThreadState
+    """State of the thread between the nodes of a step."""
+    stacks: list[Stack]
+    """Stacks without a forward, in a step: all its nodes run from the same depth of C calls."""
+
     def __init__(
         self,
         blocks: nn.Module | Sequence[nn.Module],
@@ -256,10 +261,6 @@ class Blocks:
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
         self.anchor = torch.empty(0, requires_grad=True)
-        self.thread: ThreadState
-        """State of the thread between the nodes of a step."""
-        self.stacks: list[Stack] = []
-        """Stacks without a forward: those of one step, which runs all its nodes from the same depth of C calls."""
 
     def _find_parameters(self) -> None:
         first: dict[nn.Parameter, int] = {}
@@ -423,7 +424,7 @@ class Blocks:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
         self.uses.settle()
-        self.thread = ThreadState.capture(self.device)
+        self.thread, self.stacks = ThreadState.capture(self.device), []
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
             try:
                 yield
