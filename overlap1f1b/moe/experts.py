@@ -17,6 +17,7 @@ from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
+from overlap1f1b.transport.functions import direct, quick_apply
 from overlap1f1b.transport.suspend import computed_once
 
 WeightsIn = Literal["combine", "activation"]
@@ -118,7 +119,7 @@ class Experts(nn.Module):
         routes = [self.route(some, ranks, capacity=capacity) for some in self._parts_of(indices)]
         given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
         returned = exchange_parts(
-            [Gather.apply(*part) for part in given],
+            [_gather(*part) for part in given],
             routes,
             [partial(self._compute_received, route, tokens.dtype) for route in routes],
             self.exchange,
@@ -134,12 +135,14 @@ class Experts(nn.Module):
 
     def _aggregated(self, returned: list[Tensor], weights: Tensor, route: Route) -> Tensor:
         if route.keeps_returned:
-            return Aggregate.apply(returned.pop(0), weights, route, None)
-        return computed_once(lambda known: Aggregate.apply(returned.pop(0), weights, route, known))
+            return _aggregate(returned.pop(0), weights, route, None)
+        return computed_once(lambda known: _aggregate(returned.pop(0), weights, route, known))
 
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
-        result = self.compute_routed(_Permuted.apply(received, route.group, route.ungroup), route).to(dtype)
-        return _Permuted.apply(result, route.ungroup, route.group)
+        if not route.regroups:
+            return self.compute_routed(received, route).to(dtype)
+        result = self.compute_routed(_permuted(received, route.group, route.ungroup), route).to(dtype)
+        return _permuted(result, route.ungroup, route.group)
 
 
 class GroupedExperts(Experts):
@@ -254,6 +257,7 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
+@direct
 class Gather(torch.autograd.Function):
     """Rows to send from tokens, and from weights if rows carry them."""
 
@@ -267,6 +271,7 @@ class Gather(torch.autograd.Function):
         return *ctx.route.gather_backward(grads[0]), None
 
 
+@direct
 class Aggregate(torch.autograd.Function):
     """Weighted sum of the returned rows of each token; a sum that is ``known`` is not computed again."""
 
@@ -281,6 +286,7 @@ class Aggregate(torch.autograd.Function):
         return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None, None
 
 
+@direct
 class _Permuted(torch.autograd.Function):
     """Rows in another order, there and back: received rows grouped by expert, or grouped rows as they were received."""
 
@@ -292,3 +298,6 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grads[0]), None, None
+
+
+_gather, _aggregate, _permuted = map(quick_apply, (Gather, Aggregate, _Permuted))

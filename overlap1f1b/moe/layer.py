@@ -84,9 +84,9 @@ class MoE(nn.Module):
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
+        tokens, shape = x.flatten(0, -2), x.shape
         indices, weights = self.router(tokens)
         y = self.experts(tokens, indices, weights)  # the seam
         if self.shared is not None:
             y = y + self.shared(tokens)  # after the seam: the dispatch must not wait for it
-        return y.reshape(x.shape)
+        return y.reshape(shape)

@@ -110,6 +110,11 @@ class Route(Splits):
         host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
         return ExpertRows(self._arrived.sum(0), host, padded=self.padded)
 
+    @property
+    def regroups(self) -> bool:
+        """Whether rows are received in another order than by expert, or with padding."""
+        return self._regroup is not None
+
     @cached_property
     def _regroup(self) -> Tensor | None:
         """Received position of each grouped row, or −1: from order (source, expert) to order (expert, source)."""

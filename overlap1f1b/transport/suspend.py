@@ -18,8 +18,34 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
-class Forward(greenlet):
-    """``function(*args)`` on its own stack, which is suspended at every exchange.
+class Stack(greenlet):
+    """A stack on which forwards run, one after another: the system hands out memory for every new one.
+
+    Attributes:
+        forward: The forward that runs, or is suspended, on it.
+    """
+
+    forward: Forward | None = None
+
+    def __init__(self) -> None:
+        super().__init__(self._main)
+
+    def _main(self, args: Any) -> None:
+        assert self.parent is not None
+        while True:
+            assert self.forward is not None
+            self.forward.run(args)
+            del args  # else it would live until the next forward
+            args = self.parent.switch()
+
+    def end(self) -> None:
+        """Release the stack, which nothing uses any more: its own frames hold it."""
+        self.parent = getcurrent()
+        self.throw(GreenletExit)
+
+
+class Forward:
+    """``function(*args)`` on a stack of its own, which is suspended at every exchange.
 
     :meth:`start` and :meth:`resume` return what the function hands out at its next exchange, or its own result.
 
@@ -27,6 +53,7 @@ class Forward(greenlet):
         function: The function.
         name: Name for messages.
         device: Device of the model.
+        stacks: Stacks that are free; the one that it takes is there again when it has ended.
         mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
 
     Attributes:
@@ -36,14 +63,20 @@ class Forward(greenlet):
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, device: torch.device, mode: TorchFunctionMode | None = None
+        self,
+        function: Callable[..., Any],
+        name: str,
+        device: torch.device,
+        stacks: list[Stack],
+        mode: TorchFunctionMode | None = None,
     ) -> None:
-        super().__init__(self._main)
         self.function, self.name, self.device, self.mode = function, name, device, mode
         self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
         self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
         self.hides: Callable[..., bool] = _never
-        self.gr_context = contextvars.copy_context()
+        self._stacks = stacks
+        self._stack: Stack | None = None
+        self._handed: Any = None
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
         self.inside: ThreadState  # of the function, where it is suspended
         self._grad = False
@@ -55,39 +88,50 @@ class Forward(greenlet):
         if torch.compiler.is_compiling():  # a graph cannot switch stacks
             return None
         current = getcurrent()
-        return current if isinstance(current, Forward) else None
+        return current.forward if isinstance(current, Stack) else None
 
     def start(self, args: tuple[Any, ...], outside: ThreadState, *, grad: bool, mode: bool = False) -> Any:
         """Run the function to its first exchange, with gradients if ``grad``, and with the mode if ``mode``.
 
         ``outside`` is the thread's present state.
 
-        It is called as :meth:`resume` is, from the same depth of C calls: torch walks the stack where it makes an
-        error, and a greenlet that was started at another depth than it is resumed at would end the process there.
+        It is called as :meth:`resume` is, from the same depth of C calls, and so are all forwards of its stacks: torch
+        walks the stack where it makes an error, and a greenlet that was started at another depth than it is resumed at
+        would end the process there.
         """
         self._grad = grad
+        self._stack = stack = self._stacks.pop() if self._stacks else Stack()
+        stack.forward, stack.gr_context = self, contextvars.copy_context()
         return self.resume(args, outside, mode=mode)
 
     def resume(self, result: Any, outside: ThreadState, *, mode: bool = False) -> Any:
         """Return the exchange's result inside the function, and run it to the next one."""
-        self.parent, self._outside = getcurrent(), outside
+        assert self._stack is not None
+        self._stack.parent, self._outside = getcurrent(), outside
         self._with_mode = mode and self.mode is not None
-        return self.switch(result)
+        self._stack.switch(result)
+        handed, self._handed = self._handed, None
+        return handed
 
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
-        if not self.dead and self:
-            self.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
-            self.throw(GreenletExit)
+        if self._stack is not None:
+            self._stack.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
+            self._stack.throw(GreenletExit)
 
-    def _main(self, args: tuple[Any, ...]) -> Any:
+    def run(self, args: tuple[Any, ...]) -> None:
+        """Run the whole function, on its own stack."""
         try:
             outside = self._outside
             self._with(outside).restore(outside, self.name)
             _C._set_grad_enabled(self._grad)
-            return self.function(*args)
+            self._handed = self.function(*args)
         finally:
+            stack, self._stack = self._stack, None
             self._outside.restore(ThreadState.capture(self.device), self.name)
+        assert stack is not None
+        stack.forward = None
+        self._stacks.append(stack)
 
     def _with(self, inside: ThreadState) -> ThreadState:
         """Return a state of the function with the mode where it is wanted, else without."""
@@ -105,9 +149,12 @@ class Forward(greenlet):
         """
         self.inside = inside = ThreadState.capture(self.device)
         self._outside.restore(inside, self.name)
-        assert self.parent is not None
+        assert self._stack is not None
+        assert self._stack.parent is not None
+        self._handed = handed
+        del handed
         try:
-            return self.parent.switch(handed)
+            return self._stack.parent.switch()
         finally:  # the function's own context managers must find their state, also when it is stopped
             self._with(inside).restore(self._outside, self.name)
 
@@ -223,6 +270,8 @@ class ThreadState(NamedTuple):
                 f"{name} exchanges rows inside {what}, which cannot be carried over a suspended forward; "
                 "allowed around exchanges: no_grad, autocast, saved-tensor hooks, function and dispatch modes"
             )
+        for _ in now.function_modes:  # first, since a mode is called for whatever is set
+            _C._pop_torch_function_stack()
         _C._set_grad_enabled(self.grad)
         if self.autocast != now.autocast:
             for kind, enabled, dtype in self.autocast:
@@ -235,13 +284,10 @@ class ThreadState(NamedTuple):
                 _autograd._pop_saved_tensors_default_hooks()
             for pack, unpack in self.hooks:
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        if self.function_modes != now.function_modes:
-            for _ in now.function_modes:
-                _C._pop_torch_function_stack()
-            for mode in self.function_modes:
-                _C._push_on_torch_function_stack(mode)
         if self.dispatch_modes != now.dispatch_modes:
             self._swap_dispatch_modes(now)
+        for mode in self.function_modes:
+            _C._push_on_torch_function_stack(mode)
 
     def _swap_dispatch_modes(self, now: ThreadState) -> None:
         for _ in now.dispatch_modes:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspend import Stack
 from tests import models
 from tests.engine.test_engine import COSTS, OVERLAPS, programs, step
 
@@ -163,7 +163,7 @@ def test_an_exception_leaves_no_greenlet_thread_or_context_behind(overlap: Any) 
     assert threading.active_count() == threads
     del engine
     gc.collect()
-    assert not [g for g in gc.get_objects() if isinstance(g, Forward) and not g.dead and g]
+    assert not [g for g in gc.get_objects() if isinstance(g, Stack) and not g.dead and g]
     assert isinstance(greenlet.getcurrent(), greenlet)
     for parameter in model.parameters():  # and the next step is right
         parameter.grad = None

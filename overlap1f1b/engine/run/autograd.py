@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import backward, direct, edge_of
+from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -20,6 +20,7 @@ from overlap1f1b.kernels.grouped_mm import (
     offsets,
     product_dtype,
 )
+from overlap1f1b.transport.functions import direct, quick_apply
 
 
 class Root(NamedTuple):
@@ -47,7 +48,7 @@ class Root(NamedTuple):
             raise ValueError(
                 f"a gradient of shape {tuple(grad.shape)} for an output of {name}; allowed: {tuple(self.shape)}"
             )
-        grad = grad.to(self.device, self.dtype)
+        grad = as_dtype(grad if grad.device == self.device else grad.to(self.device), self.dtype)
         return grad if grad.shape == self.shape else grad.expand(self.shape)
 
 
@@ -116,14 +117,14 @@ class SplitLinear(torch.autograd.Function):
         (grad,), (x, weight) = grads, ctx.saved_tensors
         cast, add = ctx.cast, ctx.add
         if add is None:
-            ctx.queue.put(ctx.weight, lambda: _linear_weight_grad(grad, x).to(weight.dtype))
+            ctx.queue.put(ctx.weight, lambda: as_dtype(_linear_weight_grad(grad, x), weight.dtype))
         else:
             ctx.queue.put(ctx.weight, lambda: add(_flat(grad), _flat(x)))
         matrix = weight if cast is None else weight.to(cast)
-        grad_x = (grad @ matrix).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = None
         if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(weight.dtype)
+            grad_bias = as_dtype(_flat(grad).sum(0), weight.dtype)
         return grad_x, None, grad_bias, None, None, None
 
 
@@ -132,7 +133,7 @@ def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 @direct
@@ -156,9 +157,9 @@ class SplitGroupedMM(torch.autograd.Function):
         (weight,) = weights
         ctx.counts, ctx.queue, ctx.weight, ctx.kernels = counts, queue, weight, kernels
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
-        rows = rows.to(ctx.dtype)
+        rows = as_dtype(rows, ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        return grouped_mm(rows, weight.to(ctx.dtype), counts)
+        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,11 +169,16 @@ class SplitGroupedMM(torch.autograd.Function):
         if parameter.requires_grad and main is not None:
             ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
         elif parameter.requires_grad:
-            ctx.queue.put(parameter, lambda: grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype))
+            ctx.queue.put(parameter, lambda: as_dtype(grouped_mm_weight_grad(grad, rows, counts), weight.dtype))
         of_rows = None
         if ctx.needs_input_grad[0]:
-            of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype)
+            of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts)
+            of_rows = as_dtype(of_rows, ctx.rows_dtype)
         return of_rows, None, None, None, None, None
+
+
+split_linear = quick_apply(SplitLinear)
+split_grouped_mm = quick_apply(SplitGroupedMM)
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor | None:

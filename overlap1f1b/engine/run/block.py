@@ -121,7 +121,7 @@ class BlockRun:
             self.mode = CrossingMode(self)
         with stage.around(self.block, stream, mode):
             if self.exchanges or self.seen is not None:
-                self.forward = Forward(self._run_module, self.name, stage.device, self.mode)
+                self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)

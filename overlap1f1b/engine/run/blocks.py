@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear, WeightQueue
+from overlap1f1b.engine.run.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
@@ -35,7 +35,7 @@ from overlap1f1b.plan import (
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
-from overlap1f1b.transport.suspend import ThreadState, uncompiled
+from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
 
 
 class CarriedState(Protocol):
@@ -163,6 +163,11 @@ class Blocks:
     See :class:`~overlap1f1b.engine.run.stage.Stage` for the arguments.
     """
 
+    thread: ThreadState
+    """State of the thread between the nodes of a step."""
+    stacks: list[Stack]
+    """Stacks without a forward, in a step: all its nodes run from the same depth of C calls."""
+
     def __init__(
         self,
         blocks: nn.Module | Sequence[nn.Module],
@@ -256,8 +261,6 @@ class Blocks:
         self.queue = WeightQueue()
         """Where forwards that run now leave their weight gradients."""
         self.anchor = torch.empty(0, requires_grad=True)
-        self.thread: ThreadState
-        """State of the thread between the nodes of a step."""
 
     def _find_parameters(self) -> None:
         first: dict[nn.Parameter, int] = {}
@@ -421,9 +424,13 @@ class Blocks:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
         self.uses.settle()
-        self.thread = ThreadState.capture(self.device)
+        self.thread, self.stacks = ThreadState.capture(self.device), []
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
-            yield
+            try:
+                yield
+            finally:
+                while self.stacks:
+                    self.stacks.pop().end()
 
     def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:
@@ -456,7 +463,7 @@ class _SplitForward:
         self.blocks, self.linear = blocks, linear
 
     def __call__(self, input: Tensor) -> Tensor:
-        return SplitLinear.apply(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
+        return split_linear(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
 
 
 class _SplitProduct:
@@ -467,7 +474,7 @@ class _SplitProduct:
         self.kernels = experts.kernels if blocks.adds_to_main else None
 
     def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return SplitGroupedMM.apply(
+        return split_grouped_mm(
             rows,
             (weight,),
             counts,

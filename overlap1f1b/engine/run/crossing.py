@@ -27,7 +27,8 @@ from overlap1f1b.engine.run.foreign import (
     watched,
     watched_parts,
 )
-from overlap1f1b.engine.run.graph import LAST, applying, plain_apply
+from overlap1f1b.engine.run.graph import LAST, applying
+from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}

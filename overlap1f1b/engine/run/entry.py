@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from overlap1f1b.engine.run.graph import direct, plain_apply
+from overlap1f1b.transport.functions import direct, plain_apply
 
 
 class Entry:

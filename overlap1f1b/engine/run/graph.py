@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled
 
 _graph: Any = torch.autograd.graph
@@ -22,8 +22,6 @@ _engine: Any = torch.autograd.Variable._execution_engine
 _functions: Any = torch.autograd.function
 LAST: Any = _functions._SingleLevelFunction
 """Class whose ``apply`` is C++, below the one of ``Function``; from torch 2.14 on both have the same."""
-plain_apply: Callable[[type], Callable[..., Any]] = partial(torch._C._FunctionBase.__dict__["apply"].__get__, None)
-"""Returns ``apply`` of a Function as C++ has it; no transform of ``torch.func`` must be active in a call of it."""
 
 
 def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -31,6 +29,11 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     # Around it torch hands context variables to the threads of devices; a CPU has none.
     run = _engine.run_backward if grads[0].is_cpu else _graph._engine_run_backward
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, without a call of torch if it has the dtype."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
@@ -47,16 +50,6 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
     finally:
         torch._C._set_grad_enabled(before)
-
-
-F = TypeVar("F", bound=type[torch.autograd.Function])
-
-
-def direct(function: F) -> F:
-    """Have autograd call the backward of a Function at once, not by torch's search for it in Python."""
-    backward_class: Any = function._backward_cls
-    backward_class.apply = function.backward
-    return function
 
 
 @contextmanager

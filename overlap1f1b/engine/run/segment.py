@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from overlap1f1b.engine.run.autograd import WeightQueue
 from overlap1f1b.engine.run.entry import Entry
-from overlap1f1b.engine.run.graph import backward, edge_of
+from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of
 from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors as one; of bytes ``[R, W]`` if there are several."""
         if len(tensors) == 1:
-            return tensors[0].to(self.rows[0].dtype)
+            return as_dtype(tensors[0], self.rows[0].dtype)
         count, parts = len(tensors[0]), []
         for kind, tensor in zip(self.rows, tensors, strict=True):
             packed = tensor.new_zeros(count, _padded(kind.bytes), dtype=torch.uint8)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.autograd import SplitLinear, added_to_main
+from overlap1f1b.engine.run.autograd import added_to_main, split_linear
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.integrations.megatron.config import attribute_of
@@ -64,7 +64,7 @@ def _leaving(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., Tensor]:
         blocks, parameter = stage(), layer.weight
         fused = kwargs.get("gradient_accumulation_fusion") and getattr(parameter, "main_grad", None) is not None
         add = _adding(parameter) if fused else None
-        return SplitLinear.apply(input, (parameter,), None, blocks.queue, blocks.anchor, add)
+        return split_linear(input, (parameter,), None, blocks.queue, blocks.anchor, add)
 
     return product
 

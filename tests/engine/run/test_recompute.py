@@ -20,7 +20,7 @@ from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspend import Stack
 from tests import models
 from tests.engine.test_engine import COSTS, Delayed, step
 from tests.pauses import pauses
@@ -193,7 +193,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
     with pytest.raises(ValueError, match=r"block \d \(Fickle\) exchanges other rows when it is recomputed; allowed"):
         step(model, build_schedule("sequential", microbatches=2), 1, models.batch(2), recompute="attention")
     gc.collect()
-    assert not [g for g in gc.get_objects() if type(g) is Forward and not g.dead and g]
+    assert not [g for g in gc.get_objects() if type(g) is Stack and not g.dead and g]
     with pytest.raises(ValueError, match=r"recompute='all'; allowed: none, experts, attention, block"):
         Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, recompute="all")  # type: ignore[arg-type]
 

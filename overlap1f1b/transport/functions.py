@@ -1,0 +1,36 @@
+"""Calls of this package's own ``autograd.Function``\\ s without torch's checks in Python, microseconds a call.
+
+This file calls private functions of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=type[torch.autograd.Function])
+
+plain_apply: Callable[[type], Callable[..., Any]] = partial(torch._C._FunctionBase.__dict__["apply"].__get__, None)
+"""Returns ``apply`` of a Function as C++ has it; no transform of ``torch.func`` must be active in a call of it."""
+
+
+def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` that calls C++ at once where no function mode and no transform is in force."""
+    plain = plain_apply(function)
+
+    def apply(*args: Any) -> Any:
+        if torch._C._len_torch_function_stack() or torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return plain(*args)
+
+    return apply
+
+
+def direct(function: F) -> F:
+    """Have autograd call the backward of a Function at once, not by torch's search for it in Python."""
+    backward_class: Any = function._backward_cls
+    backward_class.apply = function.backward
+    return function
