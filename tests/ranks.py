@@ -248,7 +248,6 @@ def _leave(rank: int, size: int) -> int:
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
-        if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.12
-            _redistribute.clear_redistribute_planner_cache()
+        _redistribute.clear_redistribute_planner_cache()
     gc.collect()  # engines and meshes hold groups
     return psutil.Process().num_threads()
