@@ -244,8 +244,10 @@ def _leave(rank: int, size: int) -> int:
     if dist.is_initialized():  # a test may have ended it
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes, and the names of groups that are gone
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _redistribute, debug
 
         debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
     gc.collect()  # engines and meshes hold groups
     return psutil.Process().num_threads()

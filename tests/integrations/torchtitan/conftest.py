@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integrations.torchtitan.trainers import FAMILIES, SEQUENCES, train
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks
 
 Plain = Callable[..., dict[str, Any]]
 Own = Callable[..., list[dict[str, Any]]]
@@ -71,9 +71,7 @@ def own(titan2: Ranks, folder: str) -> Own:
         name = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
         if name not in known:
             given = [{"folder": folder, "run": name, "batch": 1, "total": SEQUENCES, **case}]
-            # torch keeps how DTensors are redistributed, with groups that have ended: not in processes that are kept.
-            found = run(train, 2, given, timeout=240) if "tp" in case else titan2.run(train, given)
-            known[name] = [logged | {"run": name} for (logged,) in found]
+            known[name] = [logged | {"run": name} for (logged,) in titan2.run(train, given)]
         return known[name]
 
     return result

@@ -16,7 +16,7 @@ from overlap1f1b.integrations.torchtitan import SCHEDULES, pipelining_fn
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Own, Plain
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, train, weights_of
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
 
@@ -122,13 +122,10 @@ def test_validation(titan1: Ranks, titan2: Ranks, folder: str) -> None:
 
 @installed
 @pytest.mark.parametrize("ep", [1, 2])
-def test_tensor_parallelism(folder: str, own: Own, ep: int) -> None:
-    """Loss and norm are those of torchtitan's own trainer over a tensor group, which may share the experts.
-
-    In processes of their own: torch keeps how DTensors are redistributed, with groups that have ended.
-    """
+def test_tensor_parallelism(titan4: Ranks, folder: str, own: Own, ep: int) -> None:
+    """Loss and norm are those of torchtitan's own trainer over a tensor group, which may share the experts."""
     layout, expected = {"folder": folder, "tp": 2, "ep": ep}, own(tp=2, ep=ep)[0]
-    found = run(train, 4, [{"run": f"tensor {ep}", "by": "pipelining_fn", "pp": 2, **layout}], timeout=240)
+    found = titan4.run(train, [{"run": f"tensor {ep}", "by": "pipelining_fn", "pp": 2, **layout}])
     assert equal(found[-1][0]["loss"], expected["loss"], 1e-6)
     for rank in found:
         assert_close(rank[0]["norm"], expected["norm"])

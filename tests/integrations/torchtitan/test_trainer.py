@@ -12,7 +12,7 @@ from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Own, Plain
 from tests.integrations.torchtitan.test_pipelining import assert_close, equal
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, train
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
 MICROBATCHES, LAYERS = 4, 2
@@ -45,14 +45,9 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own, case: dict
 
 @installed
 @pytest.mark.parametrize("ep", [1, 2])
-def test_tensor_parallelism(folder: str, own: Own, ep: int) -> None:
-    """Loss and norm are those of torchtitan's own trainer over the same tensor group, which may share the experts.
-
-    In processes of their own: torch keeps how DTensors are redistributed, with groups that have ended.
-    """
-    found = run(
-        train, 2, [{"folder": folder, "tp": 2, "ep": ep, "run": f"tensor mixin {ep}", "by": "mixin"}], timeout=240
-    )
+def test_tensor_parallelism(titan2: Ranks, folder: str, own: Own, ep: int) -> None:
+    """Loss and norm are those of torchtitan's own trainer over the same tensor group, which may share the experts."""
+    found = titan2.run(train, [{"folder": folder, "tp": 2, "ep": ep, "run": f"tensor mixin {ep}", "by": "mixin"}])
     for expected, (by_us,) in zip(own(tp=2, ep=ep), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])

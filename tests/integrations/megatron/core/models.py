@@ -20,6 +20,7 @@ HIDDEN, VOCABULARY, SEQUENCE, BATCH = 32, 48, 12, 2
 def init_parallel(*, pp: int = 1, ep: int = 1, tp: int = 1, etp: int = 1, vp: int | None = None) -> Iterator[None]:
     """Make Megatron-Core's groups inside the context, and destroy them after it."""
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel import random
 
     parallel_state.initialize_model_parallel(
@@ -36,6 +37,8 @@ def init_parallel(*, pp: int = 1, ep: int = 1, tp: int = 1, etp: int = 1, vp: in
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None  # which it forgets
+        RotaryEmbedding.forward.cache_clear()  # it holds embeddings, and their groups
 
 
 def seed_random(seed: int) -> None:

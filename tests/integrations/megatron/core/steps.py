@@ -70,6 +70,8 @@ def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[S
                     grad = found[-1].grads[f"{number}.{parameter.place}"]
                     if grad is not None:
                         parameter.sub_(LEARNING_RATE * grad)
+    for chunk in chunks if case.ddp is not None else ():
+        vars(chunk).clear()  # hooks of its own keep it after Megatron-Core's schedule, and would keep its groups
     return found
 
 
