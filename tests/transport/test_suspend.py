@@ -144,6 +144,21 @@ class Failing(models.Block):
         return y + tokens
 
 
+def test_forwards_of_a_step_share_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Stack] = []
+    create = Stack.__init__
+
+    def count(stack: Stack) -> None:
+        made.append(stack)
+        create(stack)
+
+    monkeypatch.setattr(Stack, "__init__", count)
+    program = build_schedule("sequential", microbatches=4)
+    step(models.build(), program, "serial", models.batch(4))
+    assert len(made) == 1  # one forward runs at a time
+    assert made[0].dead
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_exception_leaves_no_greenlet_thread_or_context_behind(overlap: Any) -> None:
     Failing.calls = 0
