@@ -1,4 +1,4 @@
-"""Calls of this package's own ``autograd.Function``\\ s without torch's checks in Python, microseconds a call.
+"""Calls of this package's own autograd Functions without torch's checks in Python, which take microseconds a call.
 
 This file calls private functions of torch.
 """

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class Stack(greenlet):
-    """A stack on which forwards run, one after another: the system hands out memory for every new one.
+    """A stack on which forwards run one after another, since the system has to map memory for every new stack.
 
     Attributes:
         forward: The forward that runs, or is suspended, on it.

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap1f1b.engine import Engine
+from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.suspend import Stack
 from tests import models
@@ -144,7 +145,18 @@ class Failing(models.Block):
         return y + tokens
 
 
-def test_forwards_of_a_step_share_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+class Erring(models.Block):
+    """Has torch make an error behind its exchanges: torch then walks the stack on which the forward runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.mm(x[0], x[0])
+        return y
+
+
+@pytest.mark.parametrize(("overlap", "open_at_once"), [("serial", 1), (3, 3)])
+def test_forwards_of_a_step_share_stacks(monkeypatch: pytest.MonkeyPatch, overlap: Overlap, open_at_once: int) -> None:
     made: list[Stack] = []
     create = Stack.__init__
 
@@ -153,10 +165,11 @@ def test_forwards_of_a_step_share_stacks(monkeypatch: pytest.MonkeyPatch) -> Non
         create(stack)
 
     monkeypatch.setattr(Stack, "__init__", count)
-    program = build_schedule("sequential", microbatches=4)
-    step(models.build(), program, "serial", models.batch(4))
-    assert len(made) == 1  # one forward runs at a time
-    assert made[0].dead
+    model, data = models.build(block=Erring), models.batch(6)
+    engine, _ = step(model, build_schedule("combined_1f1b", microbatches=6), overlap, data)
+    assert 1 <= len(made) <= open_at_once  # of twelve forwards
+    engine.evaluate(data[0], target=data[1])
+    assert all(stack.dead for stack in made)  # they end with the step
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

@@ -48,7 +48,8 @@ class Root(NamedTuple):
             raise ValueError(
                 f"a gradient of shape {tuple(grad.shape)} for an output of {name}; allowed: {tuple(self.shape)}"
             )
-        grad = as_dtype(grad if grad.device == self.device else grad.to(self.device), self.dtype)
+        if (grad.device, grad.dtype) != (self.device, self.dtype):
+            grad = grad.to(self.device, self.dtype)
         return grad if grad.shape == self.shape else grad.expand(self.shape)
 
 

@@ -57,12 +57,14 @@ class Part(NamedTuple):
     Args:
         function: The part.
         rows: Its argument.
+        version: How often the argument had been changed in place.
         state: Of the thread, when it ran first.
         random: Its random numbers.
     """
 
     function: Callable[[Tensor], Tensor]
     rows: Tensor
+    version: int
     state: ThreadState
     random: RandomStream
 
@@ -139,7 +141,7 @@ class RecomputedRun(BlockRun):
         if self.drops_experts:
             assert self.part_random is not None
             state = state._replace(hooks=kept)
-            self.parts[len(self.segments) - 1] = Part(function, rows.detach(), state, self.part_random)
+            self.parts[len(self.segments) - 1] = Part(function, rows.detach(), _version(rows), state, self.part_random)
             kept = (*kept, _FORGETTING)
         with state._replace(hooks=kept).applied(self.name, device=device, grad=True):
             return function(rows)
@@ -182,6 +184,11 @@ class RecomputedRun(BlockRun):
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
         part, segment = self.parts.pop(len(self.segments) - 1), self.segments[-1]
+        if _version(part.rows) != part.version:
+            raise ValueError(
+                f"{self.name} changes the rows that its experts have received in place, with "
+                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
+            )
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):

@@ -126,9 +126,9 @@ class Pipeline(nn.Module):
             raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
         if num_chunks not in self._engines:
             program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
-            before = [engine.guarded(lambda: "before its first step") for engine, _ in self._engines.values()]
-            with before[0] if before else nullcontext():  # refuses if a step has failed
-                self._engines[num_chunks] = self._engine(program)
+            first = next((engine for engine, _ in self._engines.values()), None)
+            with nullcontext() if first is None else first.guarded(lambda: "before its first step"):
+                self._engines[num_chunks] = self._engine(program)  # refused if a step has failed
         engine, guarded = self._engines[num_chunks]
         given: OptionalTensors = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, given, criterion, self.batch_dim, return_outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
-from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
@@ -199,6 +200,28 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.mark.parametrize("overlap", ["serial", 3])
+def test_experts_that_change_their_rows_in_place(overlap: Overlap) -> None:
+    """On one rank the experts are given the very rows that a second forward would begin with."""
+
+    def found(change: Callable[[Tensor], Tensor], mode: Recompute) -> dict[str, Tensor]:
+        model = models.build()
+        for experts in (m for m in model.modules() if isinstance(m, GroupedExperts)):
+            vars(experts)["compute"] = lambda rows, counts, own=experts.compute: own(change(rows).tanh(), counts)
+        step(model, build_schedule("combined_1f1b", microbatches=4), overlap, models.batch(4), recompute=mode)
+        return models.gradients(model)
+
+    expected = found(lambda rows: rows * 0.5, "none")
+    for mode in ("none", "attention"):
+        assert not models.equal(found(lambda rows: rows.mul_(0.5), mode), expected), mode
+    for mode in ("experts", "block"):
+        assert not models.equal(found(lambda rows: rows * 0.5, mode), expected), mode
+        with pytest.raises(
+            ValueError, match=rf"changes the rows .* in place, with recompute='{mode}'; allowed: a copy"
+        ):
+            found(lambda rows: rows.mul_(0.5), mode)
 
 
 class Checkpointed(models.Block):
