@@ -106,7 +106,8 @@ class Bench:
         if self.options.alone:
             return {"plain": self.plain_loop}
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
-        engine = self._engine(default.program, plan=default.plan.without_reductions(), exchange=answers)
+        plan = default.plan.without_reductions()
+        engine = self._engine(plan.program, plan=plan, exchange=answers)  # an order that was found has its own program
         replay = Replay(self.real, self._sizes, self.rank.device)
 
         def compute_only() -> float:
