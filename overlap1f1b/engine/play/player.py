@@ -224,6 +224,8 @@ class Player:
         self._since = time.perf_counter()
         way, post = posting.post(node, microbatch)
         flight = self.lanes[way, node.kind].launch(node, post)
+        if node.op is Op.COUNTS and self.before_launch is not None and self._watch is None:
+            flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
         flying[node.op, node.seam] = flight
         if self._carveout is not None and node.op is not Op.COUNTS:
             self._carveout.launched()

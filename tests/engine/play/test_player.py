@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import Node, NodeCosts, Resource
+from overlap1f1b.plan import Node, NodeCosts, Op, Resource
 from overlap1f1b.schedule import Kind, build_schedule
 from tests import models
+from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
 
@@ -37,6 +42,33 @@ def test_around_and_before_launch_see_every_node_in_the_plans_order() -> None:
     played.step(inputs, target=target)
     nodes = played.plan.ranks[0]
     assert seen == [node if node.resource is Resource.COMPUTE else "exchange" for node in nodes]
+
+
+def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
+    """When each counts had arrived, and when the ranks met next, while nodes are measured."""
+    program = build_schedule("sequential", microbatches=2)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    played = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, parts=3)
+    inputs, target = models.batch(2, seed=rank)
+    meetings: list[float] = []
+
+    def meet() -> None:
+        meetings.append(time.perf_counter())
+        dist.barrier()
+
+    with patch.object(played.mesh, "meet", meet):
+        spans = played.step(inputs, target=target).overlap.spans
+    ends = {span.node: played.player.begun + span.end for span in spans}
+    exchanges = [node for node in played.plan.ranks[0] if node.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE)]
+    assert len(exchanges) == len(meetings)
+    following = zip(exchanges, meetings[1:], strict=False)
+    return [(ends[node], begun) for node, begun in following if node.op is Op.COUNTS]
+
+
+def test_the_time_of_counts_has_no_meeting_of_the_ranks(ranks2: Ranks) -> None:
+    for found in ranks2.run(_counts_and_meetings):
+        assert len(found) == 2 * 2 * 3
+        assert all(arrived < met for arrived, met in found)
 
 
 def test_peaks_are_the_plans() -> None:

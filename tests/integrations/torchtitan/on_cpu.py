@@ -46,10 +46,12 @@ def install_trainer() -> None:
     install()
     from torchtitan import trainer
     from torchtitan.distributed import fsdp
-    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common import attention
 
-    # 4. Flex attention has no backward on a CPU.
-    FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    # 4. Flex attention has no backward on a CPU. Its mask, of which the dense one reads the function, takes each
+    #    process seconds to compile.
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)
+    attention._compiled_create_block_mask = attention.create_block_mask
     # 5. FSDP2 sums and divides in one on NCCL alone.
     divides = fsdp.disable_fsdp_gradient_division
 
