@@ -147,7 +147,7 @@ class Engine:
         self.mesh = Mesh(mesh, limit, experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
-        self._steps = self._warm = 0  # all, and those since blocks are cut as they are
+        self._steps = self._warm = 0  # all, and all with the present number of parts
         self.parts_choice = PartsChoice(parts, known=costs is not None or plan is not None)
         self._failed = self._closed = False
         self.failures, self._check_parameters = self.mesh.failures, check_parameters and reduce and self.mesh.several

@@ -48,7 +48,7 @@ class MoE(nn.Module):
     >>> y = moe(x)  # [B, S, H] or [T, H], as x
 
     ``self.experts`` is called in one place, the seam: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
-    [T, H]``. The engine replaces that callable to hide the exchange in it.
+    [T, H]``. The engine suspends the forward at the exchanges inside.
 
     Args:
         hidden: H.

@@ -77,8 +77,8 @@ def get_forward_backward_func(
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
 
     A chunk is cut wherever it exchanges rows along "ep": in Megatron-Core's own MoE layers, in our
-    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges and hides
-    none; two more measure the nodes.
+    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges, the
+    second measures the nodes; neither hides any.
 
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.

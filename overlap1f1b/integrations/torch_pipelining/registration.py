@@ -78,8 +78,7 @@ def register(
     hides exchanges of a backward behind the backward's own weight gradients.
 
     A stage's module is an ``nn.Sequential`` or ``nn.ModuleList`` of blocks, or any other module, which is then one
-    block and may take keyword arguments. A list is faster: each call of experts in a block costs another walk through
-    the layers behind it. One or several tensors cross a boundary.
+    block and may take keyword arguments. One or several tensors cross a boundary.
 
     Args:
         schedule: ``ScheduleDualPipeV``, another schedule of several stages a rank, or one that was loaded from a table.
