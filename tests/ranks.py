@@ -250,4 +250,5 @@ def _leave(rank: int, size: int) -> int:
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
     gc.collect()  # engines and meshes hold groups
+    gc.freeze()  # what stays is modules and caches: the next collections do not look at it
     return psutil.Process().num_threads()

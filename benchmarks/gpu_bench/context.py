@@ -39,12 +39,12 @@ class Context:
 
     @property
     def cuda(self) -> bool:
-        """Whether it is a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def left(self) -> float:
-        """Seconds that the section has left."""
+        """Return the seconds that the section has left."""
         return self.deadline - time.monotonic()
 
     def say(self, line: str) -> None:
@@ -52,25 +52,25 @@ class Context:
         print(f"    {line}", flush=True)
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Gives memory back that nothing holds any more; engines and their stages hold each other."""
+        """Give memory back that nothing holds any more; engines and their stages hold each other."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> torch.Tensor:
-        """Normal numbers: on zeros a product is faster, and an output that nobody wrote looks right."""
+        """Return normal numbers: on zeros a product is faster, and an output that nobody wrote looks right."""
         generator = torch.Generator(self.device).manual_seed(seed)
         drawn = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
         return drawn.to(dtype or self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Return the dtype of weights and activations."""
         return torch.float32 if self.tiny else torch.bfloat16
 
     def milliseconds(self, function: Callable[[], object], *, seconds: float = 0.4, rounds: int = 30) -> float:

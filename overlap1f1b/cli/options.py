@@ -71,7 +71,7 @@ class RunOptions:
     combined_1f1b on one pipeline rank, otherwise 0."""
     memory: float | None = None
     """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
-    model; by default twice the number of pipeline ranks."""
+    model; by default twice the number of pipeline ranks, at least 3."""
     microbatches: int = 8
     """Microbatches of a step."""
     batch: int = 16

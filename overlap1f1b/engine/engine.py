@@ -41,6 +41,7 @@ from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import DATA, Mesh
+from overlap1f1b.transport.suspend import Forward
 
 DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
@@ -149,7 +150,7 @@ class Engine:
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
         self._steps = self._warm = 0  # all, and all with the present number of parts
         self.parts_choice = PartsChoice(parts, known=costs is not None or plan is not None)
-        self._failed = self._closed = False
+        self._failed = self._closed = self._entered = False
         self.failures, self._check_parameters = self.mesh.failures, check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
@@ -591,12 +592,16 @@ class Engine:
             of: Failures that end the engine, by default all; after others it can go on.
 
         Raises:
-            RuntimeError: The engine has failed before.
+            RuntimeError: The engine has failed before, or is in a step.
         """
         if self._closed:
             raise RuntimeError("this engine is closed; allowed: a new one, on all ranks")
         if self._failed:
             raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
+        # A block would take the exchanges and parameters of another engine's step for its own.
+        if self._entered or Forward.running() is not None:
+            raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
+        self._entered = True
         try:
             with self._telling(where, of):
                 yield
@@ -608,6 +613,7 @@ class Engine:
                 reduction.restore()
             raise
         finally:
+            self._entered = False
             self._measure(False)
 
     @contextlib.contextmanager

@@ -225,7 +225,7 @@ class GroupedExperts(Experts):
         return self.compute(rows, route.expert_rows, weights)
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        # These checks are not in forward, which the engine replaces. The host knows shapes and dtypes but not values:
+        # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
         # reading values would make every call wait for a GPU. Route finds unknown experts.
         hidden = self.gate_up.shape[2]
         if indices.dim() != 2 or indices.dtype != torch.int64:

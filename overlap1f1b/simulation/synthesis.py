@@ -104,7 +104,8 @@ def synthesize(
         shape: Blocks of every stage, or a sequence with the blocks of each stage.
         costs: Costs of the nodes.
         peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
-            unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks.
+            unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks, at
+            least 3.
         seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
             ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
             does not depend on the speed of the machine; its time does.

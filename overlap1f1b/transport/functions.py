@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 
@@ -18,13 +19,16 @@ plain_apply: Callable[[type], Callable[..., Any]] = partial(torch._C._FunctionBa
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` that calls C++ at once where no function mode and no transform is in force."""
-    plain = plain_apply(function)
+    """Return ``function.apply`` that calls C++ at once where no function mode and no transform is in force.
+
+    As torch's own it unwraps tensors that a transform of ``torch.func`` has left behind, which C++ sees no graph on.
+    """
+    plain, unwrapped = plain_apply(function), torch._C._functorch.unwrap_if_dead
 
     def apply(*args: Any) -> Any:
         if torch._C._len_torch_function_stack() or torch._C._are_functorch_transforms_active():
             return function.apply(*args)
-        return plain(*args)
+        return plain(*[unwrapped(arg) if isinstance(arg, Tensor) else arg for arg in args])
 
     return apply
 

@@ -535,7 +535,8 @@ def grid_of(
     if ep is not None:
         column, own = dist.get_process_group_ranks(ep), line.index(dist.get_rank())
         lines = gathered(column, line, limit)
-        if [one[own : own + 1] for one in lines] != [[rank] for rank in column]:
+        across = [one[own : own + 1] for one in lines] == [[rank] for rank in column]
+        if not across or len({len(one) for one in lines}) > 1:
             raise ValueError(
                 f"pipelines {lines} of ranks {column} that share experts; allowed: a grid, one rank of each"
             )

@@ -17,9 +17,10 @@ import pytest
 
 from overlap1f1b.cli.wire import Wire
 from tests.cli.fork import ROOT
-from tests.cli.run import SIZES
+from tests.cli.run import SIZES, Run
 
-TRAIN = ("-m", "overlap1f1b", "train", *SIZES, "--pp", "2", "--ep", "2", "--batch", "4", "--eval-every", "2")
+LAYOUT = ("--pp", "2", "--ep", "2", "--batch", "4", "--eval-every", "2")
+TRAIN = ("-m", "overlap1f1b", "train", *SIZES, *LAYOUT)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 TIMEOUT = 20
 
@@ -87,20 +88,16 @@ def ends(wire: Wire, number: int, seconds: float) -> bool:
 
 
 @pytest.mark.slow
-def test_two_agents_train_the_same_losses_as_one(wire: Wire, tmp_path: Path) -> None:
-    results: list[dict[str, Any]] = []
-    with agents(wire, tmp_path, "--steps", "6", "--json", str(tmp_path / "two")) as two:
-        assert [agent.process.wait(120) for agent in two] == [0, 0], [agent.text for agent in two]
-    one = [*TORCHRUN, "4", "--standalone", *TRAIN, "--steps", "6", "--json", str(tmp_path / "one")]
-    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
-    subprocess.run(one, cwd=ROOT, env=environ, check=True, capture_output=True, timeout=120)
-    for name in ("two", "one"):
-        results.append(json.loads((tmp_path / name).read_text()))
-    two_agents, one_agent = results
-    assert two_agents["environment"]["ranks"] == one_agent["environment"]["ranks"] == 4
-    assert len(set(two_agents["losses"])) == 6
+def test_two_agents_train_the_same_losses_as_one_machine(wire: Wire, tmp_path: Path) -> None:
+    with agents(wire, tmp_path, "--steps", "6", "--json", str(tmp_path / "two")) as started:
+        assert [agent.process.wait(120) for agent in started] == [0, 0], [agent.text for agent in started]
+    Run("train", *LAYOUT, "--steps", "6", "--json", str(tmp_path / "one")).succeeds()
+    results: list[dict[str, Any]] = [json.loads((tmp_path / name).read_text()) for name in ("two", "one")]
+    two, one = results
+    assert two["environment"]["ranks"] == one["environment"]["ranks"] == 4
+    assert len(set(two["losses"])) == 6
     for key in ("losses", "grad_norm", "held_out"):
-        assert two_agents[key] == one_agent[key]
+        assert two[key] == one[key]
 
 
 REASONS = {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -327,3 +330,64 @@ def test_bad_input_is_named() -> None:
     frozen = models.build().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         step(frozen, program, 1, data)
+
+
+class Nests(models.Block):
+    """Uses an engine behind its experts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.use: Callable[[], object] = int
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        rows = super().around(experts, tokens, indices, weights)
+        self.use()
+        return rows
+
+
+@pytest.mark.parametrize("where", ["block", "loss"])
+def test_a_step_inside_a_step_is_refused(where: str) -> None:
+    other, model, data = engine_of_four(models.build()), models.build(block=Nests), models.batch(4)
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        if where == "loss":
+            outer.evaluate(data[0], target=data[1])
+        return models.loss_fn(logits, target)
+
+    for block in model.modules():
+        if where == "block" and isinstance(block, Nests):
+            block.use = lambda: other.step(data[0], target=data[1])
+    outer = Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=loss_fn, costs=COSTS)
+    with pytest.raises(RuntimeError, match="an engine is used inside a block or a loss of a step; allowed: between"):
+        outer.step(data[0], target=data[1])
+    assert other.evaluate(data[0], target=data[1]).loss > 0
+
+
+def test_engines_in_two_threads() -> None:
+    """The thread that ends its step first takes nothing away from the other."""
+    inputs, target = models.batch(4)
+    _, expected = models.plain_gradients(models.build(), inputs, target, 4)
+    found: list[list[str]] = []
+
+    def train(model: nn.Sequential) -> None:
+        engine = engine_of_four(model)
+        for _ in range(10):
+            model.zero_grad()
+            engine.step(inputs, target=target)
+            found.append(models.equal(models.gradients(model), expected))
+
+    threads = [threading.Thread(target=train, args=(models.build(),)) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[]] * 20
+
+
+def engine_of_four(model: nn.Sequential) -> Engine:
+    return Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -116,10 +117,11 @@ class Store:
         self.groups.append(self.left)
         self.left = []
 
-    def pop(self) -> None:
+    def pop(self) -> int:  # a value that nobody asks for
         self.popped += 1
         for gradient in self.groups.pop(0):
             gradient()
+        return self.popped
 
     def clear(self) -> None:
         self.left, self.groups = [], []
@@ -140,7 +142,7 @@ class _Late(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
 
         def gradient() -> None:
-            grad = grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+            grad = (grads[0].flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
             weight.grad = grad if weight.grad is None else weight.grad + grad
 
         STORE.left.append(gradient) if STORE.enabled else gradient()
@@ -371,6 +373,23 @@ def test_a_v_on_one_rank(kind: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_rank_mapping(ranks4: Ranks, name: str, kind: str) -> None:
     assert ranks4.run(_compare, name, kind, 1, [2, 0, 3, 1]) == [[]] * 4
+
+
+def _under_autocast(rank: int, size: int) -> bool:
+    modules, x, y = stages_of("late", 2), *torch.randn(2, 8, H).unbind()
+    plain = deepcopy(modules)
+    pipeline = DualPipeV((modules[0], modules[1]), weight_store=STORE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.step(x, num_chunks=4, criterion=criterion, labels=y)
+        for part, label in zip(x.chunk(4), y.chunk(4), strict=True):
+            criterion(plain[1](plain[0](part)), label).backward()
+    pipeline.close()
+    pairs = zip(nn.ModuleList(modules).parameters(), nn.ModuleList(plain).parameters(), strict=True)
+    return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_backwards_of_whole_modules_run_under_the_autocast_of_their_step() -> None:
+    assert run(_under_autocast, 1) == [True]
 
 
 def _numbers_change(rank: int, size: int, kind: str) -> list[str]:

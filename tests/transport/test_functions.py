@@ -52,6 +52,20 @@ def test_gradients_are_those_of_apply() -> None:
     assert torch.equal(x.grad, 2 * x.detach())
 
 
+def test_a_tensor_that_a_transform_has_left_behind_has_its_graph() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    left: list[Tensor] = []
+
+    def seen(value: Tensor) -> Tensor:
+        left.append(value * 1)
+        return value.sum()
+
+    torch.func.grad(seen)(x.exp())
+    square(left[0], 2).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach().exp() * x.detach().exp())
+
+
 def test_apply_is_called_under_modes_and_transforms() -> None:
     x = torch.arange(4.0)
     before = Square.applied

@@ -134,7 +134,7 @@ class PlanOptions:
     draw the fastest. Options that are given are not varied."""
     memory: Annotated[float | None, by_default("FLOAT", "none")] = None
     """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
-    share of the model. For auto it is by default twice the number of ranks."""
+    share of the model. For auto it is by default twice the number of ranks, at least 3."""
     top: Annotated[int | None, by_default("INT", 15)] = None
     """Rows in the table of --search; the JSON has all schedules that were played. With --layers, a schedule is not
     played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""

@@ -67,6 +67,8 @@ class Player:
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.
+        autocasts_backward: Whether autocast around a step applies to backwards, too. A backward that autograd walks
+            has the dtypes of its forward already.
         recorder: Is told of every node.
         position: Of the current node in the list; None before the first.
         flights: All that the last :meth:`play` sent and received.
@@ -106,6 +108,7 @@ class Player:
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.compute: Compute = run.compute
+        self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
         self.flights: list[Flight[Any]] = []
@@ -140,7 +143,7 @@ class Player:
         self._times = None if self._watch is None else StepTimes(self._watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
-        self._around = _outside_autocast(self.around)
+        self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
         fills = self._fills and self.around is None and self.before_launch is None
@@ -311,10 +314,7 @@ def _ending(exchange: Exchange) -> Callable[[], None]:
 
 
 def _outside_autocast(around: Around | None) -> Around | None:
-    """Return the context of a compute node: autocast around a step is for its forwards alone.
-
-    A backward already has the dtypes of its forward.
-    """
+    """Return the context of a compute node: autocast around a step is for its forwards alone."""
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if not devices:
         return around

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from operator import is_
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -160,17 +161,45 @@ class Asking(OpOverloadPacket):
         return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
 
 
+class _Crossing(ExitStack):
+    """The changes of torch that :func:`functions_cross` has made, and how many steps and stages use them."""
+
+    users = 0
+
+
+_CHANGING = Lock()
+
+
 @contextmanager
 def functions_cross() -> Iterator[None]:
     """Hand the arguments of ``autograd.Function.apply`` to the mode in force, inside the context.
+
+    Torch is changed for all threads as long as any of them is inside; a thread without a mode notices nothing.
+    """
+    with _CHANGING:
+        crossing: Any = LAST.__dict__.get("crossing")
+        if crossing is None:
+            LAST.crossing = crossing = _Crossing()
+            crossing.enter_context(_changed())
+        crossing.users += 1
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            crossing.users -= 1
+            if not crossing.users:
+                del LAST.crossing
+                crossing.close()
+
+
+@contextmanager
+def _changed() -> Iterator[None]:
+    """Let torch ask the mode in force.
 
     What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
     torch 2.14 calls directly). The functional all-to-all asks it, too. A function mode is no place to suspend a
     forward: torch's bindings are then on the stack, and do not bear a switch.
     """
-    if "apply" in LAST.__dict__:  # another stage of this rank has changed it
-        yield
-        return
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = running_mode() if torch._C._len_torch_function_stack() else None

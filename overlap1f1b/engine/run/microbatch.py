@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -194,7 +195,8 @@ class Microbatch:
         if self.finished:
             return
         for run in self.runs.values():
-            run.stop()
+            with suppress(Exception):  # of a block that makes an error of its own from the end of its forward
+                run.stop()
         for state in (self.runs, self.queues, self.flights, self.arriving, self.expected, self.memo):
             state.clear()
         self.before = self.after = None

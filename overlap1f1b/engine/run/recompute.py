@@ -51,6 +51,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _versions(brought: Brought) -> list[int]:
+    """Return how often each tensor that exchanges have brought was changed in place."""
+    return [_version(tensor) for _, tensors in brought for tensor in tensors]
+
+
 class Part(NamedTuple):
     """A part of a forward that can be run again by itself.
 
@@ -84,8 +89,8 @@ class RecomputedRun(BlockRun):
         """Random numbers of the part that runs."""
         self.parts: dict[int, Part] = {}
         """Parts that were dropped, by the number of their segment."""
-        self.brought: list[Brought | None] = []
-        """What its exchanges brought each segment but the first; None if no second forward needs it."""
+        self.brought: list[tuple[Brought, list[int]] | None] = []
+        """What exchanges brought each segment but the first, and versions of it; None if no second forward needs it."""
         self.sums: list[tuple[Tensor, int]] = []
         """Values that the second forward takes from the first, and their versions."""
         self.state: ThreadState | None = None
@@ -126,7 +131,7 @@ class RecomputedRun(BlockRun):
         if self.again or not self.drops_own:
             return super()._resume(brought, random)
         self.streams.append(random.again())
-        self.brought.append(None if call.feeds_part else brought)
+        self.brought.append(None if call.feeds_part else (brought, _versions(brought)))
         with saved_tensors_hooks(*_FORGETTING):
             return super()._resume(brought, random)
 
@@ -239,8 +244,14 @@ class RecomputedRun(BlockRun):
 
     def _answer(self, number: int, old: Segment) -> Brought:
         """Return what exchanges have brought a segment, or tensors of its shape whose values nobody reads."""
-        brought = self.brought[number]
-        if brought is not None:
+        kept = self.brought[number]
+        if kept is not None:
+            brought, versions = kept
+            if _versions(brought) != versions:
+                raise ValueError(
+                    f"{self.name} changes in place what an exchange has brought, with "
+                    f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
+                )
             return brought
         return [(sent, _unread(sent)) for sent, _ in old.taken]
 

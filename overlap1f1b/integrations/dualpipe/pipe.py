@@ -136,6 +136,11 @@ class Pipeline(nn.Module):
             played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
         return batch.finish(played.microbatches, engine.program)
 
+    def close(self) -> None:
+        """Release threads and communicators. Each number of microbatches that was played has its own."""
+        for engine, _ in self._engines.values():
+            engine.close()
+
     def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
         """Return the engine of a program, and the context of its steps."""
         stages: dict[int, list[nn.Module] | nn.Module] = {

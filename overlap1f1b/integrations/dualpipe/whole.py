@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class WeightStore(Protocol):
 
 
 class StandIn(MicrobatchBlock):
-    """The block of a module that runs whole: its parameter alone tells the engine a device, and nothing to cut."""
+    """The block of a module that runs whole: its parameter tells the engine a device, and it has nothing to cut."""
 
     delays = True
 
@@ -85,6 +86,7 @@ class WholeModules:
         self._begun: dict[MicrobatchKey, Microbatch] = {}  # between forward and backward
         self._anchor = next(engine.parameters())
         engine.player.compute = self.compute
+        engine.player.autocasts_backward = True  # modules may have backwards of their own, which products of them need
         engine.plan = _plan(engine)
 
     @contextmanager
@@ -93,6 +95,7 @@ class WholeModules:
         try:
             yield
         except BaseException:
+            self._begun.clear()
             if self.weight_store is not None:
                 self.weight_store.enabled = False
                 self.weight_store.clear()
@@ -161,7 +164,7 @@ class WholeModules:
         microbatch.input_grads, microbatch.ended = tuple(grads), True
         queue = microbatch.queues[Op.DENSE, 0, 0] = WeightQueue()
         if apart is not None:
-            queue.put(self._anchor, apart.pop)
+            queue.put(self._anchor, partial(_pop, apart))
 
     def _pair(self, stage0: int, forward: Microbatch, stage1: int, backward: Microbatch) -> None:
         """Run both members by the modules' own method, which takes tuples, as autograd's engine does."""
@@ -174,6 +177,11 @@ class WholeModules:
         )
         self._finish_forward(stage0, forward, inputs0, tensors(outputs0), loss0)
         self._finish_backward(backward, run1, None)
+
+
+def _pop(store: WeightStore) -> None:
+    """Compute the oldest group; it adds gradients by itself, whatever it returns."""
+    store.pop()
 
 
 def _plan(engine: Engine) -> Plan:

@@ -128,7 +128,7 @@ def build_schedule(
             ⌊M/P⌋ groups that are as equal as possible.
         forward_only: The forwards alone, in the schedule's order, for evaluation.
         peak_activations: For ``auto``, the limit of live activations on any rank; the unit is a rank's whole share of
-            the model for one microbatch. By default twice the number of ranks.
+            the model for one microbatch. By default twice the number of ranks, at least 3.
         seconds: For ``auto``, the size of the search, about its time on one free core; by default 10.
 
     Raises:

@@ -11,8 +11,11 @@ from overlap1f1b.schedule.program import Program
 AUTO = "auto"
 """Name of the programs whose order of actions is found for costs."""
 SEARCH_SECONDS = 10.0
-LEAST_PER_RANK = 2
-"""Live microbatches a rank, for each rank of the pipeline, if no limit is given."""
+LIVE_PER_RANK, LEAST_LIVE = 2, 3
+"""Live microbatches on a rank, for each rank of the pipeline and at least, if no limit is given.
+
+``combined_1f1b`` on one rank holds three by default.
+"""
 
 
 def auto(
@@ -33,7 +36,7 @@ def auto(
         microbatches: Microbatches of the step.
         placement: Rank of each stage, with one pipe: a loop or a V, with any number of chunks.
         peak_activations: Limit of live activations on any rank; the unit is a rank's whole share of the model for one
-            microbatch. By default twice the number of ranks.
+            microbatch. By default twice the number of ranks, at least 3.
         seconds: Size of the search; see :func:`~overlap1f1b.synthesize`.
 
     Raises:
@@ -62,7 +65,7 @@ def check_search(placement: Placement, peak_activations: float | None, seconds: 
     if len(placement.pipes) > 1:
         raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
     if peak_activations is None:
-        peak_activations = LEAST_PER_RANK * placement.ranks
+        peak_activations = max(LIVE_PER_RANK * placement.ranks, LEAST_LIVE)
     if not isinstance(peak_activations, Real) or not peak_activations >= 1:
         raise ValueError(f"peak_activations={peak_activations!r}; allowed: 1 or more, since a rank holds all of one")
     held = [len(placement.places(rank)) for rank in range(placement.ranks)]

@@ -12,10 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import Node, NodeCosts, Op, Resource
+from overlap1f1b.plan import Node, NodeCosts, Op, Resource, compile
 from overlap1f1b.schedule import Kind, build_schedule
 from tests import models
 from tests.ranks import Ranks
@@ -100,6 +101,32 @@ def test_a_backward_runs_outside_the_autocast_of_its_step() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         played.step(inputs, target=target)
     assert enabled == {Kind.F: {True}, Kind.I: {False}, Kind.W: {False}}
+
+
+class Wraps(models.Block):
+    """Makes an error of its own from whatever ends its experts; raises behind them in the first forward."""
+
+    ended = calls = 0
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        try:
+            rows: Tensor = experts(tokens, indices, weights)
+        except BaseException as error:
+            Wraps.ended += 1
+            raise RuntimeError("experts failed") from error
+        Wraps.calls += 1
+        if Wraps.calls == 1:
+            raise KeyError("the cause")
+        return rows
+
+
+def test_blocks_that_fail_while_they_are_ended_do_not_hide_the_cause() -> None:
+    played, (inputs, target) = engine(models.build(block=Wraps), "afab"), models.batch(4)
+    played.plan = compile(played.program, played.shapes, NodeCosts.uniform(attention=3, experts=4, dispatch=60), 8)
+    Wraps.ended = Wraps.calls = 0
+    with pytest.raises(KeyError, match="the cause"):
+        played.step(inputs, target=target)
+    assert Wraps.ended
 
 
 def test_the_position_of_a_node_that_fails_is_known() -> None:

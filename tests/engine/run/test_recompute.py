@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +22,7 @@ from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.suspend import Stack
 from tests import models
@@ -237,6 +240,54 @@ def test_experts_inside_a_checkpoint_are_refused_in_one_line(mode: Recompute) ->
     with pytest.raises(ValueError, match=r"^block 1 \(Checkpointed\) exchanges rows inside torch.utils.checkpoint, .*"):
         gradients(mode, block=Checkpointed)
     assert gradients("none", block=Checkpointed).keys() == gradients("none").keys()
+
+
+class ChangesWhatCame(nn.Module):
+    """Exchanges rows there and back, and changes in place what one of the two brings."""
+
+    def __init__(self, group: dist.ProcessGroup, where: str) -> None:
+        super().__init__()
+        self.group, self.where = group, where
+        self.before, self.between, self.after = (nn.Linear(models.H, models.H) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = exchange(self.before(x).tanh(), None, None, self.group)
+        if self.where == "there":
+            there.mul_(2)
+        back = exchange(self.between(there).tanh(), None, None, self.group)
+        if self.where == "back":
+            back.mul_(2)
+        y: Tensor = self.after(back.tanh()) + x
+        return y
+
+
+def _what_came(rank: int, size: int) -> dict[tuple[str, str], str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    told = {}
+    for mode in ("none", "experts", "attention", "block"):
+        for where in ("", "there", "back"):
+            model = nn.Sequential(ChangesWhatCame(mesh.get_group("ep"), where))
+            program = build_schedule("combined_1f1b", microbatches=4)
+            engine = Engine(model, program, mesh=mesh, loss_fn=F.mse_loss, recompute=mode, timeout=10)  # type: ignore[arg-type]
+            x, y = torch.randn(2, 8, models.H)
+            try:
+                for _ in range(2):  # its exchanges are known from the second step on
+                    engine.step(x, target=y)
+                told[mode, where] = ""
+            except (ValueError, RuntimeError) as error:
+                told[mode, where] = str(error).splitlines()[0]
+    return told
+
+
+def test_what_exchanges_brought_may_not_change_in_place_where_it_is_needed_again(ranks2: Ranks) -> None:
+    every = ranks2.run(_what_came)
+    for mode, where in every[0]:
+        told = [found[mode, where] for found in every]
+        if where and mode in ("attention", "block"):
+            wanted = "block 0 (ChangesWhatCame) changes in place what an exchange has brought, with recompute="
+            assert any(line.startswith(wanted) and line.endswith("; allowed: a copy") for line in told)
+        else:
+            assert told == ["", ""]
 
 
 class Failing(models.Block):
