@@ -55,13 +55,16 @@ class Mesh:
         failures: Record of failures, shared by these ranks.
 
     Raises:
-        ValueError: ``mesh`` has other dimensions, or experts cannot be shared over ``experts_over``.
+        ValueError: ``mesh`` is no DeviceMesh or has other dimensions, or experts cannot be shared over
+            ``experts_over``.
         LostRankError: A rank does not make its Mesh within the limit.
     """
 
     def __init__(
         self, mesh: DeviceMesh | None, timeout: timedelta | None = None, experts_over: Sequence[str] = ("ep",)
     ) -> None:
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh of type {type(mesh).__name__}; allowed: a DeviceMesh, or None for one rank")
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
         if isinstance(experts_over, str) or not experts_over or not set(experts_over) <= set(EXPERTS):
             raise ValueError(f"experts_over={experts_over!r}; allowed: some of {', '.join(map(repr, EXPERTS))}")

@@ -88,3 +88,8 @@ def test_one_rank_is_a_mesh() -> None:
     assert mesh.compared(3.0)()
     with pytest.raises(ValueError, match=re.escape("over 2 pipeline ranks on a mesh with 1 along 'pp'")):
         mesh.check(build_schedule("1f1b", ranks=2, microbatches=2))
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^mesh of type list; allowed: a DeviceMesh, or None for one rank$"):
+        Mesh([0, 1])  # type: ignore[arg-type]
