@@ -16,7 +16,6 @@ from tests.ranks import Ranks
 def pytest_collection_finish() -> None:
     """Collections look at all that is imported, which stays anyway: fewer of them."""
     gc.collect()
-    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -101,8 +101,8 @@ class Steps:
         sent: list[Node] = []
         for number, (begin, end) in enumerate(zip(at, [*at[1:], len(nodes)], strict=True)):
             gate, node = number + 1, nodes[begin]
+            blocks = self.chains.shapes[stage][node.block]
             if node.op is _EXPERTS:
-                blocks = self.chains.shapes[stage][node.block]
                 last = max if kind is _F else min
                 seam = last(
                     range(node.seam // blocks.parts * blocks.parts, (node.seam // blocks.parts + 1) * blocks.parts)
@@ -112,7 +112,8 @@ class Steps:
             behind = nodes[begin + 1 : end]
             exchanges = tuple(other for other in behind if RESOURCE_OF[other.op] is _EXCHANGE)
             one = brought_by(node.op, kind, node.seam)
-            brought = [(other.op, other.seam) for other in sent if other.block == node.block]
+            # Of several parts each needs its own; a block's own exchanges come one after another.
+            brought = [(other.op, other.seam) for other in sent if other.block == node.block and not blocks.exchanges]
             needs = len(sent) - len(brought) + brought.index(one) + 1 if one in brought else len(sent)
             sent += exchanges
             at_once = tuple(other for other in behind if RESOURCE_OF[other.op] is not _EXCHANGE)

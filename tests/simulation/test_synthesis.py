@@ -61,6 +61,23 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     assert least <= plan.predicted * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("limit", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float) -> None:
+    """Two dispatches and one combine: of these a segment needs the last, not the one of its own number."""
+    own = BlockShape(seams=0, exchanges=(Op.DISPATCH, Op.DISPATCH, Op.COMBINE))
+    costs = NodeCosts.uniform(attention=0, experts=0, dispatch=0, combine=5, counts=5)
+    plan = synthesize(
+        Placement.loop(1, 2),
+        microbatches,
+        (own, BlockShape(seams=1, parts=3)),
+        costs,
+        peak_activations=limit,
+        seconds=QUICK,
+    )
+    check(plan)
+
+
 @pytest.mark.parametrize(
     ("placement", "microbatches", "peak", "most", "seconds"),
     [
