@@ -384,6 +384,8 @@ def _under_autocast(rank: int, size: int) -> bool:
         for part, label in zip(x.chunk(4), y.chunk(4), strict=True):
             criterion(plain[1](plain[0](part)), label).backward()
     pipeline.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        pipeline.step(x, num_chunks=4, criterion=criterion, labels=y)
     pairs = zip(nn.ModuleList(modules).parameters(), nn.ModuleList(plain).parameters(), strict=True)
     return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 

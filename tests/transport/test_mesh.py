@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.mesh import Mesh, Together
+from overlap1f1b.transport.mesh import Mesh, Together, grid_of
 from tests.ranks import Ranks
 
 TURNED = [[3, 1], [2, 0]]  # ranks of a mesh that is not in ascending order
@@ -88,6 +90,21 @@ def test_one_rank_is_a_mesh() -> None:
     assert mesh.compared(3.0)()
     with pytest.raises(ValueError, match=re.escape("over 2 pipeline ranks on a mesh with 1 along 'pp'")):
         mesh.check(build_schedule("1f1b", ranks=2, microbatches=2))
+
+
+def _unlike_lengths(rank: int, size: int) -> str:
+    long, short, across = (dist.new_group(ranks) for ranks in ([0, 1, 2], [3], [0, 3]))
+    if rank in (1, 2):
+        return ""
+    with pytest.raises(ValueError, match="that share experts; allowed: a grid, one rank of each") as caught:
+        grid_of(short if rank else long, across, torch.device("cpu"), timedelta(seconds=10))
+    return str(caught.value)
+
+
+def test_pipelines_of_unlike_lengths_are_no_grid(ranks4: Ranks) -> None:
+    first, *_, last = ranks4.run(_unlike_lengths)
+    assert first == last
+    assert first.startswith("pipelines [[0, 1, 2], [3]] of ranks [0, 3] ")
 
 
 def test_what_is_no_mesh_is_refused() -> None:

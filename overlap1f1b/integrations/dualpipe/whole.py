@@ -30,8 +30,8 @@ class WeightStore(Protocol):
     def flush(self) -> None:
         """Close the group of weight gradients that were deferred since the last call."""
 
-    def pop(self) -> None:
-        """Compute the oldest group."""
+    def pop(self) -> object:
+        """Compute the oldest group, and add its gradients."""
 
     def clear(self) -> None:
         """Drop all groups."""
@@ -180,7 +180,7 @@ class WholeModules:
 
 
 def _pop(store: WeightStore) -> None:
-    """Compute the oldest group; it adds gradients by itself, whatever it returns."""
+    """Compute the oldest group; what the store returns is no gradient for the engine to add."""
     store.pop()
 
 
