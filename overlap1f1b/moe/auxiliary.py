@@ -52,7 +52,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.loss_dtype = scale, loss.dtype
-        return weights.view_as(weights)
+        return weights.clone()  # a view must not be changed in place behind a Function
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

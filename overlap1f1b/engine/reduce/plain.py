@@ -48,6 +48,7 @@ class Reducer(Reduction):
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
+        self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
         self._stream: CudaStream | None = None
 
     @property
@@ -60,9 +61,10 @@ class Reducer(Reduction):
         reduced = [node for node in order if node.op is Op.REDUCE]
         self._order = [(node.stage, node.block) for node in reversed(reduced) if node.stage in self.stages]
         self._ready, self._flights = {}, []
-        self._aside.take(
-            p for stage, block in self._order for parameters, _ in self._parameters(stage, block) for p in parameters
-        )
+        self._summed_at = {}
+        for place in reversed(self._order):
+            self._summed_at |= dict.fromkeys((p for part, _ in self._parameters(*place) for p in part), place)
+        self._aside.take(self._summed_at)
 
     def _parameters(self, stage: int, block: int) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
         """Return the parameters that are summed with a block, with the ranks of each sum."""
@@ -77,7 +79,8 @@ class Reducer(Reduction):
         while self._order and self._order[-1] in self._ready:
             stage, block = self._order.pop()
             for parameters, group in self._parameters(stage, block):
-                launched += self._reduce(self._ready[stage, block], parameters, group)
+                last = dict.fromkeys(p for p in parameters if self._summed_at[p] == (stage, block))
+                launched += self._reduce(self._ready[stage, block], list(last), group)
         return launched
 
     def _reduce(
@@ -117,11 +120,13 @@ class Reducer(Reduction):
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's ``.grad``, dense and in memory of its own, so that it can be summed in place.
 
-    Of a DTensor it is this rank's part: ranks with the same part sum.
+    An embedding's may be sparse. Of a DTensor it is this rank's part: ranks with the same part sum.
     """
     grad = parameter.grad
     if grad is None:  # no token of this rank reached it; another rank's may have
         grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    elif grad.layout is not torch.strided:
+        grad = grad.to_dense()
     elif not grad.is_contiguous() or _shared(grad.to_local() if isinstance(grad, DTensor) else grad):
         grad = grad.clone(memory_format=torch.contiguous_format)
     parameter.grad = grad

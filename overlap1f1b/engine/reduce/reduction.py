@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overlap1f1b.plan import Node
@@ -30,7 +31,14 @@ class GradientsAside:
         """Add the gradients that were set aside, of some parameters or all, to the step's."""
         for parameter in list(self._before if parameters is None else parameters):
             if (grad := self._before.pop(parameter, None)) is not None:
-                parameter.grad = grad if parameter.grad is None else grad + parameter.grad
+                parameter.grad = grad if parameter.grad is None else _added(grad, parameter.grad)
+
+
+@torch.no_grad()
+def _added(before: Tensor, grad: Tensor) -> Tensor:
+    """Return the sum, in the earlier gradient's memory as autograd does: it may be part of an optimizer's buffer."""
+    alike = type(before) is type(grad) is Tensor and before.layout is grad.layout is torch.strided
+    return before.add_(grad) if alike and before.dtype is grad.dtype and before.is_contiguous() else before + grad
 
 
 class Reduction:

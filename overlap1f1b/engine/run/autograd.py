@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of
+from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of, reaches_leaves
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -91,8 +91,9 @@ class SplitLinear(torch.autograd.Function):
     """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's.
 
     The weight comes in a tuple, so that no edge of the graph leads to it: its hooks must not run before its gradient is
-    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does. ``add``, if given,
-    takes the gradient of the result ``[R, O]`` and the input ``[R, I]``, and adds the weight's gradient elsewhere.
+    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does; a walk that does not
+    reach it, of ``torch.autograd.grad`` inside a block, asks for no weight's gradient. ``add``, if given, takes the
+    gradient of the result ``[R, O]`` and the input ``[R, I]``, and adds the weight's gradient elsewhere.
     """
 
     @staticmethod
@@ -106,20 +107,24 @@ class SplitLinear(torch.autograd.Function):
         add: Callable[[Tensor, Tensor], Tensor | None] | None = None,
     ) -> Tensor:
         kind, (weight,) = x.device.type, weights
-        ctx.cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
+        ctx.cast = torch.get_autocast_dtype(kind) if casts else None
         ctx.dtype, ctx.queue, ctx.weight, ctx.add = x.dtype, queue, weight, add
         if ctx.cast is not None:
             x = x.to(ctx.cast)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
+        out = F.linear(x, weight, bias)  # autocast, if it is on, casts weight and bias here as it does outside
+        # The output of a Function that is a view must not be changed in place, as ReLU(inplace=True) does.
+        return out if out._base is None else torch.ops.aten._unsafe_view(out, out.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         cast, add = ctx.cast, ctx.add
-        if add is None:
+        asked = ctx.weight.requires_grad and reaches_leaves(ctx)
+        if asked and add is None:
             ctx.queue.put(ctx.weight, lambda: as_dtype(_linear_weight_grad(grad, x), weight.dtype))
-        else:
+        elif asked:
             ctx.queue.put(ctx.weight, lambda: add(_flat(grad), _flat(x)))
         matrix = weight if cast is None else weight.to(cast)
         grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
@@ -167,9 +172,10 @@ class SplitGroupedMM(torch.autograd.Function):
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         parameter, kernels = ctx.weight, ctx.kernels
         main = None if kernels is None else main_grad(parameter)
-        if parameter.requires_grad and main is not None:
+        asked = parameter.requires_grad and reaches_leaves(ctx)
+        if asked and main is not None:
             ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
-        elif parameter.requires_grad:
+        elif asked:
             ctx.queue.put(parameter, lambda: as_dtype(grouped_mm_weight_grad(grad, rows, counts), weight.dtype))
         of_rows = None
         if ctx.needs_input_grad[0]:

@@ -349,12 +349,23 @@ class BlockRun:
             storage = storage_of(tensor)
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
             if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
-                raise ValueError(
-                    f"{self.name} changes a tensor in place behind an exchange that it made before it, and then uses "
-                    "it behind a third, or a view of it; allowed: a copy"
-                )
-            segment.crossed[key], segment.here[key] = Crossing.of(tensor, self.stage.anchor)
-        return segment.here[key]
+                raise ValueError(self._changed_in_place)
+            segment.crossed[key], entered = Crossing.of(tensor, self.stage.anchor)
+            segment.here[key], segment.graphs[key] = entered, (tensor._version, entered.grad_fn)
+        entered = segment.here[key]
+        version, graph = segment.graphs[key]
+        if tensor._version != version:
+            if entered.grad_fn is graph:  # the change went through another view, which has a graph of its own
+                raise ValueError(self._changed_in_place)
+            segment.graphs[key] = tensor._version, entered.grad_fn
+        return entered
+
+    @property
+    def _changed_in_place(self) -> str:
+        return (
+            f"{self.name} changes a tensor in place behind an exchange that it made before it, and then uses "
+            "it behind a third, or a view of it; allowed: a copy"
+        )
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""

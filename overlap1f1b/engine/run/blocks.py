@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from operator import is_
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -210,6 +212,7 @@ class Blocks:
         self.tied: dict[nn.Parameter, int] = {}
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
+        self._trained = [self._trained_now(index) for index in range(len(self.blocks))]
         self.linears = [
             [
                 m
@@ -283,6 +286,23 @@ class Blocks:
             for parameter in own:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
+
+    def _trained_now(self, block: int) -> list[nn.Parameter]:
+        return [p for p in self.blocks[block].parameters() if p.requires_grad]
+
+    def check_trained(self) -> None:
+        """Check that the same parameters are trained as when the engine was made: others would not be summed.
+
+        Raises:
+            ValueError: They were frozen, unfrozen or replaced since.
+        """
+        for block, known in enumerate(self._trained):
+            now = self._trained_now(block)
+            if len(now) != len(known) or not all(map(is_, now, known)):
+                raise ValueError(
+                    f"{self.names[block]} trains other parameters than when the Engine was made; allowed on several "
+                    "ranks: the same, or a new Engine after parameters are frozen, unfrozen or replaced"
+                )
 
     def _apart_of(self, block: int) -> set[nn.Parameter]:
         module = self.blocks[block]
@@ -425,12 +445,15 @@ class Blocks:
         """
         self.uses.settle()
         self.thread, self.stacks = ThreadState.capture(self.device), []
+        modes = torch._C._len_torch_function_stack()
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
             try:
                 yield
             finally:
                 while self.stacks:
                     self.stacks.pop().end()
+                while torch._C._len_torch_function_stack() > modes:  # Ctrl-C came while a mode changed hands
+                    torch._C._pop_torch_function_stack()
 
     def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:
@@ -463,7 +486,11 @@ class _SplitForward:
         self.blocks, self.linear = blocks, linear
 
     def __call__(self, input: Tensor) -> Tensor:
-        return split_linear(input, (self.linear.weight,), self.linear.bias, self.blocks.queue, self.blocks.anchor)
+        weight, bias = self.linear.weight, self.linear.bias
+        # torch.func puts other tensors in a weight's place, and its transforms do not know the Function.
+        if not weight.requires_grad or weight.grad_fn is not None or torch._C._are_functorch_transforms_active():
+            return F.linear(input, weight, bias)
+        return split_linear(input, (weight,), bias, self.blocks.queue, self.blocks.anchor)
 
 
 class _SplitProduct:
@@ -485,12 +512,13 @@ class _SplitProduct:
 
 
 def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a plain ``nn.Linear`` with a trained weight (no parametrization, no subclass)."""
+    """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
     return (
         type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
         and (weight := module._parameters.get("weight")) is not None
         and weight.requires_grad
+        and not weight.is_complex()
     )
 
 

@@ -83,8 +83,14 @@ class CrossingMode(TorchFunctionMode):
             run.watching += [] if call is None else [call]
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        given = args
         with torch._C.DisableTorchFunction():
             args, kwargs = self.replaced(args), self.replaced_by_name(kwargs)
+        if func is torch.autograd.grad and args[1] is not given[1]:
+            raise ValueError(
+                "a block calls torch.autograd.grad behind an exchange for a tensor that it made before it; "
+                "allowed: for one that it made behind it"
+            )
         return func(*args, **kwargs)
 
     def replaced(self, values: Sequence[Any]) -> Any:

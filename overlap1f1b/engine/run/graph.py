@@ -31,6 +31,11 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def reaches_leaves(node: Any) -> bool:
+    """Return whether the walk that runs goes on to the last leaf of a node, as all but ``torch.autograd.grad`` do."""
+    return torch._C._will_engine_execute_node(node.next_functions[-1][0])
+
+
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``tensor.to(dtype)``, without a call of torch if it has the dtype."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)

@@ -37,7 +37,9 @@ def _forget(_: Tensor) -> None:
 
 
 def _forgotten(_: None) -> Tensor:
-    raise AssertionError("the first of two forwards has no backward")
+    raise ValueError(
+        "a block calls torch.autograd.grad for activations that it drops and computes again; allowed: recompute='none'"
+    )
 
 
 CHECKPOINT = "torch.utils.checkpoint"

@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
@@ -118,6 +119,9 @@ class Crossing(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor, anchor: Tensor) -> tuple[Crossing, Tensor]:
         """Return the crossing of a tensor, and what enters."""
+        if torch._C._are_functorch_transforms_active():  # a transform of torch.func uses it from around itself
+            with temporarily_clear_interpreter_stack():
+                return cls.of(tensor, anchor)
         entry = Entry(tensor)
         entered = entry.enter(tensor, anchor)
         return cls(edge_of(tensor), ref(entered.grad_fn), entry), entered
@@ -206,6 +210,7 @@ class Segment:
     __slots__ = (
         "crossed",
         "grads",
+        "graphs",
         "here",
         "op",
         "parameters",
@@ -230,6 +235,8 @@ class Segment:
         self.sent: list[Sent] = []
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
+        self.graphs: dict[tuple[int, int], tuple[int, Any]] = {}
+        """Version and graph of each tensor that entered, while the segment runs, as they were at its last use."""
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
@@ -254,7 +261,7 @@ class Segment:
         if not self.here:
             return []
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
-        self.here, self.versions = {}, {}
+        self.here, self.graphs, self.versions = {}, {}, {}
         return changed
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:

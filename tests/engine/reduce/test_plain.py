@@ -5,18 +5,21 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overlap1f1b.engine import Stage
+from overlap1f1b.engine import Engine, Stage
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.plan import Node, Op
-from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Lane
+from tests import models
 from tests.ranks import Ranks
 
 
@@ -115,3 +118,65 @@ def _others_memory(rank: int, size: int) -> list[float]:
 
 def test_memory_that_others_need_is_left_alone(ranks2: Ranks) -> None:
     assert ranks2.run(_others_memory) == [[1, 1, 1, 1, 32, 8]] * 2
+
+
+class Shared(nn.Module):
+    """A sparse embedding, and two blocks with one layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        embedding = nn.Embedding(models.V, models.H, sparse=True)
+        first, second = models.Block(), models.Block()
+        second.experts = first.experts
+        self.blocks = [embedding, first, nn.Linear(models.H, models.H), second, nn.Linear(models.H, models.V)]
+        self.layers = nn.Sequential(*self.blocks)
+
+
+def _shared(rank: int, size: int) -> list[str]:
+    """Data over two ranks, three steps, gradients in one buffer: they are those of one process."""
+    mesh, plain, model = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), Shared(), Shared()
+    parts = [models.batch(4, seed=seed) for seed in range(size)]
+    for inputs, target in parts:
+        for x, t in zip(inputs.chunk(4), target.chunk(4), strict=True):
+            (models.loss_fn(plain.layers(x), t) / 4 / size).backward()
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for parameter, part in zip(model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    program = build_schedule("combined_1f1b", microbatches=4)
+    engine = Engine(model.blocks, program, mesh=mesh, loss_fn=models.loss_fn, timeout=20)
+    problems = list[str]()
+    for _ in range(3):
+        buffer.zero_()
+        engine.step(parts[rank][0], target=parts[rank][1])
+        expected = torch.cat([p.grad.to_dense().flatten() for p in plain.parameters() if p.grad is not None])
+        if not torch.allclose(buffer, expected, rtol=1e-5, atol=1e-6):
+            problems.append(f"off by {(buffer - expected).abs().max():.1e}")
+    return problems
+
+
+def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(ranks2: Ranks) -> None:
+    assert ranks2.run(_shared) == [[], []]
+
+
+def _changed(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+    def freeze(model: nn.Sequential) -> None:
+        model[1].requires_grad_(False)
+
+    def replace(model: nn.Sequential) -> None:
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+
+    for change in (freeze, replace):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        program = build_schedule("combined_1f1b", microbatches=2)
+        engine = Engine(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, check_parameters=False, timeout=20)
+        engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+        change(model)
+        with pytest.raises(ValueError, match="trains other parameters than when the Engine was made; allowed"):
+            engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+
+
+def test_parameters_that_change_on_several_ranks_need_a_new_engine(ranks2: Ranks) -> None:
+    ranks2.run(_changed)

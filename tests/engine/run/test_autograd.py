@@ -33,6 +33,120 @@ def test_a_split_layer_queues_its_weight_gradient_and_gives_all_others(bias: boo
     assert queue.compute() == {}
 
 
+H = 8
+
+
+class Gradient(nn.Module):
+    """Uses the gradient of a layer by its input, with or without a gradient of its own."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.mix, self.energy, self.create_graph = nn.Linear(H, H), nn.Linear(H, 1), create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.energy(x.tanh()).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
+        y: Tensor = self.mix(x) - 0.1 * force
+        return y
+
+
+class Made(nn.Module):
+    """Calls a layer with a weight that is made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight * self.scale(x.mean((0, 1)))
+        y: Tensor = torch.func.functional_call(self.layer, {"weight": weight}, (x,))
+        return y
+
+
+class Transformed(nn.Module):
+    """Calls layers under transforms of ``torch.func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.energy = nn.Linear(H, H), nn.Linear(H, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        force = torch.func.grad(lambda z: self.energy(z.tanh()).sum())(x)
+        y: Tensor = torch.vmap(self.mix)(x) - 0.1 * force
+        return y
+
+
+class InPlace(nn.Module):
+    """Changes the outputs of layers in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z, w, v = (layer(x) for layer in self.layers)
+        y.relu_()
+        z += 1
+        w[..., :3].mul_(2)
+        v[:, 0] = 0
+        return y + z + w + v
+
+
+@pytest.mark.parametrize("overlap", ["serial", 3])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Gradient(True), lambda: Gradient(False), Made, Transformed, InPlace],
+    ids=["second", "first", "made", "func", "in_place"],
+)
+def test_layers_may_be_used_as_outside_an_engine(make: Any, overlap: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(H, H), make(), nn.Linear(H, H))
+    assert not _differences(model, torch.randn(6, 5, H), torch.randn(6, 5, H), nn.functional.mse_loss, overlap)
+
+
+def test_complex_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(H, H, dtype=torch.cfloat), nn.Linear(H, H, dtype=torch.cfloat))
+    x, target = (torch.randn(6, 5, H, dtype=torch.cfloat) for _ in range(2))
+    assert not _differences(model, x, target, lambda out, t: (out - t).abs().square().mean(), 3)
+
+
+def test_autocast_leaves_double_layers_alone() -> None:
+    model = nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        x, target = (torch.randn(6, 5, H, dtype=torch.float64) for _ in range(2))
+        assert not _differences(model, x, target, nn.functional.mse_loss, 3)
+
+
+def test_a_layer_may_be_frozen_between_steps_of_one_rank() -> None:
+    model, x = nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)), torch.randn(6, 5, H)
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=3), loss_fn=nn.functional.mse_loss)
+    for frozen in (None, 0, 1):
+        model.zero_grad()
+        for index, layer in enumerate(model):
+            layer.requires_grad_(index != frozen)
+        engine.step(x, target=x)
+        assert [p.grad is None for p in model.parameters()] == [frozen == 0] * 2 + [frozen == 1] * 2
+
+
+def _differences(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Any, overlap: Any) -> list[str]:
+    """Return the parameters whose gradient by an engine is another than by a plain loop, over three steps."""
+    for part, wanted in zip(x.chunk(3), target.chunk(3), strict=True):
+        (loss_fn(model(part), wanted) / 3).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    program, found = build_schedule("combined_1f1b", microbatches=3), list[str]()
+    engine = Engine(model, program, loss_fn=loss_fn, overlap=overlap)
+    for _ in range(3):
+        model.zero_grad()
+        engine.step(x, target=target)
+        for name, p in model.named_parameters():
+            if (p.grad is None) != (expected[name] is None):
+                found.append(f"{name} has a gradient on one side only")
+            elif p.grad is not None and not torch.allclose(p.grad, expected[name], rtol=1e-5, atol=1e-6):
+                found.append(name)
+    return found
+
+
 def test_a_queue_sums_what_it_keeps_and_what_it_computes() -> None:
     weight, queue = nn.Parameter(torch.zeros(2)), WeightQueue()
     queue.keep(weight, torch.tensor([1.0, 2.0]))
