@@ -169,6 +169,16 @@ def test_pruning_leaves_most_unplayed() -> None:
     assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", 1, overlap="serial")}
 
 
+def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
+    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.2)
+    tried = [Candidate("auto", chunks=2), Candidate("combined_1f1b", chunks=2, extra_warmup=2, overlap=2)]
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 8, "model": model}
+    with few_tries():
+        ranking, whole = search(tried, top=1, **sizes), search(tried, **sizes)
+    assert ranking.found[0] == whole.found[0]
+    assert ranking.found[0][0].schedule == "auto"
+
+
 def test_actions_are_all_played() -> None:
     tried = list(candidates())
     ranking = search(tried, ranks=4, microbatches=8, model=ActionModel(), top=1)
