@@ -49,10 +49,10 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     if options.forward_only:
         extra = extra[:1]
     found = []
-    if isinstance(model, NodeModel) and not options.forward_only and options.schedule in (None, AUTO):
+    if options.schedule == AUTO:  # what is given is tried, so that a refusal says why
+        return [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
+    if isinstance(model, NodeModel) and not options.forward_only and options.schedule is None:
         found = [Candidate(AUTO, chunks=v) for v in chunks if not model.layers % v]
-    if options.schedule == AUTO:
-        return found
     return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
 
 

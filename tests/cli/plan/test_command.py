@@ -312,6 +312,11 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
         (("--layers", 1, "--schedule", "auto", "--chunks", 2), "--layers 1 over 2 chunks; allowed: a multiple of 2"),
         (("--layers", 1, "--schedule", "auto", "--extra-warmup", 1), "--extra-warmup 1 with auto; allowed: none"),
         (("--layers", 1, "--schedule", "auto", "--forward-only"), "forwards alone with auto; allowed: a whole step"),
+        (
+            ("--layers", 4, "--schedule", "auto", "--search", "--chunks", 3),
+            "--layers 4 over 3 chunks; allowed: a multiple of 3",
+        ),
+        (("--layers", 2, "--schedule", "auto", "--search", "--forward-only"), "forwards alone with auto; allowed: a"),
     ],
 )
 def test_bad_input_of_an_order_that_is_found(capsys: Capture, args: tuple[object, ...], message: str) -> None:
