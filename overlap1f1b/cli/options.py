@@ -227,6 +227,8 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
+    if options.overflow == "rerun" and options.capacity is None:
+        raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options.model, options.ep, options.program().placement.stages)

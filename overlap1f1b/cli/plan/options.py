@@ -159,10 +159,7 @@ def check_plan(options: PlanOptions) -> None:
     if options.forward_only:
         _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
     _check_costs(options)
-    named = [f"--schedule {options.schedule}", *(f"--compare {name}" for name in options.compare)]
-    auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
-    if auto and options.sub_op_costs.layers is None:
-        raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
+    auto = _check_auto(options)
     if not options.search:
         _refuse(options, ("top",), needed="with --search")
         if not auto:
@@ -178,6 +175,20 @@ def check_plan(options: PlanOptions) -> None:
     files = {"png": output.png, "svg": output.svg, "csv": output.csv, "trace": output.trace, "json": output.json}
     read = {} if options.from_csv is None else {options.from_csv.resolve(): f"--from-csv {options.from_csv}"}
     check_files(files, read)
+
+
+def _check_auto(options: PlanOptions) -> bool:
+    """Return whether an order is to be found; raise ``ValueError`` for options that it has no use for."""
+    named = [f"--schedule {options.schedule}", *(f"--compare {name}" for name in options.compare)]
+    auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
+    if auto and options.sub_op_costs.layers is None:
+        raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
+    if options.schedule == AUTO:
+        beside = "--schedule auto, which tries all orders"
+        _refuse(options, ("extra_warmup", "group_size"), beside)
+        if not options.compare:  # whose schedules take it
+            _refuse(options.sub_op_costs, ("overlap",), beside)
+    return auto is not None
 
 
 def _check_sizes(options: PlanOptions) -> None:

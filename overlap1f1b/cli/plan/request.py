@@ -51,7 +51,8 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     found = []
     if options.schedule == AUTO:  # what is given is tried, so that a refusal says why
         return [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
-    if isinstance(model, NodeModel) and not options.forward_only and options.schedule is None:
+    orders = options.schedule is None and not options.forward_only and not options.extra_warmup
+    if orders and isinstance(model, NodeModel):
         found = [Candidate(AUTO, chunks=v) for v in chunks if not model.layers % v]
     return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
 
@@ -113,6 +114,8 @@ def parse(text: str) -> Candidate:
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")
         key, value = key.strip().replace("-", "_"), value.strip()
+        if key in given:
+            raise ValueError(f"--compare {text}: {key} twice; allowed: once")
         if key == "overlap" and (value in ("serial", "pairs") or value.isdecimal()):
             try:
                 given[key] = parse_overlap(value)
