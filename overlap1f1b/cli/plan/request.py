@@ -49,12 +49,13 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     if options.forward_only:
         extra = extra[:1]
     found = []
-    if options.schedule == AUTO:  # what is given is tried, so that a refusal says why
-        return [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
+    if isinstance(model, NodeModel):  # given chunks are tried in any case, so that a refusal says why
+        found = [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
+    if options.schedule == AUTO:
+        return found
     orders = options.schedule is None and not options.forward_only and not options.extra_warmup
-    if orders and isinstance(model, NodeModel):
-        found = [Candidate(AUTO, chunks=v) for v in chunks if not model.layers % v]
-    return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
+    fixed = candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)
+    return [*found, *fixed] if orders else list(fixed)
 
 
 SUB_OPS = ("attention", "experts", "dispatch", "combine", "counts", "launch")
