@@ -97,7 +97,7 @@ class Candidate:
 
     def __str__(self) -> str:
         given = {"chunks": None if self.chunks == 1 else self.chunks}
-        given |= {"extra_warmup": self.extra_warmup or None, "group_size": self.group_size}
+        given |= {"extra_warmup": self.extra_warmup, "group_size": self.group_size}
         words = [f"{name}={value}" for name, value in {**given, "overlap": self.overlap}.items() if value is not None]
         return self.schedule + (":" + ",".join(words) if words else "")
 

@@ -89,6 +89,7 @@ def test_what_is_left_out_says_why() -> None:
 def test_what_is_given_is_not_varied() -> None:
     names = [str(candidate) for candidate in candidates(chunks=[2], extra_warmup=[1])]
     assert names == ["combined_1f1b:chunks=2,extra_warmup=1", "interleaved_1f1b:chunks=2,extra_warmup=1"]
+    assert str(Candidate("combined_1f1b", extra_warmup=0)) == "combined_1f1b:extra_warmup=0"  # 1 by default
     assert [str(candidate) for candidate in candidates(schedules=["dualpipe"], chunks=[2])] == []
 
 
