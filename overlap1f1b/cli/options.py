@@ -68,7 +68,7 @@ class RunOptions:
     """Stages of a pipeline rank."""
     extra_warmup: int | None = None
     """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b; by default 1 for
-    combined_1f1b on one pipeline rank, otherwise 0."""
+    combined_1f1b with one chunk on one pipeline rank, otherwise 0."""
     memory: float | None = None
     """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
     model; by default twice the number of pipeline ranks, at least 3."""
@@ -227,6 +227,8 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
+    if options.overflow == "rerun" and options.capacity is None:
+        raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options.model, options.ep, options.program().placement.stages)

@@ -108,8 +108,10 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 if node.op in CONTRIBUTING and chains.shapes[node.stage][node.block].reduced:
                     reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1, seam=0)
                     reductions.setdefault(reduction, []).append(entry)
-    for reduction, contributions in reductions.items():
-        needs[reduction._replace(microbatch=contributions[-1].microbatch)] = contributions
+    at = {node: position for position, node in enumerate(plan.ranks[rank])}
+    for reduction, contributions in reductions.items():  # it has the microbatch of the last one in the plan's order
+        last_one = max(contributions, key=lambda node: at.get(node, -1))
+        needs[reduction._replace(microbatch=last_one.microbatch)] = contributions
     return needs
 
 

@@ -126,8 +126,14 @@ def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording
         raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
     place = content.get("distributedInfo")  # torch.profiler writes it if there is a process group
     if isinstance(place, dict):
-        capture.rank, capture.world = place.get("rank"), place.get("world_size")
+        capture.rank, capture.world = (_whole(path, name, place.get(name)) for name in ("rank", "world_size"))
     return recording_of(capture)
+
+
+def _whole(path: Path, name: str, value: object) -> int | None:
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{path}: {name} {quoted(value)} in distributedInfo; allowed: a whole number")
+    return value
 
 
 def _of_processes(captures: Sequence[Capture]) -> list[Recording]:

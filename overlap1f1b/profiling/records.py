@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ class RecordedSteps:
         try:
             if self._wrong is not None:
                 raise self._wrong
-            mesh = {str(name): (int(at), int(size)) for name, (at, size) in content["mesh"].items()}
-            rank = int(content["rank"])
+            mesh = {str(name): (index(at), index(size)) for name, (at, size) in content["mesh"].items()}
+            rank = index(content["rank"])
             if content["steps"] is not True:  # the reader passed on an array, and returned True for it
                 raise TypeError("steps are not a list")
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -114,8 +115,8 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
     if content.get("spans"):
         raise TypeError("spans are not a list")
     times, seconds = np.array([spans.start, spans.end], float), float(content["seconds"])
-    number = content["step"]
-    if not (abs(seconds) < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
+    number = index(content["step"])
+    if not (0 <= seconds < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
         raise ValueError(f"step {quoted(number, plain=True)} has impossible times")  # nan too
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
     kind = np.array(spans.kind, np.int8)
@@ -131,7 +132,7 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
         flights = travelled + flights[~np.isin(flights.what, travelled.what)]
         flights = flights[np.argsort(flights.start, kind="stable")]
     until = max(begin + round(seconds * _SECOND), last)
-    return StepRecord(int(number), begin, until, issued, compute, flights, waits)
+    return StepRecord(number, begin, until, issued, compute, flights, waits)
 
 
 def _launched(device: Spans, issued: Spans) -> Spans:

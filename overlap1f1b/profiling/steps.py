@@ -207,6 +207,8 @@ class Table:
                     self.names.append(found.node)
                 kind[number], what[number] = kinds.index(found.kind), index[found.node]
             elif isinstance(found, StepRange):
+                if found.number >= 2**63:
+                    raise ValueError(f"{capture.path} has a step {found.number}; allowed: less than 2**63")
                 kind[number], what[number] = len(kinds), found.number
         every = Ranges(what[name], thread, start, end) if len(name) else Ranges(name, thread, start, end)
         of_kind = kind[name] if len(name) else name

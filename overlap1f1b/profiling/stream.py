@@ -86,6 +86,8 @@ class _Reader:
                     others[name] = self._value()
         else:
             raise ValueError("it is not a JSON object or array")
+        if self._ahead():
+            raise ValueError("it has text behind its end")
         return others
 
     def _keys(self) -> Iterator[Any]:
@@ -149,6 +151,12 @@ class _Reader:
 
     def _peek(self) -> str:
         """Return the next character that is neither blank nor comma."""
+        if following := self._ahead():
+            return following
+        raise ValueError(TRUNCATED)
+
+    def _ahead(self) -> str:
+        """Return the next character that is neither blank nor comma; at the end of the text none."""
         while True:
             found = _BLANK.match(self._text, self._at)
             assert found is not None
@@ -156,7 +164,7 @@ class _Reader:
             if self._at < len(self._text):
                 return self._text[self._at]
             if self._ended:
-                raise ValueError(TRUNCATED)
+                return ""
             self._fill()
 
     def _value(self) -> Any:

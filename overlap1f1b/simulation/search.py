@@ -13,7 +13,7 @@ from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
-from overlap1f1b.simulation.bound import bound
+from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.synthesis import synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
@@ -97,7 +97,7 @@ class Candidate:
 
     def __str__(self) -> str:
         given = {"chunks": None if self.chunks == 1 else self.chunks}
-        given |= {"extra_warmup": self.extra_warmup or None, "group_size": self.group_size}
+        given |= {"extra_warmup": self.extra_warmup, "group_size": self.group_size}
         words = [f"{name}={value}" for name, value in {**given, "overlap": self.overlap}.items() if value is not None]
         return self.schedule + (":" + ",".join(words) if words else "")
 
@@ -178,7 +178,7 @@ class NodeModel:
         Raises:
             ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
         """
-        placements = dict.fromkeys((Placement.loop(ranks, chunks), Placement.v(ranks, chunks)))
+        placements = _placements(ranks, chunks)
         costs, waits = self._costs, bool(self.costs.launch)
         plans = [
             synthesize(
@@ -203,6 +203,13 @@ class NodeModel:
         shape = self._shape_of_a_stage(program.placement)
         return bound(program, shape, self._costs, self.default if overlap is None else overlap)
 
+    def bound_of_orders(self, ranks: int, microbatches: int, chunks: int) -> float:
+        """Return a lower bound of the time of every order that :meth:`synthesized` may find."""
+        return min(
+            pipeline_bound(placement, microbatches, self._shape_of_a_stage(placement), self._costs)
+            for placement in _placements(ranks, chunks)
+        )
+
     @property
     def _costs(self) -> NodeCosts:
         return self.costs.in_parts(self.parts)
@@ -213,6 +220,10 @@ class NodeModel:
         if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
         return (BlockShape(seams=1, parts=self.parts),) * (self.layers // chunks)
+
+
+def _placements(ranks: int, chunks: int) -> list[Placement]:
+    return list(dict.fromkeys((Placement.loop(ranks, chunks), Placement.v(ranks, chunks))))
 
 
 Model = ActionModel | NodeModel
@@ -363,6 +374,8 @@ def search(
 
 def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
     try:
+        if candidate.schedule == AUTO and isinstance(model, NodeModel):  # its order is not known before it is played
+            return model.bound_of_orders(step["ranks"], step["microbatches"], candidate.chunks or 1)
         return model.bound(candidate.build(**step), candidate.overlap)
     except ValueError:  # it will be refused
         return 0.0

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
-from overlap1f1b.schedule import Kind, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, Placement, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule.program import program_of
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
 from tests.plan.rules import broken_rules
 from tests.plan.tries import few_tries
@@ -153,3 +154,11 @@ def test_messages_name_position_and_node(plan: Plan, message: str) -> None:
 def test_memory_is_not_limited_where_there_is_no_backward() -> None:
     program = replace(forward_only(3), peak_activations=(1,))
     check(compile(program, (MOE, DENSE), COSTS, 3))
+
+
+def test_a_reduction_behind_a_whole_backward_that_comes_before_an_earlier_weight_gradient() -> None:
+    actions = [Action.parse(text) for text in ("0F0", "0F1", "0I0", "0B1", "0W0")]
+    program = program_of("mine", 2, Placement.single(), [actions])
+    shape = (BlockShape(seams=1, split=False, reduced=True),) * 2
+    for overlap in ("serial", "pairs", 2, 3):
+        check(compile(program, shape, NodeCosts.uniform(attention=3, experts=4, dispatch=10), overlap))

@@ -319,3 +319,14 @@ def test_launch_costs_do_not_matter_to_a_host_that_waits_for_no_counts() -> None
     program = build_schedule("combined_1f1b", microbatches=6)
     free, slow = (costs_at(1.0), replace(costs_at(1.0), launch={(op, kind): 0.1 for op in Op for kind in Kind}))
     assert compile(program, (MOE,) * 2, free, 3).fingerprint == compile(program, (MOE,) * 2, slow, 3).fingerprint
+
+
+@pytest.mark.parametrize("counts_block", [False, True])
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 2])
+def test_the_predicted_time_is_that_of_the_plan_where_launches_cost_time(overlap: Overlap, counts_block: bool) -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=1, launch=2)
+    for name, chunks in (("zb_h1", 3), ("interleaved_1f1b", 2), ("dualpipev", 2)):
+        program = build_schedule(name, ranks=2, microbatches=4, chunks=chunks)
+        plan = compile(program, (MOE,), costs, overlap, counts_block=counts_block)
+        spans = play_ranks(plan.ranks, program.placement, costs, counts_block=counts_block)
+        assert plan.predicted == max(span.end for rank in spans for span in rank)

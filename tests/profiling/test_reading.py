@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,6 +185,30 @@ def test_who_says_which_rank(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "no rank in it: called rank 0, the next free number" in found.ranks[0].notes
     assert found.missing == ()
+
+
+@pytest.mark.parametrize(
+    "place", [{"rank": "1", "world_size": 3}, {"rank": 1, "world_size": "3"}, {"rank": [1]}, {"rank": 1.5}]
+)
+def test_a_rank_that_is_no_number_leaves_the_other_files(tmp_path: Path, place: dict[str, Any]) -> None:
+    write_chrome(tmp_path / "a.json", device(0))
+    path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
+    assert "in distributedInfo; allowed: a whole number" in refusal(path)
+    assert len(read(tmp_path).left_out) == 1
+
+
+def test_a_step_of_a_number_that_is_too_large(tmp_path: Path) -> None:
+    write_chrome(tmp_path / "a.json", device(0))
+    path = write_chrome(tmp_path / "b.json", device(1))
+    path.write_text(re.sub(r"o1 step \d+", f"o1 step {2**63}", path.read_text()))
+    assert f"has a step {2**63}; allowed: less than 2**63" in refusal(path)
+    assert len(read(tmp_path).left_out) == 1
+
+
+def test_text_behind_the_end(tmp_path: Path) -> None:
+    path = write_chrome(tmp_path / "a.json", device(0))
+    path.write_text(path.read_text() + "}")
+    assert "it has text behind its end" in refusal(path)
 
 
 def test_a_trace_that_is_an_array(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ BAD = (float("nan"), float("inf"), 1e300, -1)
         (content(steps=[]), "no steps"),
         *[(content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0, at]]}]), "impossible times") for at in BAD],
         (content(steps=[{**STEP, "seconds": float("inf")}]), "impossible times"),
+        (content(steps=[{**STEP, "seconds": -1}]), "impossible times"),
+        (content(steps=[{**STEP, "step": 1.5}]), "TypeError"),
+        (content(steps=[STEP], rank=0.5), "TypeError"),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str) -> None:

@@ -89,6 +89,7 @@ def test_what_is_left_out_says_why() -> None:
 def test_what_is_given_is_not_varied() -> None:
     names = [str(candidate) for candidate in candidates(chunks=[2], extra_warmup=[1])]
     assert names == ["combined_1f1b:chunks=2,extra_warmup=1", "interleaved_1f1b:chunks=2,extra_warmup=1"]
+    assert str(Candidate("combined_1f1b", extra_warmup=0)) == "combined_1f1b:extra_warmup=0"  # 1 by default
     assert [str(candidate) for candidate in candidates(schedules=["dualpipe"], chunks=[2])] == []
 
 
@@ -167,6 +168,16 @@ def test_pruning_leaves_most_unplayed() -> None:
     ranking = search(tried, ranks=4, microbatches=8, model=model, top=1)
     assert len(ranking.pruned) > len(tried) / 2
     assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", 1, overlap="serial")}
+
+
+def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
+    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.2)
+    tried = [Candidate("auto", chunks=2), Candidate("combined_1f1b", chunks=2, extra_warmup=2, overlap=2)]
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 8, "model": model}
+    with few_tries():
+        ranking, whole = search(tried, top=1, **sizes), search(tried, **sizes)
+    assert ranking.found[0] == whole.found[0]
+    assert ranking.found[0][0].schedule == "auto"
 
 
 def test_actions_are_all_played() -> None:

@@ -132,7 +132,8 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, progress: 
             f"--memory {options.memory:g}: none of {len(tried)} schedules fits; allowed: {peak:g} or more ({least})"
         )
     if not ranking.found:
-        raise ValueError(f"none of {len(tried)} schedules is possible: {ranking.refused[0][1]}")
+        first, *others = dict.fromkeys(why for _, why in ranking.refused)
+        raise ValueError(f"none of {len(tried)} schedules is possible: {first}" if others else first)
     return ranking
 
 

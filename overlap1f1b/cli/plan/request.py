@@ -49,11 +49,13 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     if options.forward_only:
         extra = extra[:1]
     found = []
-    if isinstance(model, NodeModel) and not options.forward_only and options.schedule in (None, AUTO):
-        found = [Candidate(AUTO, chunks=v) for v in chunks if not model.layers % v]
+    if isinstance(model, NodeModel):  # given chunks are tried in any case, so that a refusal says why
+        found = [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
     if options.schedule == AUTO:
         return found
-    return [*found, *candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)]
+    orders = options.schedule is None and not options.forward_only and not options.extra_warmup
+    fixed = candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)
+    return [*found, *fixed] if orders else list(fixed)
 
 
 SUB_OPS = ("attention", "experts", "dispatch", "combine", "counts", "launch")
@@ -113,6 +115,8 @@ def parse(text: str) -> Candidate:
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")
         key, value = key.strip().replace("-", "_"), value.strip()
+        if key in given:
+            raise ValueError(f"--compare {text}: {key} twice; allowed: once")
         if key == "overlap" and (value in ("serial", "pairs") or value.isdecimal()):
             try:
                 given[key] = parse_overlap(value)

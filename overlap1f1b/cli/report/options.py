@@ -62,12 +62,14 @@ class ReportOptions:
 
 def check_report(options: ReportOptions) -> None:
     """Raise ``ValueError`` for options that contradict each other, and for files that cannot be written."""
+    from overlap1f1b.profiling.reading import files_of  # loads numpy, which other verbs do not need
+
     output = options.output
     if options.compare is None and not options.files:
         raise ValueError("no FILE; allowed: one or more, or --compare A B")
     if options.compare is not None:
         for name in (*PICTURES, "step", "predicted"):
-            if getattr(output, name):
+            if (value := getattr(output, name)) is not None and value is not False:  # step 0 is given, too
                 raise ValueError(f"--{name} with --compare; allowed: one of them")
         if options.files:
             given = " ".join(map(str, options.files))
@@ -75,4 +77,4 @@ def check_report(options: ReportOptions) -> None:
     if output.json is not None:
         check_json(output.json)
     files = {"png": output.png, "svg": output.svg, "html": output.html, "trace": output.trace, "json": output.json}
-    check_files(files, {path.resolve(): str(path) for path in options.files})
+    check_files(files, {path.resolve(): str(path) for path in files_of(*(options.compare or options.files))})

@@ -77,7 +77,7 @@ DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, takes in BY_NAME.items(
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
 DEFAULT_EXTRA_WARMUP = 1
-"""Extra warm-up of ``combined_1f1b`` on one rank; over several ranks the warm-up is long enough without it."""
+"""Extra warm-up of ``combined_1f1b`` with one chunk on one rank; over several the warm-up is long enough without it."""
 
 
 def schedule_of(name: str) -> Schedule:
@@ -121,8 +121,8 @@ def build_schedule(
             by default 1. ``zb_v`` and ``dualpipev`` always have 2, the others 1. ``auto`` takes any number; with more
             than one the stages are placed in a V.
         extra_warmup: Additional forwards before the first backward, which cost one more activation each, for ``1f1b``,
-            ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` on one rank 1, which with
-            three open actions is the fastest.
+            ``interleaved_1f1b`` and ``combined_1f1b``. By default 0; for ``combined_1f1b`` with one chunk on one
+            rank 1, which with three open actions is the fastest.
         group_size: Microbatches that pass one chunk before a rank turns to the next one, G, for ``interleaved_1f1b``,
             ``combined_1f1b`` and ``zb_h1``: P ≤ G ≤ M, and M mod G is 0 or at least P; by default M is divided into
             ⌊M/P⌋ groups that are as equal as possible.

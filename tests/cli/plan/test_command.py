@@ -310,8 +310,17 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
         (("--parts", 2), "--parts 2 alone; allowed: with --layers"),
         (("--layers", 1, "--schedule", "auto", "--memory", 0.5), "--memory 0.5; allowed: 1 or more"),
         (("--layers", 1, "--schedule", "auto", "--chunks", 2), "--layers 1 over 2 chunks; allowed: a multiple of 2"),
-        (("--layers", 1, "--schedule", "auto", "--extra-warmup", 1), "--extra-warmup 1 with auto; allowed: none"),
+        *(
+            (("--layers", 2, "--schedule", "auto", *search, *given), f"{given[0]} {given[1]} with --schedule auto, wh")
+            for search in ((), ("--search",))
+            for given in (("--extra-warmup", 1), ("--group-size", 4), ("--overlap", 2))
+        ),
         (("--layers", 1, "--schedule", "auto", "--forward-only"), "forwards alone with auto; allowed: a whole step"),
+        (
+            ("--layers", 4, "--schedule", "auto", "--search", "--chunks", 3),
+            "--layers 4 over 3 chunks; allowed: a multiple of 3",
+        ),
+        (("--layers", 2, "--schedule", "auto", "--search", "--forward-only"), "forwards alone with auto; allowed: a"),
     ],
 )
 def test_bad_input_of_an_order_that_is_found(capsys: Capture, args: tuple[object, ...], message: str) -> None:

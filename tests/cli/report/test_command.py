@@ -218,6 +218,9 @@ def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
     same = tmp_path / "same"
     assert "allowed: another file for each" in refused(capsys, run, "--png", same, "--svg", same)
     assert "is the file of" in refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
+    for given in ((run,), ("--compare", run, run)):
+        assert "is the file of" in refused(capsys, *given, "--json", run / "rank0.json")
+    assert "--step with --compare; allowed: one of them" in refused(capsys, "--compare", run, run, "--step", 0)
     assert "Unrecognized options: --stepp" in refused(capsys, run, "--stepp", 1)
     assert "--step 'x'; allowed: a whole number; see " in refused(capsys, run, "--step", "x")
     assert "No such file" in refused(capsys, tmp_path / "nothing.json")

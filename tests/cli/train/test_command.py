@@ -199,6 +199,7 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
             "zb_h1, zb_h2, zb_v, dualpipe, dualpipev, auto",
         ),
         ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),
+        ("--overflow rerun", "--overflow rerun alone; allowed: with --capacity"),
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
         ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
