@@ -498,7 +498,8 @@ class _Rest(nn.Module):
         return getattr(self.__dict__["_given"][0].model, name)
 
     def _get_name(self) -> str:
-        return type(self.__dict__["_given"][0].model).__name__
+        # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
+        return type(base_of(self.__dict__["_given"][0].stages.model)).__name__
 
     def forward(self, **arguments: Any) -> Any:
         trainer, batch, finish = self.__dict__["_given"]

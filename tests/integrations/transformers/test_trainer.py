@@ -326,6 +326,19 @@ def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path)
     same_weights(tmp_path, tmp_path / "plain")
 
 
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny.build("qwen3_moe"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_label_smoothing_of_a_model_with_adapters(tmp_path: Path) -> None:
+    """Trainer shifts the labels of a causal LM inside PEFT's model, too."""
+    pytest.importorskip("peft")
+    arguments = {"label_smoothing_factor": 0.1}
+    spec = Spec(tmp_path, None, steps=2, trainer={"model_init": adapted}, arguments=arguments)
+    close(history(alone(spec)), history(plain(spec)))
+
+
 def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     """As Trainer over two processes."""
     spec = Spec(tmp_path, rows=40, arguments={**EVALUATES, "average_tokens_across_devices": False})
