@@ -493,6 +493,7 @@ class _Rest(nn.Module):
     def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
         super().__init__()
         self.__dict__["_given"] = (trainer, batch, finish)
+        self.training = trainer.stages.model.training
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_given"][0].model, name)

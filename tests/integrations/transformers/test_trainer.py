@@ -396,6 +396,22 @@ def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
     assert "test_loss" not in found.metrics
 
 
+class Modes(OverlapTrainer):
+    """Keeps the mode of the model that each loss is computed with."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.modes = [*getattr(self, "modes", []), model.training]
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def test_an_evaluation_is_no_training(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Modes, steps=1).build()
+    trainer.evaluate()
+    assert trainer.modes == [False, False]
+    trainer.train()
+    assert trainer.modes == [False, False, *[True] * 4]
+
+
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
