@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -497,6 +497,20 @@ class _Rest(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_given"][0].model, name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the modules of the rank's stages have theirs already."""
+        self.training = mode
+        return self
+
+    def _whole(self, *_: Any, **__: Any) -> Any:
+        """Refuse what would be a term of the loss that misses most of the model, and whose gradient is lost."""
+        raise ValueError(
+            "parameters or modules of the model in a loss, of which a rank has a part and whose gradients would be "
+            "lost; allowed: calling the model, its config, or weight_decay"
+        )
+
+    parameters = named_parameters = state_dict = modules = named_modules = children = _whole
 
     def _get_name(self) -> str:
         # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.

@@ -396,6 +396,28 @@ def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
     assert "test_loss" not in found.metrics
 
 
+class Regularised(OverlapTrainer):
+    """Adds a term of all parameters to the loss."""
+
+    asked = "named_parameters"
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        return loss + 1e-3 * sum(p.square().sum() for _, p in getattr(model, self.asked)())
+
+
+@pytest.mark.parametrize(
+    "asked", ["parameters", "named_parameters", "state_dict", "modules", "named_modules", "children"]
+)
+def test_a_loss_of_parameters_is_refused(asked: str, tmp_path: Path) -> None:
+    """The model that a loss gets has none: the term would vanish."""
+    trainer = Spec(tmp_path, kind=Regularised, steps=1).build()
+    trainer.asked = asked
+    with pytest.raises(ValueError, match=r"parameters or modules of the model in a loss, .*; allowed: ") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+
+
 class Modes(OverlapTrainer):
     """Keeps the mode of the model that each loss is computed with."""
 
