@@ -234,8 +234,8 @@ def split_model(
 
     Raises:
         ValueError: The model is dense, quantised or an encoder-decoder; its experts or layers are not recognised; there
-            are more stages than layers; the experts are not divisible by the ranks; or experts for the engine have an
-            adapter.
+            are more stages than layers; the experts are not divisible by the ranks; experts for the engine have an
+            adapter; or its config asks for hidden states or attentions of layers.
     """
     # 1. Find layers and experts, and the modules around the layers.
     model = unwrapped(model)

@@ -199,6 +199,22 @@ def test_the_routers_loss_asked_for_after_the_split() -> None:
         Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
 
 
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_of_layers_are_refused(name: str) -> None:
+    """They were empty: transformers records them in layers, which run elsewhere."""
+    program = build_schedule("sequential", microbatches=1)
+    message = f"{name}=True of a model in stages; allowed: False"
+    asking = tiny.build("qwen3_moe", attn_implementation="eager")
+    setattr(asking.config, name, True)
+    with pytest.raises(ValueError, match=message):
+        split_model(asking, program)
+    tokens, labels = tiny.batch(2)
+    stages = split_model(tiny.build("qwen3_moe", attn_implementation="eager"), program)
+    setattr(stages.model.config, name, True)
+    with pytest.raises(ValueError, match=message):
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
+
+
 def test_mean_over_tokens() -> None:
     tokens, labels = tiny.batch(6)
     labels[:2, :6] = -100

@@ -418,6 +418,23 @@ def test_a_loss_of_parameters_is_refused(asked: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+class Asking(OverlapTrainer):
+    """Calls the model with one more argument."""
+
+    more: dict[str, Any]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, **self.more}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_a_loss_of_outputs_of_layers_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
+    trainer.more = {name: True}
+    with pytest.raises(ValueError, match=f"{name}=True of a model in stages; allowed: False"):
+        trainer.train()
+
+
 class Modes(OverlapTrainer):
     """Keeps the mode of the model that each loss is computed with."""
 
