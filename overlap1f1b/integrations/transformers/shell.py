@@ -219,11 +219,14 @@ class Shell:
             return output
 
         changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
-        asked = getattr(self.model.config, "output_router_logits", False)
+        asked = given.get("output_router_logits") or getattr(self.model.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
         elif asked and any(map(self.routers, range(len(self.layers)))):
-            raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
+            raise RuntimeError(
+                "output_router_logits=True, which config did not have at split_model; allowed: set it in the config "
+                "before split_model"
+            )
         with replaced(changed):
             return self.model(**{**given, "use_cache": False})
 

@@ -435,6 +435,13 @@ def test_a_loss_of_outputs_of_layers_is_refused(name: str, tmp_path: Path) -> No
         trainer.train()
 
 
+def test_router_logits_that_only_the_loss_asks_for(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
+    trainer.more = {"output_router_logits": True}
+    with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
+        trainer.train()
+
+
 class Modes(OverlapTrainer):
     """Keeps the mode of the model that each loss is computed with."""
 
