@@ -235,6 +235,8 @@ class Overlapped(Trainer):
         batches, self._collected = self._collected, []
         parts = self._built()
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # Trainer's own code runs on the last stage alone
+            self.optimizer.train()
 
         def compute(_: int, rest: _Rest, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)

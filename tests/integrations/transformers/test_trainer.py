@@ -591,6 +591,38 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     assert trainer.engine is not engine
 
 
+class WithModes(torch.optim.SGD):
+    """An optimizer with a mode, as those without a schedule; keeps the mode of each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.training, self.modes = False, list[bool]()
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.modes.append(self.training)
+        return super().step(*args, **kwargs)
+
+
+def _modes_of_steps(rank: int, size: int, spec: Spec) -> list[bool]:
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train()
+        return list(trainer.optimizer.optimizer.modes)
+
+
+def test_an_optimizer_with_a_mode(ranks2: Ranks, tmp_path: Path) -> None:
+    """An evaluation lies between the steps; the first stage never runs Trainer's own step."""
+    trainer = {"optimizer_cls_and_kwargs": (WithModes, {"lr": 1e-3})}
+    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=trainer, arguments=EVALUATES)
+    assert ranks2.run(_modes_of_steps, spec) == [[True] * 4] * 2
+
+
 def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, layout=OverlapArguments(ep=2, parts="auto"))
