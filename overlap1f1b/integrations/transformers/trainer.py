@@ -532,7 +532,9 @@ class _Rest(nn.Module):
 
 
 def _first(value: Tensor) -> Tensor:
-    """Return the first token of an input [B, S], or the first row of another."""
+    """Return the first token of an input [B, S] or of a mask [B, H, S, S], or the first row of another."""
+    if value.dim() == 4:
+        return value[:1, :, :1, :1]
     return value[:1, :1] if value.dim() == 2 else value[:1]
 
 

@@ -491,6 +491,21 @@ def _in_bf16(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], se
         return list(trainer.state.log_history), {parameter.dtype for parameter in trainer.stages.parameters()}
 
 
+def pad_with_masks(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch with a mask [B, 1, S, S] of its own."""
+    batch = pad(rows)
+    seen = batch["attention_mask"].bool()
+    causal = torch.ones(seen.shape[1], seen.shape[1]).tril().bool()
+    mask = causal & (seen[:, None, None, :] | torch.eye(seen.shape[1]).bool())
+    return {**batch, "attention_mask": mask}
+
+
+def test_masks_of_the_collator(tmp_path: Path) -> None:
+    """The third step has two microbatches of four: the others get a token with a mask of its own."""
+    spec = Spec(tmp_path, rows=20, trainer={"data_collator": pad_with_masks})
+    close(history(alone(spec)), history(plain(spec)))
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """The same rows without a length."""
 
