@@ -89,6 +89,18 @@ class ShardedAccelerator(Accelerator):
         dist.all_gather(parts, whole, group=self._group)
         return torch.cat(parts)
 
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors, or nested ones, over the ranks with data of their own, as accelerate does over processes."""
+        return recursively_apply(self._reduced, tensor, reduction, error_on_other_type=True)
+
+    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
+        whole = tensor.clone()
+        if self._shards > 1:
+            dist.all_reduce(whole, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self._group)
+            if reduction == "mean":
+                whole /= self._shards
+        return whole
+
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss

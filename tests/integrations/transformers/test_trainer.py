@@ -418,6 +418,36 @@ def test_a_loss_of_parameters_is_refused(asked: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+class Reducing(transformers.Trainer):
+    """Reduces figures of each microbatch over the ranks with data."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, reduce = torch.tensor(float(len(inputs["input_ids"]))), self.accelerator.reduce
+        longest = reduce(torch.tensor(float(inputs["input_ids"].shape[1])), "max")
+        self.reduced = [float(figure) for figure in (reduce(rows), reduce({"rows": rows}, "mean")["rows"], longest)]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OverlappedReducing(Overlapped, Reducing):
+    pass
+
+
+def _reduced(rank: int, size: int, spec: Spec) -> list[float]:
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train()
+        return list(getattr(trainer, "reduced", []))
+
+
+def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    """The ranks of a first stage compute no loss, and are not waited for."""
+    spec = Spec(tmp_path, kind=Reducing, steps=1)
+    expected = ranks2.run(_reduced, spec)
+    assert expected[0][:2] == [4.0, 2.0]
+    layout = OverlapArguments(pp=2, timeout=20.0)
+    assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
+
+
 class Asking(OverlapTrainer):
     """Calls the model with one more argument."""
 
