@@ -136,6 +136,8 @@ class Overlapped(Trainer):
         self._collected: list[Batch] = []
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
+        self._computing = False
+        self._said: dict[str, float] = {}  # logged while a loss was computed
         super().__init__(*args, **kwargs)
         if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
@@ -297,8 +299,12 @@ class Overlapped(Trainer):
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
             return zero
         rest = _Rest(self, batch, finish)
-        with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
-            return compute(rest, dict(batch))
+        self._computing = True
+        try:
+            with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
+                return compute(rest, dict(batch))
+        finally:
+            self._computing = False
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_gradients(self.args.max_grad_norm)
@@ -307,9 +313,18 @@ class Overlapped(Trainer):
         return self.engine.clip_gradients(math.inf) if grad_norm is None else grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log with the loss of a step how many tokens counted, and which part of the exchange was hidden."""
+        """Log with the loss of a step how many tokens counted, and which part of the exchange was hidden.
+
+        While a loss is computed, entries are kept for the next line: ranks of other stages would not meet this one.
+        """
+        if self._computing:
+            self._said |= logs
+            return
         if "loss" in logs and self._last is not None:
             logs |= self._figures(self._last)
+        for name, value in self._said.items():
+            logs.setdefault(name, value)
+        self._said = {}
         super().log(logs, start_time)
 
     def _figures(self, result: StepResult) -> dict[str, float]:

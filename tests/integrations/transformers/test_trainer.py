@@ -448,6 +448,28 @@ def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path)
     assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
 
 
+class Telling(OverlapTrainer):
+    """Logs while it computes a loss, also what a line of Trainer has."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.log({"rows": len(inputs["input_ids"]), "loss": -1.0})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp 2, dualpipev", "ep 2"])
+def test_a_loss_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
+    """Its entries come with the next line, on all ranks: a line of its own would wait for ranks without a loss."""
+    _, sizes, accumulation = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
+    sizes = replace(sizes, timeout=20.0)
+    spec = Spec(tmp_path, kind=Telling, rows=40, accumulation=accumulation, layout=sizes, arguments=EVALUATES)
+    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
+    for found in [train(0, 1, spec)] if layout == "one rank" else ranks2.run(train, spec):
+        own = [line for line in found if line.get("loss") == -1.0]  # where Trainer's line has none
+        assert [line.pop("loss") for line in own if "eval_loss" in line] == [-1.0] * 2
+        close(shown(found), expected)
+        assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
+
+
 class Asking(OverlapTrainer):
     """Calls the model with one more argument."""
 
