@@ -274,9 +274,6 @@ class Overlapped(Trainer):
         count, names = parts.engine.program.microbatches, parts.names
         if len(batches) > count:
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
-        for batch in batches.values():
-            for name in batch.keys() - {*names, *OF_LOSS}:
-                raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, *OF_LOSS))}")
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
@@ -545,14 +542,20 @@ class _Rest(nn.Module):
         # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
         return type(base_of(self.__dict__["_given"][0].stages.model)).__name__
 
-    def forward(self, **arguments: Any) -> Any:
+    def forward(self, *positional: Any, **arguments: Any) -> Any:
         trainer, batch, finish = self.__dict__["_given"]
-        for name in trainer._built().names:
+        if positional:
+            arguments = {**signature(trainer.stages.model.forward).bind_partial(*positional).arguments, **arguments}
+        names = trainer._built().names
+        for name in names:
             if arguments.get(name) is not batch.get(name):
                 raise ValueError(
                     f"{type(trainer).__name__} calls the model with another {name} than the batch has; "
                     "allowed: the inputs of the batch, through which its layers have already run"
                 )
+        allowed = (*names, *OF_LOSS)
+        for name in (arguments.keys() & batch.keys()) - {*allowed}:  # layers ran without it
+            raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
         with trainer.accelerator.autocast():
             output = finish(arguments)
         return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)

@@ -470,6 +470,34 @@ def test_a_loss_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
         assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
 
 
+class Weighing(transformers.Trainer):
+    """Weighs the loss by a column of its own, and calls the model by position."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        weight, labels = inputs.pop("weights").mean(), inputs["labels"]
+        output = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels)
+        loss = weight * output.loss / self.args.gradient_accumulation_steps
+        return (loss, output) if return_outputs else loss
+
+
+class OverlappedWeighing(Overlapped, Weighing):
+    pass
+
+
+def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = pad(rows)
+    return {**batch, "weights": 1.0 + batch["input_ids"][:, 0] / tiny.V}
+
+
+def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
+    arguments, more = {"remove_unused_columns": False, **EVALUATES}, {"data_collator": pad_with_weights}
+    spec = Spec(tmp_path, rows=40, kind=OverlappedWeighing, arguments=arguments, trainer=more)
+    spec = replace(spec, layout=OverlapArguments(pp=2))
+    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=Weighing, layout=None)))
+    for found in ranks2.run(train, spec):
+        close(shown(found), expected)
+
+
 class Asking(OverlapTrainer):
     """Calls the model with one more argument."""
 
@@ -862,7 +890,7 @@ def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: {**collate(rows), "weights": torch.ones(len(rows))}
     with pytest.raises(
-        ValueError, match="a batch with weights; allowed: input_ids, attention_mask, position_ids, labels"
+        ValueError, match="a batch with weights, given to the model; allowed: input_ids, attention_mask, position_ids"
     ):
         trainer.train()
 
