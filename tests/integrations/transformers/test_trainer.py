@@ -498,6 +498,20 @@ def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
         close(shown(found), expected)
 
 
+class Calling(OverlapTrainer):
+    """Calls the model in an evaluation by itself."""
+
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss, None, None
+
+
+def test_an_evaluation_that_calls_the_model_is_refused(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Calling).build()
+    with pytest.raises(ValueError, match=r"as a whole model; allowed: super\(\).prediction_step") as caught:
+        trainer.evaluate()
+    assert "\n" not in str(caught.value)
+
+
 class Asking(OverlapTrainer):
     """Calls the model with one more argument."""
 
