@@ -191,17 +191,18 @@ class Overlapped(Trainer):
         return self._built().stages
 
     def _built(self) -> _Parts:
-        """Return the split model and its engine; made again where ``model_init`` has made another model."""
+        """Return the split model and its engine; made again where ``model_init`` has made another model.
+
+        The engine alone is made again for another ``gradient_accumulation_steps``.
+        """
+        count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
         if self._parts is None or self._parts.given is not self.model:
             if self._parts is not None:
                 self._parts.engine.close()
-            self._parts = _Parts(
-                self.model,
-                self.overlap_args.program(self.args.gradient_accumulation_steps),
-                self._mesh,
-                self.overlap_args,
-                _unnumbered(self.args.device),
-            )
+            device = _unnumbered(self.args.device)
+            self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
+        elif count != self._parts.engine.program.microbatches:
+            self._parts.play(parallel.program(count), self._mesh, parallel)
         return self._parts
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -494,6 +495,12 @@ class _Parts:
             )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self.module = Part(self.stages)
+        self.play(program, mesh, parallel)
+
+    def play(self, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments) -> None:
+        """Make the engine that plays a program, in place of one that played another."""
+        if hasattr(self, "engine"):
+            self.engine.close()
         placement, last = program.placement, program.placement.stages - 1
         pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
         self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
