@@ -250,8 +250,8 @@ class Overlapped(Trainer):
         batches, self._collected = self._collected, []
         parts = self._built()
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # Trainer's own code runs on the last stage alone
-            self.optimizer.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
+            train()
 
         def compute(_: int, rest: _Rest, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
@@ -465,6 +465,8 @@ class _LogsOfLastStage(TrainerCallback):
 
 class _Parts:
     """This rank's part of a model, in a module with the names of the whole model, and its engine."""
+
+    engine: Engine
 
     def __init__(
         self,
