@@ -80,8 +80,10 @@ class Shell:
 
         Raises:
             ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called;
-                or a layer gets another argument that depends on parameters.
+                a layer gets another argument that depends on parameters; or the config asks for hidden states or
+                attentions of layers.
         """
+        self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
             walk = _Walk(self, until=None, result=None)
             try:
@@ -204,7 +206,11 @@ class Shell:
             given: All arguments of the model, by name.
             hidden: Hidden states ``[B, S, H]`` of the last layer.
             routed: Router logits of the layers in order, if the model asks for them.
+
+        Raises:
+            ValueError: Hidden states or attentions of layers are asked for.
         """
+        self._check_outputs(given)
         own = self.owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -213,13 +219,23 @@ class Shell:
             return output
 
         changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
-        asked = getattr(self.model.config, "output_router_logits", False)
+        asked = given.get("output_router_logits") or getattr(self.model.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
         elif asked and any(map(self.routers, range(len(self.layers)))):
-            raise RuntimeError("config.output_router_logits was set after split_model; allowed: before it")
+            raise RuntimeError(
+                "output_router_logits=True, which config did not have at split_model; allowed: set it in the config "
+                "before split_model"
+            )
         with replaced(changed):
             return self.model(**{**given, "use_cache": False})
+
+    def _check_outputs(self, given: Mapping[str, Any]) -> None:
+        # transformers records them where its layers are called, and stand-ins are called in their place.
+        configs = [getattr(module, "config", None) for module in (self.model, self.owner)]
+        for name in ("output_hidden_states", "output_attentions"):
+            if value := given.get(name) or any(getattr(config, name, False) for config in configs):
+                raise ValueError(f"{name}={value!r} of a model in stages; allowed: False")
 
     def _stand_ins(self, walk: _Walk) -> Replacement:
         stands = nn.ModuleList(_StandIn(layer, number, walk) for number, layer in enumerate(self.layers))

@@ -185,6 +185,13 @@ class Part(nn.Module):
         stages: SplitModel = self.__dict__["stages"]
         return stages
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse a call as of the whole model."""
+        raise ValueError(
+            "a call of this rank's stages as a whole model; allowed: super().prediction_step of a trainer, whose "
+            "compute_loss gets a model to call"
+        )
+
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model, also of modules without weights that its own forward uses."""
         self.split.train(mode)
@@ -234,8 +241,8 @@ def split_model(
 
     Raises:
         ValueError: The model is dense, quantised or an encoder-decoder; its experts or layers are not recognised; there
-            are more stages than layers; the experts are not divisible by the ranks; or experts for the engine have an
-            adapter.
+            are more stages than layers; the experts are not divisible by the ranks; experts for the engine have an
+            adapter; or its config asks for hidden states or attentions of layers.
     """
     # 1. Find layers and experts, and the modules around the layers.
     model = unwrapped(model)

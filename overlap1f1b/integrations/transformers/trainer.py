@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -89,6 +89,18 @@ class ShardedAccelerator(Accelerator):
         dist.all_gather(parts, whole, group=self._group)
         return torch.cat(parts)
 
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors, or nested ones, over the ranks with data of their own, as accelerate does over processes."""
+        return recursively_apply(self._reduced, tensor, reduction, error_on_other_type=True)
+
+    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
+        whole = tensor.clone()
+        if self._shards > 1:
+            dist.all_reduce(whole, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self._group)
+            if reduction == "mean":
+                whole /= self._shards
+        return whole
+
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss
@@ -124,6 +136,8 @@ class Overlapped(Trainer):
         self._collected: list[Batch] = []
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
+        self._computing = False
+        self._said: dict[str, float] = {}  # logged while a loss was computed
         super().__init__(*args, **kwargs)
         if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
@@ -177,17 +191,18 @@ class Overlapped(Trainer):
         return self._built().stages
 
     def _built(self) -> _Parts:
-        """Return the split model and its engine; made again where ``model_init`` has made another model."""
+        """Return the split model and its engine; made again where ``model_init`` has made another model.
+
+        The engine alone is made again for another ``gradient_accumulation_steps``.
+        """
+        count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
         if self._parts is None or self._parts.given is not self.model:
             if self._parts is not None:
                 self._parts.engine.close()
-            self._parts = _Parts(
-                self.model,
-                self.overlap_args.program(self.args.gradient_accumulation_steps),
-                self._mesh,
-                self.overlap_args,
-                _unnumbered(self.args.device),
-            )
+            device = _unnumbered(self.args.device)
+            self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
+        elif count != self._parts.engine.program.microbatches:
+            self._parts.play(parallel.program(count), self._mesh, parallel)
         return self._parts
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -235,6 +250,8 @@ class Overlapped(Trainer):
         batches, self._collected = self._collected, []
         parts = self._built()
         model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
+            train()
 
         def compute(_: int, rest: _Rest, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
@@ -258,9 +275,6 @@ class Overlapped(Trainer):
         count, names = parts.engine.program.microbatches, parts.names
         if len(batches) > count:
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
-        for batch in batches.values():
-            for name in batch.keys() - {*names, *OF_LOSS}:
-                raise ValueError(f"a batch with {name}; allowed: {', '.join((*names, *OF_LOSS))}")
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
@@ -283,8 +297,12 @@ class Overlapped(Trainer):
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
             return zero
         rest = _Rest(self, batch, finish)
-        with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
-            return compute(rest, dict(batch))
+        self._computing = True
+        try:
+            with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
+                return compute(rest, dict(batch))
+        finally:
+            self._computing = False
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_gradients(self.args.max_grad_norm)
@@ -293,9 +311,18 @@ class Overlapped(Trainer):
         return self.engine.clip_gradients(math.inf) if grad_norm is None else grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log with the loss of a step how many tokens counted, and which part of the exchange was hidden."""
+        """Log with the loss of a step how many tokens counted, and which part of the exchange was hidden.
+
+        While a loss is computed, entries are kept for the next line: ranks of other stages would not meet this one.
+        """
+        if self._computing:
+            self._said |= logs
+            return
         if "loss" in logs and self._last is not None:
             logs |= self._figures(self._last)
+        for name, value in self._said.items():
+            logs.setdefault(name, value)
+        self._said = {}
         super().log(logs, start_time)
 
     def _figures(self, result: StepResult) -> dict[str, float]:
@@ -439,6 +466,8 @@ class _LogsOfLastStage(TrainerCallback):
 class _Parts:
     """This rank's part of a model, in a module with the names of the whole model, and its engine."""
 
+    engine: Engine
+
     def __init__(
         self,
         model: Any,
@@ -468,6 +497,12 @@ class _Parts:
             )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self.module = Part(self.stages)
+        self.play(program, mesh, parallel)
+
+    def play(self, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments) -> None:
+        """Make the engine that plays a program, in place of one that played another."""
+        if hasattr(self, "engine"):
+            self.engine.close()
         placement, last = program.placement, program.placement.stages - 1
         pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
         self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
@@ -493,28 +528,52 @@ class _Rest(nn.Module):
     def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
         super().__init__()
         self.__dict__["_given"] = (trainer, batch, finish)
+        self.training = trainer.stages.model.training
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_given"][0].model, name)
 
-    def _get_name(self) -> str:
-        return type(self.__dict__["_given"][0].model).__name__
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the modules of the rank's stages have theirs already."""
+        self.training = mode
+        return self
 
-    def forward(self, **arguments: Any) -> Any:
+    def _whole(self, *_: Any, **__: Any) -> Any:
+        """Refuse what would be a term of the loss that misses most of the model, and whose gradient is lost."""
+        raise ValueError(
+            "parameters or modules of the model in a loss, of which a rank has a part and whose gradients would be "
+            "lost; allowed: calling the model, its config, or weight_decay"
+        )
+
+    parameters = named_parameters = state_dict = modules = named_modules = children = _whole
+
+    def _get_name(self) -> str:
+        # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
+        return type(base_of(self.__dict__["_given"][0].stages.model)).__name__
+
+    def forward(self, *positional: Any, **arguments: Any) -> Any:
         trainer, batch, finish = self.__dict__["_given"]
-        for name in trainer._built().names:
+        if positional:
+            arguments = {**signature(trainer.stages.model.forward).bind_partial(*positional).arguments, **arguments}
+        names = trainer._built().names
+        for name in names:
             if arguments.get(name) is not batch.get(name):
                 raise ValueError(
                     f"{type(trainer).__name__} calls the model with another {name} than the batch has; "
                     "allowed: the inputs of the batch, through which its layers have already run"
                 )
+        allowed = (*names, *OF_LOSS)
+        for name in (arguments.keys() & batch.keys()) - {*allowed}:  # layers ran without it
+            raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
         with trainer.accelerator.autocast():
             output = finish(arguments)
         return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
 
 def _first(value: Tensor) -> Tensor:
-    """Return the first token of an input [B, S], or the first row of another."""
+    """Return the first token of an input [B, S] or of a mask [B, H, S, S], or the first row of another."""
+    if value.dim() == 4:
+        return value[:1, :, :1, :1]
     return value[:1, :1] if value.dim() == 2 else value[:1]
 
 

@@ -195,7 +195,23 @@ def test_the_routers_loss_asked_for_after_the_split() -> None:
     program = build_schedule("sequential", microbatches=1)
     stages = split_model(tiny.build("qwen3_moe"), program)
     stages.model.config.output_router_logits = True
-    with pytest.raises(RuntimeError, match=r"^config\.output_router_logits was set after split_model; allowed: before"):
+    with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
+        Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_of_layers_are_refused(name: str) -> None:
+    """They were empty: transformers records them in layers, which run elsewhere."""
+    program = build_schedule("sequential", microbatches=1)
+    message = f"{name}=True of a model in stages; allowed: False"
+    asking = tiny.build("qwen3_moe", attn_implementation="eager")
+    setattr(asking.config, name, True)
+    with pytest.raises(ValueError, match=message):
+        split_model(asking, program)
+    tokens, labels = tiny.batch(2)
+    stages = split_model(tiny.build("qwen3_moe", attn_implementation="eager"), program)
+    setattr(stages.model.config, name, True)
+    with pytest.raises(ValueError, match=message):
         Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
 
 

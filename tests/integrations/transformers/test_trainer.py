@@ -326,6 +326,19 @@ def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path)
     same_weights(tmp_path, tmp_path / "plain")
 
 
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny.build("qwen3_moe"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_label_smoothing_of_a_model_with_adapters(tmp_path: Path) -> None:
+    """Trainer shifts the labels of a causal LM inside PEFT's model, too."""
+    pytest.importorskip("peft")
+    arguments = {"label_smoothing_factor": 0.1}
+    spec = Spec(tmp_path, None, steps=2, trainer={"model_init": adapted}, arguments=arguments)
+    close(history(alone(spec)), history(plain(spec)))
+
+
 def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     """As Trainer over two processes."""
     spec = Spec(tmp_path, rows=40, arguments={**EVALUATES, "average_tokens_across_devices": False})
@@ -383,6 +396,162 @@ def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
     assert "test_loss" not in found.metrics
 
 
+class Regularised(OverlapTrainer):
+    """Adds a term of all parameters to the loss."""
+
+    asked = "named_parameters"
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        return loss + 1e-3 * sum(p.square().sum() for _, p in getattr(model, self.asked)())
+
+
+@pytest.mark.parametrize(
+    "asked", ["parameters", "named_parameters", "state_dict", "modules", "named_modules", "children"]
+)
+def test_a_loss_of_parameters_is_refused(asked: str, tmp_path: Path) -> None:
+    """The model that a loss gets has none: the term would vanish."""
+    trainer = Spec(tmp_path, kind=Regularised, steps=1).build()
+    trainer.asked = asked
+    with pytest.raises(ValueError, match=r"parameters or modules of the model in a loss, .*; allowed: ") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+
+
+class Reducing(transformers.Trainer):
+    """Reduces figures of each microbatch over the ranks with data."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, reduce = torch.tensor(float(len(inputs["input_ids"]))), self.accelerator.reduce
+        longest = reduce(torch.tensor(float(inputs["input_ids"].shape[1])), "max")
+        self.reduced = [float(figure) for figure in (reduce(rows), reduce({"rows": rows}, "mean")["rows"], longest)]
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OverlappedReducing(Overlapped, Reducing):
+    pass
+
+
+def _reduced(rank: int, size: int, spec: Spec) -> list[float]:
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train()
+        return list(getattr(trainer, "reduced", []))
+
+
+def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    """The ranks of a first stage compute no loss, and are not waited for."""
+    spec = Spec(tmp_path, kind=Reducing, steps=1)
+    expected = ranks2.run(_reduced, spec)
+    assert expected[0][:2] == [4.0, 2.0]
+    layout = OverlapArguments(pp=2, timeout=20.0)
+    assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
+
+
+class Telling(OverlapTrainer):
+    """Logs while it computes a loss, also what a line of Trainer has."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.log({"rows": len(inputs["input_ids"]), "loss": -1.0})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp 2, dualpipev", "ep 2"])
+def test_a_loss_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
+    """Its entries come with the next line, on all ranks: a line of its own would wait for ranks without a loss."""
+    _, sizes, accumulation = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
+    sizes = replace(sizes, timeout=20.0)
+    spec = Spec(tmp_path, kind=Telling, rows=40, accumulation=accumulation, layout=sizes, arguments=EVALUATES)
+    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
+    for found in [train(0, 1, spec)] if layout == "one rank" else ranks2.run(train, spec):
+        own = [line for line in found if line.get("loss") == -1.0]  # where Trainer's line has none
+        assert [line.pop("loss") for line in own if "eval_loss" in line] == [-1.0] * 2
+        close(shown(found), expected)
+        assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
+
+
+class Weighing(transformers.Trainer):
+    """Weighs the loss by a column of its own, and calls the model by position."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        weight, labels = inputs.pop("weights").mean(), inputs["labels"]
+        output = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels)
+        loss = weight * output.loss / self.args.gradient_accumulation_steps
+        return (loss, output) if return_outputs else loss
+
+
+class OverlappedWeighing(Overlapped, Weighing):
+    pass
+
+
+def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = pad(rows)
+    return {**batch, "weights": 1.0 + batch["input_ids"][:, 0] / tiny.V}
+
+
+def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
+    arguments, more = {"remove_unused_columns": False, **EVALUATES}, {"data_collator": pad_with_weights}
+    spec = Spec(tmp_path, rows=40, kind=OverlappedWeighing, arguments=arguments, trainer=more)
+    spec = replace(spec, layout=OverlapArguments(pp=2))
+    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=Weighing, layout=None)))
+    for found in ranks2.run(train, spec):
+        close(shown(found), expected)
+
+
+class Calling(OverlapTrainer):
+    """Calls the model in an evaluation by itself."""
+
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss, None, None
+
+
+def test_an_evaluation_that_calls_the_model_is_refused(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Calling).build()
+    with pytest.raises(ValueError, match=r"as a whole model; allowed: super\(\).prediction_step") as caught:
+        trainer.evaluate()
+    assert "\n" not in str(caught.value)
+
+
+class Asking(OverlapTrainer):
+    """Calls the model with one more argument."""
+
+    more: dict[str, Any]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, **self.more}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_a_loss_of_outputs_of_layers_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
+    trainer.more = {name: True}
+    with pytest.raises(ValueError, match=f"{name}=True of a model in stages; allowed: False"):
+        trainer.train()
+
+
+def test_router_logits_that_only_the_loss_asks_for(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
+    trainer.more = {"output_router_logits": True}
+    with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
+        trainer.train()
+
+
+class Modes(OverlapTrainer):
+    """Keeps the mode of the model that each loss is computed with."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.modes = [*getattr(self, "modes", []), model.training]
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def test_an_evaluation_is_no_training(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Modes, steps=1).build()
+    trainer.evaluate()
+    assert trainer.modes == [False, False]
+    trainer.train()
+    assert trainer.modes == [False, False, *[True] * 4]
+
+
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
@@ -414,6 +583,21 @@ def _in_bf16(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], se
         trainer = spec.build()
         trainer.train()
         return list(trainer.state.log_history), {parameter.dtype for parameter in trainer.stages.parameters()}
+
+
+def pad_with_masks(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch with a mask [B, 1, S, S] of its own."""
+    batch = pad(rows)
+    seen = batch["attention_mask"].bool()
+    causal = torch.ones(seen.shape[1], seen.shape[1]).tril().bool()
+    mask = causal & (seen[:, None, None, :] | torch.eye(seen.shape[1]).bool())
+    return {**batch, "attention_mask": mask}
+
+
+def test_masks_of_the_collator(tmp_path: Path) -> None:
+    """The third step has two microbatches of four: the others get a token with a mask of its own."""
+    spec = Spec(tmp_path, rows=20, trainer={"data_collator": pad_with_masks})
+    close(history(alone(spec)), history(plain(spec)))
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -514,6 +698,60 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     trainer.train()
     assert history(trainer) == first
     assert trainer.engine is not engine
+
+
+def _with_more_batches(rank: int, size: int, spec: Spec) -> list[dict[str, float]]:
+    """Train with as many microbatches as given, with more of them, and with fewer again."""
+    with launched(rank, size):
+        trainer = spec.build()
+        lines = []
+        for accumulation in (4, 6, 5):
+            trainer.args.gradient_accumulation_steps = accumulation
+            trainer.train()
+            lines += history(trainer)
+        return lines
+
+
+@pytest.mark.parametrize("layout", ["one rank", "pp 2, dualpipev"])
+def test_a_training_with_more_batches_a_step(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
+    _, sizes, _ = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
+    spec = Spec(tmp_path, steps=2, layout=sizes)
+    expected = _with_more_batches(0, 1, replace(spec, kind=transformers.Trainer, layout=None))
+    every = [_with_more_batches(0, 1, spec)] if layout == "one rank" else ranks2.run(_with_more_batches, spec)
+    for found in every:
+        close(found, expected)
+
+
+class WithModes(torch.optim.SGD):
+    """An optimizer with a mode, as those without a schedule; keeps the mode of each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.training, self.modes = False, list[bool]()
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.modes.append(self.training)
+        return super().step(*args, **kwargs)
+
+
+def _modes_of_steps(rank: int, size: int, spec: Spec) -> list[bool]:
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train()
+        return list(trainer.optimizer.optimizer.modes)
+
+
+def test_an_optimizer_with_a_mode(ranks2: Ranks, tmp_path: Path) -> None:
+    """An evaluation lies between the steps; the first stage never runs Trainer's own step."""
+    trainer = {"optimizer_cls_and_kwargs": (WithModes, {"lr": 1e-3})}
+    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=trainer, arguments=EVALUATES)
+    assert ranks2.run(_modes_of_steps, spec) == [[True] * 4] * 2
 
 
 def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
@@ -688,7 +926,7 @@ def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: {**collate(rows), "weights": torch.ones(len(rows))}
     with pytest.raises(
-        ValueError, match="a batch with weights; allowed: input_ids, attention_mask, position_ids, labels"
+        ValueError, match="a batch with weights, given to the model; allowed: input_ids, attention_mask, position_ids"
     ):
         trainer.train()
 
