@@ -440,8 +440,9 @@ class Engine:
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
             self._plans.agree(plan)
-            for stage in self.stages.values() if self.reductions and not self.sharding.groups else ():
-                stage.check_trained()
+            if self.reductions:
+                for stage in self.stages.values():
+                    stage.check_trained()
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():

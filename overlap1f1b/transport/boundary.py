@@ -378,13 +378,13 @@ def _key(node: Node) -> _Key:
     return node.op, node.kind, node.stage, node.microbatch
 
 
-def _fixed(spec: Spec) -> bool:
+def _without_gradient(spec: Spec) -> bool:
     return spec.dtype.is_floating_point and not spec.differentiable
 
 
 def _text(specs: Specs) -> str:
     kinds = (
-        "None" if s == _ABSENT else f"{str(s.dtype)[6:]}{list(s.shape)}{' without a gradient' * _fixed(s)}"
+        "None" if s == _ABSENT else f"{str(s.dtype)[6:]}{list(s.shape)}{' without a gradient' * _without_gradient(s)}"
         for s in specs
     )
     return ", ".join(kinds) or "nothing"

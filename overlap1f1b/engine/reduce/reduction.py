@@ -37,8 +37,8 @@ class GradientsAside:
 @torch.no_grad()
 def _added(before: Tensor, grad: Tensor) -> Tensor:
     """Return the sum, in the earlier gradient's memory as autograd does: it may be part of an optimizer's buffer."""
-    alike = type(before) is type(grad) is Tensor and before.layout is grad.layout is torch.strided
-    return before.add_(grad) if alike and before.dtype is grad.dtype and before.is_contiguous() else before + grad
+    plain = type(before) is type(grad) is Tensor and before.layout is torch.strided and before.dtype is grad.dtype
+    return before.add_(grad) if plain and before.is_contiguous() else grad + before
 
 
 class Reduction:

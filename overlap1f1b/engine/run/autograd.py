@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of, reaches_leaves
+from overlap1f1b.engine.run.graph import as_dtype, asks_for, backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,
@@ -91,9 +91,9 @@ class SplitLinear(torch.autograd.Function):
     """``F.linear`` whose backward computes the gradients of input and bias, and queues the weight's.
 
     The weight comes in a tuple, so that no edge of the graph leads to it: its hooks must not run before its gradient is
-    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does; a walk that does not
-    reach it, of ``torch.autograd.grad`` inside a block, asks for no weight's gradient. ``add``, if given, takes the
-    gradient of the result ``[R, O]`` and the input ``[R, I]``, and adds the weight's gradient elsewhere.
+    there. The ``anchor``, an empty leaf, makes the result require a gradient if nothing else does, and shows which
+    walks ask for the weight's (:func:`asks_for`). ``add``, if given, takes the gradient of the result ``[R, O]`` and
+    the input ``[R, I]``, and adds the weight's gradient elsewhere.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         cast, add = ctx.cast, ctx.add
-        asked = ctx.weight.requires_grad and reaches_leaves(ctx)
+        asked = asks_for(ctx.weight, ctx)
         if asked and add is None:
             ctx.queue.put(ctx.weight, lambda: as_dtype(_linear_weight_grad(grad, x), weight.dtype))
         elif asked:
@@ -172,7 +172,7 @@ class SplitGroupedMM(torch.autograd.Function):
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         parameter, kernels = ctx.weight, ctx.kernels
         main = None if kernels is None else main_grad(parameter)
-        asked = parameter.requires_grad and reaches_leaves(ctx)
+        asked = asks_for(parameter, ctx)
         if asked and main is not None:
             ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
         elif asked:

@@ -30,7 +30,7 @@ from overlap1f1b.engine.run.graph import edge_of, nodes_behind
 from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, Sent, storage_of
+from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for
@@ -351,13 +351,13 @@ class BlockRun:
             if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
                 raise ValueError(self._changed_in_place)
             segment.crossed[key], entered = Crossing.of(tensor, self.stage.anchor)
-            segment.here[key], segment.graphs[key] = entered, (tensor._version, entered.grad_fn)
-        entered = segment.here[key]
-        version, graph = segment.graphs[key]
-        if tensor._version != version:
-            if entered.grad_fn is graph:  # the change went through another view, which has a graph of its own
+            segment.here[key] = entered
+            segment.uses[key] = Use(storage, tensor._version, entered.grad_fn, entered.grad_fn)
+        entered, use = segment.here[key], segment.uses[key]
+        if tensor._version != use.version:
+            if entered.grad_fn is use.graph and segment.changed_through_another(key):
                 raise ValueError(self._changed_in_place)
-            segment.graphs[key] = tensor._version, entered.grad_fn
+            segment.uses[key] = use._replace(version=tensor._version, graph=entered.grad_fn)
         return entered
 
     @property

@@ -288,7 +288,9 @@ class Blocks:
                     self.tied[parameter] = first[parameter]
 
     def _trained_now(self, block: int) -> list[nn.Parameter]:
-        return [p for p in self.blocks[block].parameters() if p.requires_grad]
+        # FSDP2 puts other parameters in their places, and sums these gradients by itself.
+        own = (m for m in self.blocks[block].modules() if not getattr(m, "_is_fsdp_managed_module", False))
+        return [p for m in own for p in m._parameters.values() if p is not None and p.requires_grad]
 
     def check_trained(self) -> None:
         """Check that the same parameters are trained as when the engine was made: others would not be summed.
@@ -301,7 +303,7 @@ class Blocks:
             if len(now) != len(known) or not all(map(is_, now, known)):
                 raise ValueError(
                     f"{self.names[block]} trains other parameters than when the Engine was made; allowed on several "
-                    "ranks: the same, or a new Engine after parameters are frozen, unfrozen or replaced"
+                    "ranks: a new Engine after parameters are frozen, unfrozen or replaced"
                 )
 
     def _apart_of(self, block: int) -> set[nn.Parameter]:
@@ -487,8 +489,9 @@ class _SplitForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        # torch.func puts other tensors in a weight's place, and its transforms do not know the Function.
-        if not weight.requires_grad or weight.grad_fn is not None or torch._C._are_functorch_transforms_active():
+        # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no Function.
+        plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
+        if plain or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
         return split_linear(input, (weight,), bias, self.blocks.queue, self.blocks.anchor)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
 
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled
@@ -31,9 +33,16 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def reaches_leaves(node: Any) -> bool:
-    """Return whether the walk that runs goes on to the last leaf of a node, as all but ``torch.autograd.grad`` do."""
-    return torch._C._will_engine_execute_node(node.next_functions[-1][0])
+ASKS: ContextVar[bool] = ContextVar("ASKS", default=False)
+"""Whether a ``torch.autograd.grad`` inside a backward asks for weights to which no edge leads."""
+
+
+def asks_for(weight: Parameter, node: Any) -> bool:
+    """Return whether the walk that runs asks for a weight's gradient, by a node whose last input is an anchor.
+
+    All do that go on to every leaf. ``torch.autograd.grad`` goes on to the tensors that it is given alone.
+    """
+    return weight.requires_grad and (torch._C._will_engine_execute_node(node.next_functions[-1][0]) or ASKS.get())
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -133,6 +133,22 @@ class Crossing(NamedTuple):
         return None if node is None else GradientEdge(node, 0)
 
 
+class Use(NamedTuple):
+    """A use of a tensor that entered a segment.
+
+    Args:
+        storage: See :func:`storage_of`.
+        version: How often its memory had been changed in place.
+        graph: Node of what entered.
+        first: The same, when it entered.
+    """
+
+    storage: int
+    version: int
+    graph: Any
+    first: Any
+
+
 class Sent:
     """An exchange behind a segment.
 
@@ -210,7 +226,6 @@ class Segment:
     __slots__ = (
         "crossed",
         "grads",
-        "graphs",
         "here",
         "op",
         "parameters",
@@ -221,6 +236,7 @@ class Segment:
         "sent",
         "start",
         "taken",
+        "uses",
         "versions",
     )
 
@@ -235,8 +251,8 @@ class Segment:
         self.sent: list[Sent] = []
         self.here: dict[object, Tensor] = {}
         """What entered, while the segment runs: values are not kept longer."""
-        self.graphs: dict[tuple[int, int], tuple[int, Any]] = {}
-        """Version and graph of each tensor that entered, while the segment runs, as they were at its last use."""
+        self.uses: dict[tuple[int, int], Use] = {}
+        """The last use of each tensor that entered, while the segment runs."""
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
@@ -261,8 +277,16 @@ class Segment:
         if not self.here:
             return []
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]
-        self.here, self.graphs, self.versions = {}, {}, {}
+        self.here, self.uses, self.versions = {}, {}, {}
         return changed
+
+    def changed_through_another(self, key: tuple[int, int]) -> bool:
+        """Return whether another tensor that entered has the same memory, and was changed in place with a graph."""
+        return any(
+            use.storage == self.uses[key].storage and self.here[other].grad_fn is not use.first
+            for other, use in self.uses.items()
+            if other != key
+        )
 
     def add_root(self, edge: GradientEdge, grad: Tensor) -> None:
         """Note a gradient with which the walk of this segment begins."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -146,6 +147,9 @@ def _shared(rank: int, size: int) -> list[str]:
     program = build_schedule("combined_1f1b", microbatches=4)
     engine = Engine(model.blocks, program, mesh=mesh, loss_fn=models.loss_fn, timeout=20)
     problems = list[str]()
+    model.blocks[0].weight.grad = buffer[: model.blocks[0].weight.numel()].view_as(model.blocks[0].weight).to_sparse()
+    engine.step(parts[rank][0], target=parts[rank][1])  # onto a sparse gradient of an earlier backward
+    model.blocks[0].weight.grad = buffer[: model.blocks[0].weight.numel()].view_as(model.blocks[0].weight)
     for _ in range(3):
         buffer.zero_()
         engine.step(parts[rank][0], target=parts[rank][1])
@@ -169,7 +173,8 @@ def _changed(rank: int, size: int) -> None:
         model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
 
     for change in (freeze, replace):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        fully_shard(model[2], mesh=mesh)
         program = build_schedule("combined_1f1b", microbatches=2)
         engine = Engine(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, check_parameters=False, timeout=20)
         engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))

@@ -92,11 +92,56 @@ class InPlace(nn.Module):
         return y + z + w + v
 
 
+class Checkpoint(torch.autograd.Function):
+    """Runs a function again in its backward, and asks for the gradients of its parameters there."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        with torch.no_grad():
+            y: Tensor = function(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return None, *torch.autograd.grad(y, [x, *ctx.parameters], grads, allow_unused=True)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Checkpoint.apply(lambda z: self.b(self.a(z).tanh()), x, *self.parameters())
+        return y
+
+
+class OfAWeight(nn.Module):
+    """Uses gradients by a parameter and by a weight that is made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = F.linear(x, self.a.weight).square().sum()
+        (slope,) = torch.autograd.grad(plain, self.a.weight, create_graph=True)
+        weight = self.a.weight.detach().clone().requires_grad_()
+        inner = torch.func.functional_call(self.a, {"weight": weight}, (x,)).square().sum()
+        (step,) = torch.autograd.grad(inner, weight)
+        y: Tensor = self.b(x) + (slope.sum() + step.sum()) * 1e-3 * self.a(x)
+        return y
+
+
 @pytest.mark.parametrize("overlap", ["serial", 3])
 @pytest.mark.parametrize(
     "make",
-    [lambda: Gradient(True), lambda: Gradient(False), Made, Transformed, InPlace],
-    ids=["second", "first", "made", "func", "in_place"],
+    [lambda: Gradient(True), lambda: Gradient(False), Made, Transformed, InPlace, Checkpointed, OfAWeight],
+    ids=["second", "first", "made", "func", "in_place", "checkpoint", "of_a_weight"],
 )
 def test_layers_may_be_used_as_outside_an_engine(make: Any, overlap: Any) -> None:
     torch.manual_seed(0)

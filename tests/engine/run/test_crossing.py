@@ -157,7 +157,18 @@ def under_autocast(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
         return (F.linear(s.b(y), s.c.weight) + h).float()
 
 
+def changed_without_a_graph(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    h = s.a(x)
+    z = h + ex(s.b(x))
+    with torch.no_grad():
+        h.mul_(2)
+    z = z + h
+    h.detach().clamp_(-1, 1)
+    return z + h
+
+
 EQUAL: list[Body] = [
+    changed_without_a_graph,
     list_is_filled,
     named_tuple,
     kinds_of_torch,
