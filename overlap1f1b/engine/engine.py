@@ -588,7 +588,7 @@ class Engine:
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
-        """After a failure in the body, leave the model as it was, end the waits of all other ranks, and this engine.
+        """After a failure in the body, put earlier gradients back, end the waits of all other ranks, and this engine.
 
         Args:
             where: Returns what this rank was doing, for messages.
