@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
@@ -233,7 +233,7 @@ class Engine:
             self.reductions = self._new_reductions(replicas, own, experts)
             if reduce:  # the first to set gradients aside, and the last to add to them
                 self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
-            self._first_replica = replicas[0]
+            self._first_replica, self._trained = replicas[0], self._trained_now()
             self._communicators.warm_up()
             # 5. The player, and the plans that it plays.
             self.player = Player(
@@ -276,6 +276,13 @@ class Engine:
         found: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
         found += [] if sharded is None else [sharded]
         return found + ([own] if own.reduces else [])
+
+    def _trained_now(self) -> dict[int, list[list[nn.Parameter]]]:
+        """Return the trained parameters of every block of every stage, without FSDP2's."""
+        return {
+            number: [stage.trained(block, self.sharding.holders) for block in range(len(stage.blocks))]
+            for number, stage in self.stages.items()
+        }
 
     def _new_plans(self, costs: NodeCosts | None, plan: Plan | None = None) -> Plans:
         return Plans(
@@ -441,8 +448,8 @@ class Engine:
             self.player.position = None
             self._plans.agree(plan)
             if self.reductions:
-                for stage in self.stages.values():
-                    stage.check_trained()
+                for number, stage in self.stages.items():
+                    stage.check_trained(self._trained[number], self.sharding.holders)
             if first and self._check_parameters:
                 self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -123,6 +123,12 @@ class Sharding:
             casts = any(held.mp_policy.param_dtype is not None for held in group.fsdp_params)
             if casts and version < _PASSIVE_CASTS:
                 raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+
+    @cached_property
+    def holders(self) -> set[nn.Module]:
+        """Modules whose parameters FSDP2 replaces by others, and whose gradients it sums."""
+        infos = [parameter._module_info for group in self.groups for parameter in group.fsdp_params]
+        return {module for info in infos for module in (info.module, *info.shared_modules)}
 
     @property
     def process_groups(self) -> set[dist.ProcessGroup]:

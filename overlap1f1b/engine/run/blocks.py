@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from operator import is_
@@ -212,7 +212,6 @@ class Blocks:
         self.tied: dict[nn.Parameter, int] = {}
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
-        self._trained = [self._trained_now(index) for index in range(len(self.blocks))]
         self.linears = [
             [
                 m
@@ -287,19 +286,19 @@ class Blocks:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
-    def _trained_now(self, block: int) -> list[nn.Parameter]:
-        # FSDP2 puts other parameters in their places, and sums these gradients by itself.
-        own = (m for m in self.blocks[block].modules() if not getattr(m, "_is_fsdp_managed_module", False))
+    def trained(self, block: int, apart: Set[nn.Module]) -> list[nn.Parameter]:
+        """Return the trained parameters of a block's modules, without those of ``apart``."""
+        own = (m for m in self.blocks[block].modules() if m not in apart)
         return [p for m in own for p in m._parameters.values() if p is not None and p.requires_grad]
 
-    def check_trained(self) -> None:
-        """Check that the same parameters are trained as when the engine was made: others would not be summed.
+    def check_trained(self, before: Sequence[Sequence[nn.Parameter]], apart: Set[nn.Module]) -> None:
+        """Check that each block trains the same parameters as before: others would not be summed over ranks.
 
         Raises:
             ValueError: They were frozen, unfrozen or replaced since.
         """
-        for block, known in enumerate(self._trained):
-            now = self._trained_now(block)
+        for block, known in enumerate(before):
+            now = self.trained(block, apart)
             if len(now) != len(known) or not all(map(is_, now, known)):
                 raise ValueError(
                     f"{self.names[block]} trains other parameters than when the Engine was made; allowed on several "
