@@ -81,8 +81,8 @@ class RunOptions:
     overlap: str = "3"
     """serial, pairs, or the number of actions that may be open at once."""
     recompute: Recompute = "none"
-    """Activations that blocks free after their forward and compute again before their backward: those inside the
-    experts (experts), all others (attention), or both (block). No exchange is repeated."""
+    """Activations that blocks free after their forward and compute again before their backward: inside the
+    experts (experts), everywhere else (attention), or both (block). No exchange is repeated."""
     parts: int | Literal["auto"] = 1
     """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
     experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""

@@ -1,4 +1,4 @@
-"""What a long command is doing: a spinner in a terminal, a line now and then elsewhere, as in the log of a job."""
+"""Progress of a long command: a spinner in a terminal, a line now and then elsewhere, as in the log of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY_S = 10.0
 
 
 class Say(Protocol):
-    """Tells what is done and what is left."""
+    """Function that shows what is done and what is left."""
 
     def __call__(self, text: str, now: bool = False) -> None:
         """Replace the text; ``now`` prints it at once where there is no terminal."""

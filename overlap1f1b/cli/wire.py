@@ -105,7 +105,7 @@ class Wire:
         return ["ip", "netns", "exec", self._namespaces[rank]]
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables for the process of `rank`: gloo's interface, and those that `shape` reads."""
+        """Return the variables for the process of `rank`: gloo's interface, and the variables that `shape` reads."""
         hub = {HUB: self._hub, PORT: f"port{rank}"} if self._hub else {}
         return {"GLOO_SOCKET_IFNAME": self.interface, INTERFACE: self.interface} | hub
 

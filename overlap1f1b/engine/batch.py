@@ -97,7 +97,7 @@ def _checked(value: Any, name: str, names: Sequence[str]) -> OptionalTensors:
 
 
 class Feed(NamedTuple):
-    """What a step gives the stages of a rank.
+    """Inputs, targets and loss of a step, for the stages of a rank.
 
     Args:
         given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
@@ -112,7 +112,7 @@ class Feed(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """How the loss of a step follows from its microbatches.
+    """Computation of a step's loss from its microbatches.
 
     Args:
         function: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.

@@ -22,7 +22,7 @@ _COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _EXPERTS = Resource.COMPUTE, Resource.EXCH
 
 
 class Priorities(NamedTuple):
-    """What decides among nodes that can start.
+    """Priorities and limits that decide among nodes that can start.
 
     Args:
         keys: A number for every forward and backward, by its chain; the smallest comes first.
@@ -127,7 +127,7 @@ class FreeScheduler:
     - Of the nodes that can start, it issues the one whose action has the smallest key.
     - Exchanges, each part by itself, are launched in the same order, as late as leaves no link without work.
     - Microbatches pass every stage in their order, so that sums have one order.
-    - Weight gradients are issued in waits, those of the oldest microbatch first.
+    - Weight gradients are issued in waits, the oldest microbatch first.
     - A forward begins only if there is room for it and, afterwards, for all forwards on this rank of the oldest
       microbatch that lacks some. So the oldest microbatch can always go on, and no order of priorities can get stuck.
 

@@ -66,9 +66,9 @@ RECOMPUTE_OF = {
     Op.EXPERTS: Op.RECOMPUTE_EXPERTS,
 }
 SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
-"""What is computed behind an exchange of rows."""
+"""Sub-ops that are computed behind an exchange of rows."""
 CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
-"""What may contribute to gradients of parameters in its backward."""
+"""Sub-ops whose backward may contribute to gradients of parameters."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
 _DROPPED: dict[Recompute, tuple[Op, ...]] = {
     "none": (),
@@ -193,7 +193,7 @@ def parse_parts(value: object) -> int:
 
 
 def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
-    """Return a block's exchanges of rows in forward order, each with its number among those of the same sub-op.
+    """Return a block's exchanges of rows in forward order: sub-op, and number among exchanges of this sub-op.
 
     >>> [f"{op}[{seam}]" for op, seam in exchanges_of(BlockShape(seams=2))]
     ['dispatch[0]', 'combine[0]', 'dispatch[1]', 'combine[1]']
@@ -205,7 +205,7 @@ def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
 
 
 def segments_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
-    """Return a block's segments in forward order, each with its number among those of the same sub-op.
+    """Return a block's segments in forward order: sub-op, and number among segments of this sub-op.
 
     >>> [f"{op}[{seam}]" for op, seam in segments_of(BlockShape(seams=1, parts=2))]
     ['attention[0]', 'experts[0]', 'experts[1]', 'aggregate[0]']
@@ -234,7 +234,7 @@ def exchanges_behind(shape: BlockShape) -> tuple[tuple[tuple[Op, int], ...], ...
 
 
 def parts_of(call: int, shape: BlockShape) -> range:
-    """Return the numbers of the parts of one call of experts among those of all calls."""
+    """Return the numbers of the parts of one call of experts, where the parts of all calls are counted."""
     return range(call * shape.parts, (call + 1) * shape.parts)
 
 

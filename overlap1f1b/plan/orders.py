@@ -107,7 +107,7 @@ def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, ch
 
 
 def _parts(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Split the nodes after each exchange of rows, or after those of several parts."""
+    """Split the nodes after each exchange of rows, or after the exchanges of several parts."""
     rows = [*(node.op in (Op.DISPATCH, Op.COMBINE) for node in nodes), False]
     cuts = [index + 1 for index, (here, following) in enumerate(pairwise(rows)) if here and not following]
     return [list(nodes[a:b]) for a, b in pairwise([0, *cuts, len(nodes)])]

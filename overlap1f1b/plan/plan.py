@@ -13,7 +13,7 @@ from overlap1f1b.plan.node import Node, Op, StageShape
 from overlap1f1b.schedule import Kind, Program
 
 Overlap = Literal["serial", "pairs"] | int
-"""How much of a program runs interleaved: not at all, inside its pairs, or k consecutive actions at a time."""
+"""Degree of interleaving: none, inside a program's pairs, or k consecutive actions at a time."""
 
 
 @dataclass(frozen=True)

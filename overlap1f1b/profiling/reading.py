@@ -156,7 +156,7 @@ def _placed(recording: Recording) -> Recording:
 
 
 def files_of(*paths: str | Path) -> list[Path]:
-    """Return the files, and those of the folders.
+    """Return the files, and the files in the folders.
 
     Raises:
         ValueError: A folder cannot be read, or holds no file of a rank.

@@ -149,7 +149,7 @@ class NodeModel:
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
-        parts: Parts of the tokens of each call of experts; ``costs`` are those of whole calls.
+        parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
         seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.synthesize`.
         progress: Called with the share of a search for an order that is done, after each try.
     """

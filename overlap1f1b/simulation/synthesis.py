@@ -88,9 +88,9 @@ def synthesize(
     """Return the fastest plan that a search finds, with a program whose order of actions is made for the costs.
 
     The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
-    with those of fixed schedules, then with random ones, then with changes of the best. It is never slower than the
-    fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions: if one
-    of them is faster, its plan is returned. The result depends on the arguments alone, so all ranks find the same.
+    with the priorities of fixed schedules, then with random ones, then with changes of the best. It is never slower
+    than the fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions:
+    if one of them is faster, its plan is returned. The result depends on the arguments alone, so all ranks find the same.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
@@ -142,7 +142,7 @@ def _check_costs(chains: Chains, costs: NodeCosts) -> None:
 
 @dataclass(frozen=True)
 class _Genes:
-    """What a try is made of. A unit of the numbers is the distance of two microbatches.
+    """Parameters of a try. A unit of the numbers is the distance of two microbatches.
 
     Args:
         later: Number by which all forwards come later.

@@ -71,7 +71,7 @@ class ExchangeCall(NamedTuple):
 
     Args:
         tensors: Sent tensors, with as many rows each. The engine takes them out of the list: it has the only reference
-            to our Experts' rows; those of :func:`exchange` stay with its caller.
+            to our Experts' rows; the tensors of :func:`exchange` stay with its caller.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
         feeds_part: Whether :func:`run_part` alone uses the received rows.

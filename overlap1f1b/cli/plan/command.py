@@ -51,7 +51,7 @@ def plan(options: PlanOptions) -> None:
 
 
 class _Progress:
-    """What is said of the programs that are played, and of the search for an order inside one."""
+    """Progress of the programs that are played, and of the search for an order inside one."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.text = say, ""

@@ -58,7 +58,7 @@ class SubOpCosts:
     """serial, pairs, or the number of actions that may be open at once."""
     parts: Annotated[int | None, by_default("INT", 1)] = None
     """Parts of the tokens of each call of experts, each with exchanges of its own; --experts, --dispatch and --combine
-    are those of whole calls, and are shared out evenly."""
+    give the times of whole calls, which are shared out evenly."""
     seconds: Annotated[float | None, by_default("FLOAT", 10)] = None
     """Size of the search of auto, about its time on one core; with --search for all of its chunks together. The
     comparison with the fixed schedules comes on top: 5 to 20 s for large steps."""

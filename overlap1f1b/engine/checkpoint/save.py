@@ -414,7 +414,7 @@ class _Writing:
     keep: int
     model: Stored
     own: SavePlan = field(init=False)
-    """What this rank writes."""
+    """DCP's plan of the tensors that this rank writes."""
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""

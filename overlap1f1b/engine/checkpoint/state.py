@@ -133,7 +133,7 @@ def choose_files(
             continue
         if name not in found:
             has = ", ".join(sorted(found)) or "none"
-            raise ValueError(f"it has no state[{name!r}]; allowed: those that it has ({has})")
+            raise ValueError(f"it has no state[{name!r}]; allowed: {has}")
         if file_of(name) in found[name]:
             chosen[name] = file_of(name)
         elif layout == stored_layout:

@@ -18,8 +18,8 @@ LEAST_GAIN = 0.02
 class PartsChoice:
     """The number of parts: one that is given, or the one of several whose plan for its measured costs is the fastest.
 
-    Smaller products are less efficient and short exchanges have a start-up, so costs of one number do not tell those of
-    another.
+    Smaller products are less efficient and short exchanges have a start-up, so costs of one number of parts do
+    not tell the costs of another.
 
     Args:
         parts: A number of parts, or ``"auto"``.

@@ -35,7 +35,7 @@ Compute = Callable[[Node, Microbatch, Mapping[Place, Any]], None]
 
 
 class PlayObserver(Observer, Protocol):
-    """Is told of every node that a player plays."""
+    """Observer of a player: it is told of every node that is played."""
 
     def step(self) -> AbstractContextManager[None]:
         """Return the context of a step."""

@@ -26,7 +26,7 @@ from overlap1f1b.transport.lanes import Flight, Lane
 class TorchRanges:
     """Writes ranges for torch.profiler, named as :mod:`overlap1f1b.plan.ranges` names them.
 
-    It has none that overlap without nesting: :class:`Profile` adds those.
+    Ranges that overlap without nesting are left out: :class:`Profile` adds them.
     """
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ class Sharding:
                 self._handles[number].wait()
 
     def _reach(self, number: int, *_: Any) -> None:
-        """Start the gathers up to a module's and those ahead of it; as the module's hook, before FSDP2's own."""
+        """Start the gathers up to a module's, and the next few; a hook of the module, before FSDP2's own."""
         last = len(self._modules) if self.ahead is None else number + 1 + self.ahead
         for module in self._modules[len(self._handles) : last]:
             self._handles.append(module.unshard(async_op=True))
@@ -276,7 +276,7 @@ def _check_parameter(
             )
     raise ValueError(
         f"{name} is a DTensor over {foreign}, which is not FSDP2's over the engine's ranks {sorted(ranks)}; "
-        "allowed: FSDP2 over those, tensor parallelism over the mesh's dimension 'tp', experts over one called 'ep'"
+        "allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension 'tp', experts over its 'ep'"
     )
 
 
@@ -366,7 +366,7 @@ class ShardedReducer(Reduction):
         self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
         self.parameters: set[nn.Parameter] = set()
         """Parameters that FSDP2 reduces, gathered."""
-        self._beside: dict[nn.Parameter, Any] = {}  # state of those whose gradients FSDP2 sums beside ``.grad``
+        self._beside: dict[nn.Parameter, Any] = {}  # states of parameters whose gradients FSDP2 sums beside ``.grad``
         for group in sharding.groups:
             parameters = [p for held in group.fsdp_params if (p := held.unsharded_param) in places]
             experts.update(held.unsharded_param for held in group.fsdp_params if held.sharded_param in sharding.sliced)

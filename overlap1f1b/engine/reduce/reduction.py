@@ -47,7 +47,7 @@ class Reduction:
     def __init__(self) -> None:
         self._aside = GradientsAside()
         self._flights: list[Flight[Any]] = []
-        """What was launched in this step."""
+        """Sums that were launched in this step."""
 
     def begin(self, order: Sequence[Node]) -> None:
         """Set gradients of earlier steps aside, and prepare for the first node of a step.

@@ -20,10 +20,10 @@ _OTHERS = {"torch", "overlap1f1b", "builtins", "functools", "logging", "threadin
 
 
 class ModuleAttributes:
-    """The attributes of a block's modules that its forward sets, and those of objects that the modules hold.
+    """Attributes that a block's forward sets on its modules, and on objects that the modules hold.
 
-    Its methods are those of :class:`~overlap1f1b.engine.run.blocks.CarriedState`. While it learns which attributes
-    change, it compares all of them at every exchange; later only those.
+    It implements :class:`~overlap1f1b.engine.run.blocks.CarriedState`. While it learns which attributes change, it
+    compares all of them at every exchange; later only the attributes that have changed.
 
     Attributes:
         learning: Whether it learns.

@@ -6,7 +6,7 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 1. forward: it takes the rows that the exchange before it brought, and runs on to the next exchange or to the end;
 2. backward: it takes the gradients of the rows that the segment has sent, walks the segment's graph once, and leaves
    the gradients of the rows that the segment had received, for the exchange before it;
-3. gradients of what had entered the segment from earlier ones wait for the walks of those.
+3. gradients of tensors that entered the segment from an earlier one wait for the walk of the earlier one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
-"""What a forward hands out: its next exchanges, or its outputs."""
+"""Result of running a forward on: its next exchanges, or its outputs."""
 Brought = Sequence[tuple[Sent, list[Any]]]
 """Exchanges, with the tensors that each has brought."""
 
@@ -447,7 +447,7 @@ class BlockRun:
         several = self.stage.uses.several[self.block]
         if several and segment.queue is not self.queue:
             segment.queue.move(several, self.queue)
-        # 3. Gradients of what had entered it.
+        # 3. Gradients of the tensors that had entered it.
         for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
                 self._pass_back(key, crossing.made, crossing.entry.grad)
@@ -457,7 +457,7 @@ class BlockRun:
         parts = self.stage.shape[self.block].parts if segment.op is Op.EXPERTS else 1
         if segment.queue is not self.queue and not segment.seam % parts:
             self.microbatch.queues[segment.op, self.block, segment.seam // parts] = segment.queue
-        # 4. Gradients of the rows that it had received travel back; those of the block's inputs are passed on.
+        # 4. Gradients of received rows travel back; gradients of the block's inputs go to the block before.
         if self.segments:
             entries = iter(segment.received)
             for sent, count in segment.taken:
@@ -492,7 +492,7 @@ class BlockRun:
                 return
 
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
-        """Keep a gradient until those of the parameter's other uses are there."""
+        """Keep a gradient until the gradients of the parameter's other uses are there."""
         stage = self.stage
         if parameter in stage.tied:
             self.microbatch.tied[parameter] = grad

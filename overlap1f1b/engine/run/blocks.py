@@ -41,7 +41,7 @@ from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
 
 
 class CarriedState(Protocol):
-    """What a forward keeps on attributes of modules, so that a suspended forward must take it along."""
+    """State that a forward keeps on attributes of modules: a suspended forward must take it along."""
 
     def begin(self, seed: int | None) -> None:
         """Prepare for a new forward, whose random numbers follow from a seed."""
@@ -87,7 +87,7 @@ class ParameterUses:
     Attributes:
         apart: The same, without weights that no layer uses in this way.
         first: For each block the first segment that uses a parameter.
-        several: For each block those of ``apart`` that are used in several segments or in another way, too.
+        several: For each block the parameters of ``apart`` that are used in several segments or in another way, too.
     """
 
     def __init__(self, apart: Sequence[set[nn.Parameter]]) -> None:
@@ -257,7 +257,7 @@ class Blocks:
         )
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
-        """What each block's forward keeps on modules."""
+        """State that each block's forward keeps on modules."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self.queue = WeightQueue()
@@ -287,7 +287,7 @@ class Blocks:
                     self.tied[parameter] = first[parameter]
 
     def trained(self, block: int, apart: Set[nn.Module]) -> list[nn.Parameter]:
-        """Return the trained parameters of a block's modules, without those of ``apart``."""
+        """Return the trained parameters of a block's modules, except the modules in ``apart``."""
         own = (m for m in self.blocks[block].modules() if m not in apart)
         return [p for m in own for p in m._parameters.values() if p is not None and p.requires_grad]
 
@@ -322,8 +322,8 @@ class Blocks:
             [(op, seam, bool(number) and shape.defers(op)) for number, (op, seam) in enumerate(segments_of(shape))]
             for shape in self.shape
         ]
-        """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own,
-        which those of the first share with the rest of the block."""
+        """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own.
+        The first segment shares this node with the rest of the block."""
         self.behind = [exchanges_behind(shape) for shape in self.shape]
         """Exchanges of rows behind each segment of each block."""
         self._of_part: dict[int, list[tuple[int, Op, int]]] = {}
@@ -343,7 +343,7 @@ class Blocks:
     def exchange_beside(self, block: int, op: Op, seam: int, step: int) -> tuple[int, Op, int] | None:
         """Return the exchange of the same part ``step`` exchanges later, earlier if negative; None past an end.
 
-        An exchange is given by its block, its sub-op, and its number among those of this sub-op.
+        An exchange is given by its block, its sub-op, and its number among exchanges of this sub-op.
         """
         part, number = self._numbers[block, op, seam]
         places = self._of_part[part]

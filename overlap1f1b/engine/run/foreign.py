@@ -52,7 +52,7 @@ class ForeignExchange(NamedTuple):
     """An exchange of a block, the same for all microbatches.
 
     Args:
-        op: ``COMBINE`` if its sizes are those of an earlier exchange, swapped; else ``DISPATCH``.
+        op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
         back_of: Position of that exchange; -1 for a dispatch.
         rows: ``[0, …]``, like each of its tensors.
     """
@@ -63,7 +63,7 @@ class ForeignExchange(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What microbatches have shown of the exchanges of a block.
+    """Observed exchanges of a block, the same in all microbatches so far.
 
     Args:
         kinds: Tensors of all exchanges of a microbatch.
@@ -192,7 +192,7 @@ def matched(shown: Shown, name: str, device: torch.device) -> tuple[ForeignExcha
 
 
 class Arguments(NamedTuple):
-    """Positions of an all-to-all's arguments among those of an ``autograd.Function``; None for an argument it lacks.
+    """Positions of an all-to-all's arguments in a call of an ``autograd.Function``; None for an argument it lacks.
 
     Args:
         tensor: Sent tensor.
@@ -238,7 +238,7 @@ Places = tuple[frozenset[int | None], ...]
 
 
 class Trial:
-    """What the calls of one form of a Function have shown in the first step.
+    """Observed calls of one form of a Function, in the first step.
 
     Args:
         form: The form.
@@ -356,7 +356,7 @@ def _told(places: Places | None) -> Arguments | None:
 
 
 def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
-    """Try the Functions that may be an all-to-all, and let the stages know those that are one on all ranks.
+    """Try the Functions that may be an all-to-all, and tell the stages which ones are, on all ranks.
 
     All ranks must call this. A Function is tried on all ranks that share the experts, or on none of them.
     """

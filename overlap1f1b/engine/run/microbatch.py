@@ -21,7 +21,7 @@ LossFunction = Callable[..., Tensor]
 """``(*outputs of the last block, *targets) → scalar``."""
 
 Place = tuple[Op, int]
-"""Sub-op and number of an exchange among those of a block."""
+"""Sub-op of an exchange, and its number among the block's exchanges of this sub-op."""
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]

@@ -1,4 +1,4 @@
-"""Which method of a block's run carries out which compute node of a plan."""
+"""Table of the methods of a block's run that carry out the compute nodes of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start the exchanges of a block, and announce the receives of those that follow."""
+"""Start the exchanges of a block, and announce the receives of the next exchanges."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Draws:
-    """Which blocks draw random numbers, as their first forwards have shown: only these enter their streams.
+    """Blocks that draw random numbers, as their first forwards have shown: only these enter their streams.
 
     A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
     next step on all blocks enter their streams.

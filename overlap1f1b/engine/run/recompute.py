@@ -92,7 +92,7 @@ class RecomputedRun(BlockRun):
         self.parts: dict[int, Part] = {}
         """Parts that were dropped, by the number of their segment."""
         self.brought: list[tuple[Brought, list[int]] | None] = []
-        """What exchanges brought each segment but the first, and versions of it; None if no second forward needs it."""
+        """Rows brought to each segment but the first, and their versions; None if no second forward needs them."""
         self.sums: list[tuple[Tensor, int]] = []
         """Values that the second forward takes from the first, and their versions."""
         self.state: ThreadState | None = None

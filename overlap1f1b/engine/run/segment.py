@@ -27,7 +27,7 @@ from overlap1f1b.transport.calls import ExchangeCall
 
 
 def next_sequence_number() -> int:
-    """Return a number below those of all autograd nodes that this thread makes from now on, and above earlier ones."""
+    """Return a number below the numbers of all autograd nodes that this thread makes next, and above earlier ones."""
     with torch.enable_grad():
         node = torch.empty(0, requires_grad=True).view(0).grad_fn
     assert node is not None
@@ -213,7 +213,7 @@ class Segment:
         queue: Where its weight gradients wait.
 
     Attributes:
-        start: Sequence number not above those of its autograd nodes, and above all earlier ones.
+        start: Sequence number, above all earlier autograd nodes and not above the segment's own.
         taken: The exchanges before it, with the number of tensors that each brought.
         received: Entries of these tensors, or of the block's inputs; None for one that requires no gradient.
         crossed: What entered it from earlier segments, by the tensor's place in the graph.
@@ -250,7 +250,7 @@ class Segment:
         self.taken: list[tuple[Sent, int]] = []
         self.sent: list[Sent] = []
         self.here: dict[object, Tensor] = {}
-        """What entered, while the segment runs: values are not kept longer."""
+        """Leaves that entered, kept while the segment runs and no longer."""
         self.uses: dict[tuple[int, int], Use] = {}
         """The last use of each tensor that entered, while the segment runs."""
         self.versions: dict[int, tuple[Tensor, int]] = {}

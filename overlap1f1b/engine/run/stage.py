@@ -41,7 +41,7 @@ class Stage(Blocks):
         grad: bool = True,
         keep_outputs: bool = False,
     ) -> Microbatch:
-        """Return a microbatch of this stage before its forward; the arguments are those of :class:`Microbatch`."""
+        """Return a microbatch of this stage before its forward; for the arguments see :class:`Microbatch`."""
         return Microbatch(
             self,
             index,

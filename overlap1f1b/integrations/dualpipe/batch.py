@@ -69,7 +69,7 @@ class Batch:
         return x.tensor_split(count, dim=self.dim)
 
     def split(self, program: Program, rank: int) -> tuple[dict[int, Tensors], dict[int, OptionalTensors]]:
-        """Return inputs of the microbatches that begin on this rank, and labels of those that end here, by number."""
+        """Return inputs of microbatches that begin on this rank, and labels of the ones that end here, by number."""
         inputs: dict[int, Tensors] = {}
         labels: dict[int, OptionalTensors] = {}
         for pipe, stage in program.placement.places(rank):

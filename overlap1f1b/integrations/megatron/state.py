@@ -153,7 +153,7 @@ class Layer(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a suspended forward has left on the modules."""
+    """State that a suspended forward has left on the modules."""
 
     changes: list[tuple[dict[str, Any], str, Any]]  # attributes of an object, the name of one, its value
     layers: list[Layer]  # in which it is suspended
@@ -173,8 +173,8 @@ class ModuleState:
     attribute of each layer (about 0.1 µs) and looks closely at the layers in which the forward is.
 
     Args:
-        model: A model of Megatron-Core, which may be wrapped. The attributes that it has now are those that every
-            forward begins with; they stay alive.
+        model: A model of Megatron-Core, which may be wrapped. Every forward begins with the attributes that it has
+            now; they stay alive.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -32,7 +32,7 @@ METHOD = "_forward_impl"
 
 
 def linears_of(model: nn.Module) -> list[Any]:
-    """Return the layers whose weight gradients can be computed apart: those with a trained weight of their own."""
+    """Return the layers with a trained weight of their own: their weight gradients can be computed apart."""
     layers: Any = sys.modules.get(MODULE)
     kinds = tuple(getattr(layers, name) for name in KINDS) if layers is not None else ()
     return [

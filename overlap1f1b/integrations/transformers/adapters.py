@@ -141,7 +141,7 @@ def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 
 
 class Addition(NamedTuple):
-    """What an adapter adds to the weights of each expert, ``scaling · up[e] @ down[e]``.
+    """Product that an adapter adds to the weights of each expert, ``scaling · up[e] @ down[e]``.
 
     Args:
         down: ``[E, r, in]``.

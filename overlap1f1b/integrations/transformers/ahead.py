@@ -31,7 +31,7 @@ class Ahead:
         """The batches that were read together."""
         self._read_as: list[Batch] = []
         self.steps: dict[int, Step | None] = {}
-        """What was computed of them, by their numbers; None on a rank that computes no loss."""
+        """Losses of the batches, by their numbers; None on a rank that computes no loss."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -59,7 +59,7 @@ class Ahead:
         return self.batches
 
     def number(self, batch: Batch) -> int | None:
-        """Return the number of a batch among those that were read together; None for another or a changed batch."""
+        """Return the number of a batch among the batches read together; None for another or a changed batch."""
         for number, (one, read_as) in enumerate(zip(self.batches, self._read_as, strict=True)):
             if one is batch and _same(one, read_as):
                 return number

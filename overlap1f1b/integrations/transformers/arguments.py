@@ -1,4 +1,4 @@
-"""What a trainer needs beside transformers' ``TrainingArguments``, and which of these it refuses."""
+"""Arguments of a trainer beside transformers' ``TrainingArguments``, and the ones of these that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 @dataclass
 class OverlapArguments:
-    """How a trainer divides the model and plays its steps; ``HfArgumentParser`` makes it from the command line.
+    """Division of the model and way to play a trainer's steps; ``HfArgumentParser`` reads it from the command line.
 
     >>> arguments = OverlapArguments(pp=2)
     >>> arguments.sizes(8)

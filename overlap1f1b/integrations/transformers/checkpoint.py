@@ -49,7 +49,7 @@ class Conversion:
     'model.layers.0.mlp.experts.gate_up_proj'
 
     Args:
-        model: A model of the transformers library, perhaps with adapters; the names are those without adapters.
+        model: A model of the transformers library, perhaps with adapters; the names leave adapters out.
     """
 
     def __init__(self, model: Any) -> None:
@@ -312,7 +312,7 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
 
 @torch.no_grad()
 def _begin_adapters(model: Any, added: Mapping[str, _Slot], device: torch.device) -> None:
-    """Let PEFT make new LoRA factors in place of those on the meta device.
+    """Let PEFT make new LoRA factors in place of factors on the meta device.
 
     The factors of all experts are drawn, and a rank keeps its part: so every layout begins with the same numbers,
     if torch has the same seed on all ranks. Tensors that PEFT computes from the base stay on the meta device.
