@@ -90,7 +90,8 @@ def synthesize(
     The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
     with the priorities of fixed schedules, then with random ones, then with changes of the best. It is never slower
     than the fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions:
-    if one of them is faster, its plan is returned. The result depends on the arguments alone, so all ranks find the same.
+    if one of them is faster, its plan is returned. The result depends on the arguments alone: it is the same on all
+    ranks.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)

@@ -799,8 +799,8 @@ def test_what_cannot_be_played_is_refused(ranks2: Ranks) -> None:
             "experts_over=(); allowed: some of 'ep', 'cp', 'tp'",
             *(
                 "parameter 0.tokens.weight of Sequential is a DTensor over 'tp' of ranks [0, 1], which is not FSDP2's "
-                f"over the engine's ranks {ranks}; allowed: FSDP2 over those, tensor parallelism over the mesh's "
-                "dimension 'tp', experts over one called 'ep'"
+                f"over the engine's ranks {ranks}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's "
+                "dimension 'tp', experts over its 'ep'"
                 for ranks in ([rank], [0, 1], [0, 1])
             ),
         ]

@@ -496,8 +496,8 @@ def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
         together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
         assert message == (
             f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
-            f"the engine's ranks {own}; allowed: FSDP2 over those, tensor parallelism over the mesh's dimension 'tp', "
-            "experts over one called 'ep'"
+            f"the engine's ranks {own}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension "
+            "'tp', experts over its 'ep'"
         )
 
 
