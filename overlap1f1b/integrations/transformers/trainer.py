@@ -101,6 +101,20 @@ class ShardedAccelerator(Accelerator):
                 whole /= self._shards
         return whole
 
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad tensors, or nested ones, to the largest size along ``dim`` of all ranks with data of their own."""
+        return recursively_apply(self._padded, tensor, dim, pad_index, pad_first, error_on_other_type=True)
+
+    def _padded(self, tensor: Tensor, dim: int, value: float, first: bool) -> Tensor:
+        if not -tensor.dim() <= dim < tensor.dim():
+            return tensor
+        size = list(tensor.shape)
+        size[dim] = int(self._reduced(torch.tensor(size[dim], device=tensor.device), "max")) - size[dim]
+        if not size[dim]:
+            return tensor
+        added = tensor.new_full(size, value)
+        return torch.cat((added, tensor) if first else (tensor, added), dim)
+
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss

@@ -424,7 +424,13 @@ class Reducing(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows, reduce = torch.tensor(float(len(inputs["input_ids"]))), self.accelerator.reduce
         longest = reduce(torch.tensor(float(inputs["input_ids"].shape[1])), "max")
+        own = torch.arange(4 + self.accelerator.process_index)
+        padded = [
+            self.accelerator.pad_across_processes({"own": own}, pad_index=-1, pad_first=first)["own"]
+            for first in (False, True)
+        ]
         self.reduced = [float(figure) for figure in (reduce(rows), reduce({"rows": rows}, "mean")["rows"], longest)]
+        self.reduced += [*padded[0].tolist(), *padded[1].tolist()]
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -444,6 +450,7 @@ def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path)
     spec = Spec(tmp_path, kind=Reducing, steps=1)
     expected = ranks2.run(_reduced, spec)
     assert expected[0][:2] == [4.0, 2.0]
+    assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3]
     layout = OverlapArguments(pp=2, timeout=20.0)
     assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
 
