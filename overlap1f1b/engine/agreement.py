@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.run.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Program
-from overlap1f1b.transport.mesh import Mesh, lines_of
+from overlap1f1b.transport.mesh import Dimension, Mesh, lines_of
 
 Facts = dict[str, object]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,12 +75,12 @@ def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tup
             yield place if whole else f"part {mesh.rank('tp')} of {place}", parameter.to_local()
 
 
-def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
-    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
+def shared_batch(name: str, given: Any, mesh: Mesh, along: Dimension = "tp") -> Facts:
+    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks along a dimension."""
     every = [part for part in _flat(given) if isinstance(part, Tensor)]
-    if mesh.group("tp") is None or not every:
+    if mesh.group(along) is None or not every:
         return {}
-    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
+    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != along)
     return {f"the sum of bits of {name} on {at}": "+".join(f"{int(_sum_of_bits(part)):x}" for part in every)}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -24,7 +25,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.agreement import shared_batch
 from overlap1f1b.engine.batch import split_batch
+from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
@@ -39,6 +42,7 @@ OF_LOSS = ("labels", "shift_labels")
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
 OPTIMIZER = "optimizer.pt"
+_OF_TRAINING = {"loss", "learning_rate"}  # entries of Trainer's line on optimizer steps
 
 logger = logging.get_logger(__name__)
 Named = Mapping[str, Any]
@@ -115,6 +119,18 @@ class ShardedAccelerator(Accelerator):
         added = tensor.new_full(size, value)
         return torch.cat((added, tensor) if first else (tensor, added), dim)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather tensors, or lists of objects, without the rows that only fill the last batch of several ranks."""
+        with suppress(TypeError):
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+            if not use_gather_object:
+                return super().gather_for_metrics(input_data)
+        parts = [input_data] * self._shards
+        if self._shards > 1:
+            dist.all_gather_object(parts, input_data, group=self._group)
+        gathered, state = [one for part in parts for one in part], self.gradient_state
+        return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss
@@ -152,6 +168,7 @@ class Overlapped(Trainer):
         self._tokens: Tensor | float = 0.0
         self._computing = False
         self._said: dict[str, float] = {}  # logged while a loss was computed
+        self._met = False  # whether the line that is being logged is on all ranks
         super().__init__(*args, **kwargs)
         if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
@@ -240,6 +257,24 @@ class Overlapped(Trainer):
 
     # ---------------------------------------------------------------------------------------------------- training
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        # Workers of all ranks of a pipeline draw the same random numbers, for collators that draw.
+        prepared = super()._get_dataloader(*args, **kwargs)
+        loader = getattr(prepared, "base_dataloader", prepared)
+        if isinstance(seed := loader.worker_init_fn, partial) and "rank" in seed.keywords:
+            loader.worker_init_fn = partial(seed, rank=self.accelerator.process_index)
+        return prepared
+
+    def _check_batches(self, batches: Any) -> None:
+        """Check that a pipeline's ranks have read the same batches.
+
+        Raises:
+            ValueError: They have not: a data set or collator draws other random numbers on each rank.
+        """
+        if self.overlap_args.pp > 1:
+            mesh = self.engine.mesh
+            mesh.agree(shared_batch("batches", batches, mesh, along="pp"))
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Collect the batches of an optimizer step, and count its tokens over all ranks."""
         if self._collected:
@@ -262,6 +297,7 @@ class Overlapped(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
+        self._check_batches(batches)
         parts = self._built()
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
@@ -289,6 +325,9 @@ class Overlapped(Trainer):
         count, names = parts.engine.program.microbatches, parts.names
         if len(batches) > count:
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
+        for batch in batches.values():
+            if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
+                raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
@@ -332,12 +371,21 @@ class Overlapped(Trainer):
         if self._computing:
             self._said |= logs
             return
-        if "loss" in logs and self._last is not None:
-            logs |= self._figures(self._last)
-        for name, value in self._said.items():
-            logs.setdefault(name, value)
-        self._said = {}
+        # Trainer's own lines are on all ranks. A rank may log any other alone, so ranks do not meet in it.
+        self._met = logs.keys() >= _OF_TRAINING or any(name.endswith("_runtime") for name in logs)
+        if self._met:
+            if logs.keys() >= _OF_TRAINING and self._last is not None:
+                logs |= self._figures(self._last)
+            for name, value in self._said.items():
+                logs.setdefault(name, value)
+            self._said = {}
         super().log(logs, start_time)
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the first rank; while a loss is computed, the first of those that compute it."""
+        if self._computing:
+            return self.accelerator.process_index == 0
+        return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:
         mesh, timeline = self.engine.mesh, result.overlap
@@ -404,6 +452,7 @@ class Overlapped(Trainer):
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
+        self._check_batches(batches)
         with self.accelerator.autocast():
             parts.engine.play(partial(self._feed, parts, batches, compute, 1.0), grad=False)
 
@@ -437,6 +486,13 @@ class Overlapped(Trainer):
         assert self.state.best_model_checkpoint is not None
         self.stages.load_pretrained(self.state.best_model_checkpoint)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and self.overlap_args.pp > 1:  # ranks of a pipeline read the same rows
+            random = RandomState()
+            first = self.engine.mesh.gathered("pp", random.state_dict())[0]
+            random.load_state_dict({name: state for name, state in first.items() if name != "cuda"})
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -468,6 +524,8 @@ class _LogsOfLastStage(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Replace the entries of a line before the other callbacks see it."""
+        if not self.trainer._met:
+            return
         engine = self.trainer.engine
         placement = engine.program.placement
         every = engine.mesh.gathered("pp", logs)

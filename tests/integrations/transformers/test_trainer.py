@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -431,6 +432,7 @@ class Reducing(transformers.Trainer):
         ]
         self.reduced = [float(figure) for figure in (reduce(rows), reduce({"rows": rows}, "mean")["rows"], longest)]
         self.reduced += [*padded[0].tolist(), *padded[1].tolist()]
+        self.reduced += self.accelerator.gather_for_metrics([self.accelerator.process_index], use_gather_object=True)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -450,7 +452,7 @@ def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path)
     spec = Spec(tmp_path, kind=Reducing, steps=1)
     expected = ranks2.run(_reduced, spec)
     assert expected[0][:2] == [4.0, 2.0]
-    assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3]
+    assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3, 0, 1]
     layout = OverlapArguments(pp=2, timeout=20.0)
     assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
 
@@ -475,6 +477,125 @@ def test_a_loss_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
         assert [line.pop("loss") for line in own if "eval_loss" in line] == [-1.0] * 2
         close(shown(found), expected)
         assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
+
+
+class TellingAlone(OverlapTrainer):
+    """Logs on the first rank alone, in a loss and around a step."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_world_process_zero():
+            self.log({"rows": len(inputs["input_ids"])})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        if self.is_world_process_zero() and self.accelerator.sync_gradients:
+            self.log({"own_loss": 1.0})
+        return loss
+
+
+@pytest.mark.parametrize("layout", ["pp 2, dualpipev", "ep 2"])
+def test_a_first_rank_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
+    """No other rank is waited for, and an entry of a loss reaches the first rank, which computes none."""
+    _, sizes, accumulation = LAYOUTS[layout]
+    sizes = replace(sizes, timeout=20.0)
+    spec = Spec(tmp_path, kind=TellingAlone, rows=40, accumulation=accumulation, layout=sizes)
+    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
+    found = ranks2.run(train, spec)
+    for one in found:
+        close(shown(one), expected)
+    assert [line.get("own_loss") for line in found[0]] == [1.0, None] * 4 + [None]
+    assert [line.get("rows") for line in found[0]] == [None, 2] * 4 + [None]
+
+
+class Noting(OverlapTrainer):
+    """Keeps the tokens of its batches."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.read = [*getattr(self, "read", []), inputs["input_ids"].tolist()]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class DrawnRows(Sentences):
+    """Rows with a token that is drawn."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        ids = row["input_ids"].clone()
+        ids[-1] = torch.randint(3, tiny.V, ())
+        return {**row, "input_ids": ids}
+
+
+def _read(rank: int, size: int, spec: Spec) -> list[Any]:
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # else there may be no workers
+    with launched(rank, size):
+        trainer = spec.build()
+        trainer.train(resume_from_checkpoint=spec.resume)
+        return list(trainer.read)
+
+
+def test_workers_that_draw(ranks2: Ranks, tmp_path: Path) -> None:
+    """The workers of a pipeline's ranks draw the same random numbers."""
+    data = {"train_dataset": DrawnRows(40)}
+    arguments = {"dataloader_num_workers": 2}
+    spec = Spec(tmp_path, kind=Noting, steps=2, layout=OverlapArguments(pp=2), arguments=arguments, trainer=data)
+    first, second = ranks2.run(_read, spec)
+    assert first == second
+    assert len(first) == 8
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+def test_resuming_on_more_stages_reads_the_same_rows(
+    ranks2: Ranks, ranks4: Ranks, strategy: str, tmp_path: Path
+) -> None:
+    """Ranks without random numbers of their own in the checkpoint get those of their pipeline's first rank."""
+    arguments = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 3}
+    spec = Spec(tmp_path, rows=32, kind=Noting, steps=3, layout=OverlapArguments(ep=2), arguments=arguments)
+    spec = replace(spec, trainer={"train_dataset": DrawnRows(32)})  # two steps an epoch
+    ranks2.run(_read, spec)
+    resume = str(tmp_path / "checkpoint-3")
+    found = ranks4.run(_read, replace(spec, steps=6, layout=OverlapArguments(pp=2, ep=2), resume=resume))
+    assert found[0] == found[2] != found[1] == found[3]
+    assert len(found[0]) == 12
+
+
+class RankRows(Sentences):
+    """Other rows on each rank."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows, seed=5 + torch.distributed.get_rank())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_other_rows_along_a_pipeline_are_refused(ranks2: Ranks, evaluates: bool, tmp_path: Path) -> None:
+    spec = Spec(tmp_path, steps=2, layout=OverlapArguments(pp=2))
+    for found in ranks2.run(_refused_rows, spec, evaluates):
+        assert re.fullmatch(
+            r"the sum of bits of batches on dp 0, ep 0 is \S+ on rank pp 0 and \S+ on rank pp 1; "
+            "allowed: the same on all ranks",
+            found,
+        )
+
+
+def _refused_rows(rank: int, size: int, spec: Spec, evaluates: bool) -> str:
+    with launched(rank, size):
+        trainer = replace(spec, trainer={"train_dataset": RankRows(40), "eval_dataset": RankRows(40)}).build()
+        with pytest.raises(ValueError, match="allowed") as caught:
+            trainer.evaluate() if evaluates else trainer.train()
+        return str(caught.value)
+
+
+class Sampling(OverlapTrainer):
+    """Makes lists of rows of its own, as trainers by reinforcement do."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(model, [inputs], *args, **kwargs)
+
+
+def test_batches_that_are_lists_are_refused(tmp_path: Path) -> None:
+    trainer = Spec(tmp_path, kind=Sampling).build()
+    with pytest.raises(ValueError, match=r"^a batch of type list; allowed: a mapping with input_ids\b"):
+        trainer.train()
 
 
 class Weighing(transformers.Trainer):
