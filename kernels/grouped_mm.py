@@ -61,6 +61,24 @@ class ExpertRows(Sequence[int]):
         return len(self.counts)
 
 
+class KnownRows(list[int]):
+    """Number of rows of each expert, which the host knows already.
+
+    Args:
+        known: The numbers.
+        counts: ``[E]`` int64, the same numbers on the device: nothing is copied to it again.
+    """
+
+    def __init__(self, known: Sequence[int], counts: Tensor) -> None:
+        super().__init__(known)
+        self.counts = counts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """``[E]`` int32, the end of each expert's rows."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Multiply each expert's rows with its weight, ``rows[e] @ weight[e].T``.
 
@@ -112,7 +130,7 @@ def _zero(like: Tensor) -> Tensor:
 
 def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
     """Return ``[E]`` int32 on the device of ``like``: the end of each expert's rows."""
-    if isinstance(counts, ExpertRows):
+    if isinstance(counts, ExpertRows | KnownRows):
         return counts.ends
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=like.device)
 
@@ -120,11 +138,17 @@ def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
 def _native(a: Tensor, b: Tensor) -> bool:
     """Return whether torch's grouped product takes these operands and is faster than a loop.
 
-    It refuses float64 and strides that are not multiples of 16 bytes. On a CPU it is a loop with more copies than the
-    loop here (4.8 ms against 2.8 ms for float32 R1024 A256 C512 E4 on one core).
+    It refuses float64 and strides that are not multiples of 16 bytes. On GPUs other than Hopper and Blackwell it reads
+    the offsets on the host. On a CPU it is a loop with more copies than the loop here (4.8 ms against 2.8 ms for
+    float32 R1024 A256 C512 E4 on one core).
     """
     fits = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (a, b))
-    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and fits and a.shape[0] > 0
+    return _has_kernel(a) and a.dtype == b.dtype == torch.bfloat16 and fits and a.shape[0] > 0
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Return whether torch has one kernel for a grouped product in bfloat16 on the device."""
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
 
 
 def aligned(rows: Tensor) -> Tensor:
@@ -172,7 +196,7 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     Returns:
         ``main``. On CUDA torch's grouped product rounds to bfloat16 before the addition.
     """
-    low = main.is_cuda and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    low = _has_kernel(main) and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
     if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
         ends = offsets.to(torch.int32)
         product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)

@@ -223,6 +223,7 @@ class Engine:
                 background=background,
                 dynamic=dynamic_shapes,
                 stamp=stamp,
+                between=None if watch is None else watch.between,
                 ctas=self._communicators.budget.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM
+from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.calls import exchange_parts
@@ -103,7 +103,7 @@ class Experts(nn.Module):
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts)
-        known = list(counts)
+        known = KnownRows(counts, counts.counts)
         rest = len(rows) - sum(known)
         result = self.compute(rows[: sum(known)], known)
         return F.pad(result, (0, 0, 0, rest)) if rest else result

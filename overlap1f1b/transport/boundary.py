@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.streams import CudaMark
 
 Tensors = tuple[Tensor, ...]
 MOST_TENSORS, MOST_DIMS = 16, 8
@@ -39,6 +40,7 @@ _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+_NOT_NCCL = (torch.int16, torch.complex64, torch.complex128)
 _FIELDS = 5 + MOST_DIMS  # dtype, gradient, parts, size of all parts, dimensions, sizes
 _HEADER = 1 + MOST_TENSORS * _FIELDS
 
@@ -157,6 +159,7 @@ class Boundary:
         background: Whether threads start and await transfers, see :class:`Lane`.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
+        between: Function that returns the seconds from one time of this clock to another.
         ctas: Largest number of thread blocks of a transfer on a GPU.
         tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
@@ -176,10 +179,12 @@ class Boundary:
         background: bool,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
+        between: Callable[[Any, Any], float] | None = None,
         ctas: int | None = None,
         tensor_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.tensor_mesh = tensor_mesh
+        self.tensor_mesh, self._failures = tensor_mesh, failures
+        self._stamp, self._between = stamp, between or _seconds_between
         self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
@@ -195,7 +200,7 @@ class Boundary:
                 links, peer = (self._out, to) if rank == source else (self._in, source)
                 number = header_peer = mesh.number(peer)
                 if not self.posts_ahead:
-                    two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, link=True)
+                    two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
                 lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
@@ -258,7 +263,7 @@ class Boundary:
             if self._remember:
                 self._known[_key(node)] = specs
         parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
-        works = [link.payload.recv([t], link.peer, 0) for t in parts if t.numel()]
+        works = [link.payload.recv([self._sendable(t)], link.peer, 0) for t in parts if t.numel()]
         received = tuple(map(self._whole, parts, specs))
         for tensor, spec in zip(received, specs, strict=True):
             tensor.requires_grad_(spec.differentiable)
@@ -308,37 +313,45 @@ class Boundary:
 
     def _post_send(self, link: _Link, tensors: Tensors, header: Tensor | None) -> Transfer[None]:
         sources = [tensor.contiguous() for tensor in tensors]
-        works: list[dist.Work] = []
-        if header is not None:
-            works.append(link.header.send([header], link.header_peer, 0))
-            sources.append(header)
-        works += [link.payload.send([t], link.peer, 0) for t in sources[: len(tensors)] if t.numel()]
-        return Transfer(None, sends=works, source=sources)
+        headers = [] if header is None else [link.header.send([header], link.header_peer, 0)]
+        works = [link.payload.send([self._sendable(t)], link.peer, 0) for t in sources if t.numel()]
+        source = sources if header is None else [*sources, header]
+        if not works:
+            return Transfer(None, sends=headers, source=source)
+        return Transfer(None, sends=works, led=headers, source=source)  # the peer reads the header first
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        """Return memory of a dtype that the link's backend sends: NCCL has no int16 and no complex numbers."""
+        if self.posts_ahead or tensor.dtype not in _NOT_NCCL:
+            return tensor
+        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.reshape(-1)).view(torch.uint8)
 
     def timed(self, mesh: Mesh) -> dict[CostKey, float]:
         """Return the seconds for which a transfer of each stage occupies its links while nothing else travels.
 
         In a step it shares them with exchanges of either end. Each transfer goes four times, back to back; the receiver
-        takes the median of all but the first. All ranks must call this after a step. Where receives are not posted
-        ahead, nothing is timed.
+        takes the median of all but the first. All ranks must call this after a step.
         """
-        took: dict[CostKey, float] = {}
-        for source, to in sorted(_directions(self.placement)) if self.posts_ahead else ():
+        landed: dict[CostKey, list[Any]] = {}
+        now = self._stamp or time.perf_counter
+        limit = None if self._stamp else self.timeout  # with a limit, a wait for NCCL would block the thread
+        for source, to in sorted(_directions(self.placement)):
             mesh.sums(0.0)  # until all ranks have come
             for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
                 if self.rank == source:
                     specs = self._sent.get((node.kind, node.stage), ())
                     parts = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
-                    self._post_send(self._out[to], tuple(4 * parts), encode(specs)).release(self.timeout)
+                    self._post_send(self._out[to], tuple(4 * parts), encode(specs)).release(limit)
                 else:
                     link = self._in[source]
                     specs = self._read(link)
-                    landed = []
+                    times = landed[cost_key(node)] = []
                     for transfer in [self._post_receive(node, link, specs) for _ in range(4)]:
-                        transfer.receive(self.timeout)
-                        landed.append(time.perf_counter())
-                    took[cost_key(node)] = median(b - a for a, b in pairwise(landed))
-        return took
+                        transfer.receive(limit)
+                        times.append(now())
+        if self._stamp:
+            CudaMark(self.device, None, now(), self._failures.read).synchronize(self.timeout)
+        return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:
         """Let the lanes' threads end, and drop the groups."""
@@ -354,6 +367,10 @@ class Boundary:
     def _peer(self, node: Node) -> int:
         towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
+
+
+def _seconds_between(begun: float, ended: float) -> float:
+    return ended - begun
 
 
 def _directions(placement: Placement) -> set[tuple[int, int]]:

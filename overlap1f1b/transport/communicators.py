@@ -13,7 +13,7 @@ import torch
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.failures import LostRankError
-from overlap1f1b.transport.groups import Group, abort, limit
+from overlap1f1b.transport.groups import Group, abort, limit, side_by_side
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import CudaMark
 
@@ -145,6 +145,9 @@ class Communicators:
 
     def abort(self) -> None:
         """End every transfer under way, after a failure."""
+        if self._stamp is not _no_stamp:
+            side_by_side(self._aborts)
+            return
         for end in self._aborts:
             end()
 
@@ -167,6 +170,4 @@ def _no_stamp() -> None:
 
 def _end(mesh: Mesh, exchanges: Sequence[CollectiveExchange]) -> None:
     """End the groups on a device at once, whatever other ranks do; groups on gloo end with their last user."""
-    for exchange in exchanges:
-        exchange.abort()
-    mesh.release()
+    side_by_side([*(exchange.abort for exchange in exchanges), mesh.release])

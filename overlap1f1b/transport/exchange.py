@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.transport import streams
-from overlap1f1b.transport.groups import Groups, abort, backend_of, close, warm_up
+from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
 from overlap1f1b.transport.streams import Failed, HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
@@ -42,6 +42,7 @@ class Transfer(Generic[T_co]):
         ahead: Earlier transfer on the same links, which is waited for first, so that this one can be timed alone.
         mark: End of the transfer on a stream, if it has no works.
         host: Copies of the sent and the received counts on their way to the host, for a transfer of counts.
+        led: Works that have ended when one of ``sends`` has; gloo's need a wait all the same.
     """
 
     result: T_co
@@ -51,6 +52,7 @@ class Transfer(Generic[T_co]):
     ahead: Transfer[T_co] | None = None
     mark: Mark | None = None
     host: HostCopy | None = None
+    led: Sequence[dist.Work] = ()
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
         """Wait for the result and return it; on CUDA the current stream waits.
@@ -66,7 +68,7 @@ class Transfer(Generic[T_co]):
         """Wait until ``source`` may be overwritten."""
         if self.ahead is not None:
             self.ahead.release(timeout)
-        _wait(self.sends, timeout)
+        _wait((*self.led, *self.sends), timeout)
 
     @property
     def at_once(self) -> bool:
@@ -281,12 +283,15 @@ class CollectiveExchange(Exchange):
 
     def warm_up(self, device: torch.device) -> None:
         """Make the communicators of both groups; all ranks must call this."""
+        rows = torch.zeros(self.ranks, device=device)  # NCCL connects pairs of ranks in their first exchange
+        received = torch.empty_like(rows)
         for group in self._groups:
-            warm_up(group, device)
+            work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+            assert work is not None, "a rank exchanges with members of its group alone"
+            work.wait()
 
     def abort(self, *, ending: bool = False) -> None:
-        for group in self._groups:
-            abort(group)
+        side_by_side([partial(abort, group) for group in self._groups])
 
     def close(self) -> None:
         """End both groups unless they are the user's; all ranks must call this, after everything has ended."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.transport.limits import PROBE_S
+from overlap1f1b.transport.limits import ABORT_S, PROBE_S, WATCHDOG_FACTOR
 
 T = TypeVar("T")
 Group = dist.ProcessGroup
@@ -55,7 +57,7 @@ class Groups:
         self.name = f"{place}/{number}"
         self._devices: list[Any] = []
         self._made: dict[str, Group] = {}
-        self._links: set[str] = set()
+        self._sends: dict[str, bool] = {}
 
     @cached_property
     def backend(self) -> str:
@@ -63,7 +65,13 @@ class Groups:
         return backend_of(None, self._kind)
 
     def new(
-        self, ranks: Sequence[int], purpose: str, *, ctas: int | None = None, gloo: bool = False, link: bool = False
+        self,
+        ranks: Sequence[int],
+        purpose: str,
+        *,
+        ctas: int | None = None,
+        gloo: bool = False,
+        sends: bool | None = None,
     ) -> Group:
         """Return a new group of ``ranks`` of the default group, all of which must call this; they are sorted.
 
@@ -72,7 +80,8 @@ class Groups:
             purpose: Name that no other group of these ranks from this factory has.
             ctas: Largest number of thread blocks of a transfer on a GPU.
             gloo: Whether to use gloo on any device.
-            link: Whether one of two ranks sends to the other; NCCL has communicators of its own for this.
+            sends: Whether this rank sends to the only other rank, or receives from it; None for collectives. NCCL
+                connects each direction by itself.
         """
         ranks = sorted(ranks)
         name = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
@@ -90,8 +99,8 @@ class Groups:
                 options._timeout = self.timeout
             group = backend(store, rank, len(ranks), options)
         self._made[name] = group
-        if link:
-            self._links.add(name)
+        if sends is not None:
+            self._sends[name] = sends
         return group
 
     def warm_up(self, device: torch.device) -> None:
@@ -101,7 +110,7 @@ class Groups:
         waits for another group.
         """
         for name, group in sorted(self._made.items()):
-            warm_up(group, device, link=name in self._links)
+            warm_up(group, device, sends=self._sends.get(name))
 
     def close(self) -> None:
         """End all groups in one order, after everything that they carry has ended; all ranks must call this."""
@@ -111,25 +120,47 @@ class Groups:
 
     def release(self) -> None:
         """End the groups on a device at once, whatever other ranks do; on gloo they end with their last user."""
-        for group in self._made.values():
-            if not isinstance(group, dist.ProcessGroupGloo):
-                group.abort()
+        side_by_side([group.abort for group in self._made.values() if not isinstance(group, dist.ProcessGroupGloo)])
 
     def abort(self) -> None:
         """End every transfer of the groups, see :func:`abort`."""
-        for group in list(self._made.values()):
-            abort(group)
+        self.release()
+        for group in self._made.values():
+            if isinstance(group, dist.ProcessGroupGloo):
+                abort(group)
 
 
-def warm_up(group: Group, device: torch.device, *, link: bool = False) -> None:
+def side_by_side(ends: Sequence[Callable[[], object]]) -> None:
+    """Abort groups on a device in threads of their own, and wait at most :data:`ABORT_S` for them.
+
+    NCCL's abort of one group may wait for a kernel that only the abort of another one ends. An abort that fails, too,
+    must not hide the failure that it follows.
+    """
+
+    def quietly(end: Callable[[], object]) -> None:
+        with suppress(Exception):
+            end()
+
+    if len(ends) == 1:
+        quietly(ends[0])
+        return
+    threads = [threading.Thread(target=quietly, args=(end,), daemon=True) for end in ends]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:
     """Make the communicator of a group on a device by a transfer of the kind that it will carry."""
     one = torch.zeros(1, device=device)
     if isinstance(group, dist.ProcessGroupGloo):  # it has its connections
         return
-    if link:
-        (group.send if group.rank() == 0 else group.recv)([one], 1 - group.rank(), 0).wait()
-    else:
+    if sends is None:
         group.allreduce([one]).wait()
+    else:
+        (group.send if sends else group.recv)([one], 1 - group.rank(), 0).wait()
 
 
 def close(group: Group) -> None:
@@ -159,7 +190,8 @@ def _on_device(
     plugin = dist.Backend._plugins.get(backend.upper())
     if backend == "nccl":
         options = nccl_options(ctas)
-        options._timeout, options.global_ranks_in_group, options.group_name = timeout, list(ranks), name
+        options._timeout = WATCHDOG_FACTOR * timeout
+        options.global_ranks_in_group, options.group_name = list(ranks), name
         made, known = dist.ProcessGroupNCCL(store, rank, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
         made._set_sequence_number_for_group()
     elif plugin is not None and not plugin.extended_api:

@@ -128,6 +128,11 @@ class Flight(Generic[T]):
         if self._arrived is not None:
             self._arrived.wait(seconds)
 
+    def order(self) -> None:
+        """Order all later computation on a device after the transfer. Its result can still be taken."""
+        if self.lane.stamp is not None and self._transfer is not None:
+            self._transfer.receive()
+
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
         self.settle(seconds)

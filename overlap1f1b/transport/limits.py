@@ -11,6 +11,9 @@ DOCTOR_LIMIT_S = 30.0
 
 LATE_FACTOR = 2.0
 """Limit of a wait for a transfer, in timeouts: one for the transfers ahead of it on its lane, one for itself."""
+WATCHDOG_FACTOR = 4.0
+"""Limit of NCCL's watchdog, in timeouts. It counts from the launch, which may be a step ahead, and ends the process
+without a cause: the engine's own limit comes first."""
 LOOK_S = 1.0
 """Period at which a waiting rank checks whether another rank has failed; each check is a request to the store."""
 

@@ -310,12 +310,14 @@ class StandInGroup(dist.ProcessGroup):
     # ---------------------------------------------------------------------------------------------- transfers
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
+        _check_dtype(tensors[0])
         with self._beside(*sorted((self.rank(), peer))) as channel:
             self._launch(channel, "p2p", (self.rank(), peer), 2, here().accesses(reads=tensors[0]))
             self._post("p2p", self.rank(), peer, tensors[0])
         return _Work(self._event)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Work:
+        _check_dtype(tensors[0])
         with self._beside(*sorted((self.rank(), peer))) as channel:
             self._launch(channel, "p2p", (peer, self.rank()), 2, here().accesses(writes=tensors[0]))
             target = _Borrowed(tensors[0])
@@ -447,6 +449,11 @@ class StandInGroup(dist.ProcessGroup):
                 if not world.changed.wait(max(0.0, deadline - time.monotonic())):
                     raise AssertionError(f"rank {self.owner.number} waits for {key}, whose rank is alive")
             return world.mail[key].popleft()
+
+
+def _check_dtype(tensor: Tensor) -> None:
+    if tensor.dtype is torch.int16 or tensor.is_complex():
+        raise TypeError(f"NCCL has no {tensor.dtype}")
 
 
 class _Borrowed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from overlap1f1b.engine.engine import WARM_STEPS
-from overlap1f1b.plan import NodeCosts, Op, check_rendezvous
+from overlap1f1b.plan import CostKey, NodeCosts, Op, check_rendezvous
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.mesh import Mesh
 from tests.device.standin import World, here
 from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
 from tests.ranks import Ranks
@@ -12,11 +13,18 @@ from tests.ranks import Ranks
 LAYOUT = Layout(2, 2)
 
 
-def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, Kind]], int]:
+def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, Kind]], int, set[CostKey]]:
     program = program_of("combined_1f1b", LAYOUT.pp)
     engine, _ = engine_of(program, LAYOUT, costs=None)
     inputs, target = batch_of(program, LAYOUT, rank)
-    steps = 0
+    steps, timed, alone = 0, set[CostKey](), engine.boundary.timed
+
+    def noted(mesh: Mesh) -> dict[CostKey, float]:
+        took = alone(mesh)
+        timed.update(took)
+        return took
+
+    engine.boundary.timed = noted  # type: ignore[method-assign]
     while engine.costs is None:
         begin = len(here().log)
         engine.step(inputs, target=target)
@@ -27,18 +35,21 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
     engine.step(inputs, target=target)
     engine.close()
     launched = {(node.op, node.kind) for nodes in engine.plan.ranks for node in nodes}
-    return steps, engine.costs, engine.plan.fingerprint, launched, held - computed
+    return steps, engine.costs, engine.plan.fingerprint, launched, held - computed, timed
 
 
 def _problems(rank: int, size: int) -> list[str]:
     world = World(LAYOUT.size)
     found = world.run(_measured)
     problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=7)]
-    steps, costs, fingerprint, launched, _ = found[0]
+    steps, costs, fingerprint, launched, *_ = found[0]
     if steps != WARM_STEPS + 1:
         problems.append(f"measured in step {steps}")
     if set(costs.launch) != launched or not all(time > 0 for time in costs.launch.values()):
         problems.append(f"launches of {sorted(set(costs.launch) ^ launched)}")
+    sends = {key for key in costs.by_node if key[0] is Op.SEND}
+    if not sends or sends != found[0][5] | found[2][5]:  # the ranks of both pipeline ranks receive
+        problems.append(f"sends {sends}, timed {found[0][5]} and {found[2][5]}")
     for number, other in enumerate(found):
         if (other[0], other[1], other[2]) != (steps, costs, fingerprint):
             problems.append(f"rank {number} has other costs")

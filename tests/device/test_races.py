@@ -95,7 +95,7 @@ def _no_wait(self: CudaMark, timeout: Any = None) -> None:
 
 
 def _not_released(self: Transfer[Any], timeout: Any = None) -> None:
-    for work in self.sends:
+    for work in (*self.led, *self.sends):
         if not isinstance(work, standin._Work):  # a header, on gloo
             work.wait()
 

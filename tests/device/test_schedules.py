@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from overlap1f1b.engine import Engine
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
 from tests.device.standin import World, here
-from tests.device.steps import COSTS, Layout, batch_of, engine_of, played, program_of, stuck
+from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
 from tests.ranks import Ranks
 
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
@@ -60,6 +62,59 @@ def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, op
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev", AUTO])
 def test_three_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 3, 1) == [[]]
+
+
+class _Several(nn.Module):
+    """Passes on numbers that NCCL has no dtype for; the gradient of one is complex, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.linear(x)
+        return h, torch.complex(h, h.square()), (h > 0).to(torch.int16)
+
+
+class _Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, h: Tensor, z: Tensor, sign: Tensor) -> Tensor:
+        return self.linear(h * sign + (z * z).imag)
+
+
+def _unlike(rank: int, size: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(3)
+    model, x, y = nn.Sequential(_Several(), _Joined()), torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    loss_fn = nn.functional.mse_loss
+    loss_fn(model[1](*model[0](x)), y).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    state = model.state_dict()
+
+    def step(rank: int, size: int) -> dict[str, Tensor]:
+        own = nn.Sequential(_Several(), _Joined())
+        own.load_state_dict(state)
+        program, mesh = program_of("1f1b", 2, 3), mesh_of(Layout(2, 1))
+        engine = Engine(own, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, timeout=30)
+        for _ in range(2):  # the first sends headers
+            own.zero_grad()
+            engine.step(x, target=y)
+        found = gradients_of(engine, own)
+        engine.close()
+        return found
+
+    found = World(2).run(step)
+    return [expected, found[0] | found[1]]
+
+
+def test_dtypes_that_nccl_lacks_pass_between_stages(alone: Ranks) -> None:
+    ((expected, found),) = alone.run(_unlike)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(gradient, found[name], rtol=1e-12), name
 
 
 def _step_without_rendezvous(rank: int, size: int, name: str) -> int:

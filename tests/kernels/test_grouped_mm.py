@@ -9,11 +9,13 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     ExpertRows,
     GroupedMM,
+    KnownRows,
     add_weight_grad_,
     aligned,
     grouped_mm,
     grouped_mm_input_grad,
     grouped_mm_weight_grad,
+    offsets,
 )
 from tests.kernels.against import DEVICE, DTYPES, draw
 
@@ -50,6 +52,15 @@ def test_rows_that_belong_to_no_expert_are_left_out() -> None:
     assert torch.equal(found, grouped_mm_weight_grad(grad[:5], rows[:5], known))
     assert counts.ends.tolist() == [2, 2, 5]
     assert counts.ends.dtype == torch.int32
+
+
+def test_rows_that_the_host_knows_are_a_list_with_offsets_on_the_device() -> None:
+    """An experts module of a user's own may split by them; nothing is copied to the device again."""
+    counts, rows = torch.tensor([3, 0, 2]), torch.randn(5, 4)
+    known = KnownRows([3, 0, 2], counts)
+    assert [len(part) for part in rows.split(known)] == known == [3, 0, 2]
+    assert offsets(known, rows) is offsets(known, rows)
+    assert torch.equal(offsets(known, rows), offsets([3, 0, 2], rows))
 
 
 def test_rows_are_copied_only_where_they_do_not_begin_at_16_bytes() -> None:

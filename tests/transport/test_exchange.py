@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, LocalExchange, PeerExchange, build_exchange
+from overlap1f1b.transport.exchange import (
+    CollectiveExchange,
+    Exchange,
+    LocalExchange,
+    PeerExchange,
+    Transfer,
+    build_exchange,
+)
 from overlap1f1b.transport.streams import ThreadStream
 from tests.ranks import Ranks
 
@@ -82,3 +92,17 @@ def test_one_rank_keeps_what_it_has() -> None:
     assert torch.equal(exchange.counts(counts, 7).finish(), counts[None])
     assert exchange.expect_rows(rows, [4], 0) is None
     assert exchange.expect_counts(counts, 0) is None
+
+
+def test_a_header_does_not_delay_the_end_of_a_transfer() -> None:
+    """gloo's send of a header counts as ended only when it was waited for."""
+    waited: list[str] = []
+
+    def work(name: str, ended: bool) -> Any:
+        return SimpleNamespace(is_completed=lambda: ended, wait=lambda *_: waited.append(name))
+
+    transfer = Transfer(None, sends=[work("payload", True)], led=[work("header", False)])
+    assert transfer.done
+    transfer.release()
+    assert waited == ["header", "payload"]
+    assert not Transfer(None, sends=[work("header", False)]).done

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import PeerExchange
-from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options
+from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options, side_by_side
 from tests import models
 from tests.ranks import Ranks, run
 
@@ -136,7 +136,7 @@ def _of_a_plugin(rank: int, size: int) -> list[Any]:
     groups = Groups([0, 1], timedelta(seconds=20))
     groups.backend = "plugged"
     before = len(dist.distributed_c10d._world.pg_map)
-    both, link = groups.new([0, 1], "both"), groups.new([0, 1], "from 1 to 0", link=True)
+    both, link = groups.new([0, 1], "both"), groups.new([0, 1], "from 1 to 0", sends=rank == 1)
     groups.warm_up(torch.device("cpu"))
     got, sent, summed = torch.empty(2), torch.tensor([1.0, 2.0]) + 10 * rank, torch.tensor([1.0 + rank])
     dist.all_to_all_single(got, sent, group=both)
@@ -161,3 +161,18 @@ def _unknown_backend(rank: int, size: int) -> None:
 
 def test_a_backend_that_cannot_be_made_is_named(ranks2: Ranks) -> None:
     ranks2.run(_unknown_backend)
+
+
+def test_groups_are_aborted_side_by_side() -> None:
+    """The abort of one ends only when another has begun; one that fails hides nothing."""
+    begun = threading.Barrier(2)
+    ended: list[str] = []
+
+    def end(name: str) -> None:
+        begun.wait(5)
+        ended.append(name)
+        raise RuntimeError(name)
+
+    side_by_side([lambda: end("rows"), lambda: end("link")])
+    assert sorted(ended) == ["link", "rows"]
+    side_by_side([])

@@ -43,6 +43,9 @@ class LibraryExchange:
 
         def run(*sent: Tensor) -> None:
             self._entries = [Entry(tensor) for tensor in sent]
+            for tensor in sent:  # a function may keep them for its backward, which frees them on this stream
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             with torch.enable_grad():
                 pairs = zip(sent, self._entries, strict=True)
                 returned = self.function(*[entry.enter(tensor, self.anchor) for tensor, entry in pairs])

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers import adapters
 from overlap1f1b.integrations.transformers.compiled import leave_experts
-from overlap1f1b.kernels.grouped_mm import GroupedMM
+from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
@@ -258,7 +258,8 @@ class OwnExperts(Experts):
 def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return indices and weights ``[R, 1]`` that route rows, sorted by expert, to their local experts."""
     local = torch.arange(len(counts), device=rows.device)
-    indices = local.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=len(rows))
+    on_device = counts.counts if isinstance(counts, KnownRows) else torch.tensor(counts, device=rows.device)
+    indices = local.repeat_interleave(on_device, output_size=len(rows))
     return indices[:, None], rows.new_ones(len(rows), 1)
 
 
