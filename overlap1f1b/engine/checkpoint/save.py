@@ -71,6 +71,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
 from overlap1f1b.engine.checkpoint.state import States, choose_files, file_of, pack, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, Slice, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport.boundary import is_partial
@@ -260,7 +261,7 @@ class _Held:
                     hang(self.model)
                 else:
                     self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
-                ties |= {p: name for name, p in getattr(stage, "__dict__", {}).get("tied", {}).items()}
+                ties |= {p: name for name, p in ties_in(stage).items()}
                 self.columns |= getattr(stage, "__dict__", {}).get("columns", {})
         else:
             self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
