@@ -61,9 +61,13 @@ class Reduction:
         return ()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight, so that the groups can be used for something else."""
+        """Wait until nothing is in flight, so that the groups can be used for something else.
+
+        Raises:
+            LostRankError: A sum failed. A rank that went on would leave others to wait for it in the sum.
+        """
         for flight in self._flights:
-            flight.settle(flight.lane.timeout.total_seconds())
+            flight.check()
 
     def finish(self) -> None:
         """Wait, after the last node, until ``.grad`` holds the sums and the gradients of earlier steps."""
