@@ -34,11 +34,15 @@ def options(program: Program, **others: object) -> Facts:
 
 
 def structure(stages: Mapping[int, Blocks]) -> Facts:
-    """Return the blocks of the stages, and shapes and dtypes of their parameters and whether they are trained."""
-    facts: Facts = {
-        place: f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
-        for place, p, _ in parameters_by_place(stages)
-    }
+    """Return the blocks of the stages, and their parameters: shape, dtype, whether it is trained, and shared.
+
+    A shared gradient is summed over ranks once.
+    """
+    facts: Facts = {}
+    first: dict[nn.Parameter, str] = {}
+    for place, p, _ in parameters_by_place(dict(sorted(stages.items()))):
+        shared = "" if first.setdefault(p, place) == place else f", {first[p]}"
+        facts[place] = f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}{shared}"
     for number, stage in stages.items():
         facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
         for name, shape in zip(stage.names, stage.shape, strict=True):

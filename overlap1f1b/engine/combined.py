@@ -13,6 +13,7 @@ from overlap1f1b import plan as planning
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
+from overlap1f1b.engine.run.segment import check_gradients_possible
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
@@ -61,8 +62,8 @@ def combined_forward_backward_step(
         None if the input requires none.
 
     Raises:
-        ValueError: Neither is given, both are the same, the gradient of the output is missing, or stages that cannot
-            be told apart.
+        ValueError: Neither is given, both are the same, the gradient of the output is missing, stages that cannot be
+            told apart, or a microbatch with gradients in inference mode.
     """
     if forward is None and backward is None:
         raise ValueError("neither a forward nor a backward is given; allowed: one of them or both")
@@ -77,6 +78,8 @@ def combined_forward_backward_step(
             raise ValueError(f"microbatch {backward.index} has neither output_grad nor loss_fn; allowed: one of them")
     if forward is not None and (forward.forwarded or forward.runs):
         raise ValueError(f"microbatch {forward.index} has run forward before; allowed: a new one")
+    if any(microbatch is not None and microbatch.grad for microbatch in (forward, backward)):
+        check_gradients_possible()
     members = {number: m for number, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
     stages = list({microbatch.stage: None for microbatch in members.values()})
     if any(stage.exchange is not stages[0].exchange for stage in stages):

@@ -30,6 +30,7 @@ from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
+from overlap1f1b.engine.run.segment import check_gradients_possible
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
@@ -425,7 +426,7 @@ class Engine:
             loss_scale: Factor of gradients that the feed has applied, to be compared over the ranks.
 
         Raises:
-            ValueError: A model without a parameter to train; whatever the feed raises.
+            ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
         if not grad:
@@ -447,6 +448,7 @@ class Engine:
         ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
+            check_gradients_possible()
             self._plans.agree(plan)
             if self.reductions:
                 for number, stage in self.stages.items():

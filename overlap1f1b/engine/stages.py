@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.fsdp import Sharding
+from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.blocks import blocks_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.moe.experts import Experts
@@ -95,8 +96,8 @@ def stages_of(
     """Return the stages of this rank by their number, and what FSDP2 holds of them.
 
     Raises:
-        ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages; a DTensor that is not
-            FSDP2's over the mesh; or experts over other ranks than the engine's.
+        ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages that do not tie it; a
+            DTensor that is not FSDP2's over the mesh; or experts over other ranks than the engine's.
     """
     rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]
@@ -118,7 +119,8 @@ def stages_of(
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_shared(list(held_blocks.values()), parameters=reduce_own or reduce_experts)
+    ties = [ties_in(model[stage]) for stage in held_blocks] if isinstance(model, Mapping) else []
+    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_own or reduce_experts)
     options: dict[str, Any] = {
         "reduce_own": reduce_own, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
     }  # fmt: skip
@@ -159,16 +161,20 @@ def _check_groups(stage: Stage, mesh: Mesh) -> None:
                 )
 
 
-def _refuse_shared(parts: Sequence[Sequence[nn.Module]], *, parameters: bool = True) -> None:
-    what = "parameter" if parameters else "module"
-    seen: dict[nn.Parameter | nn.Module, int] = {}
+def _refuse_shared(
+    parts: Sequence[Sequence[nn.Module]], ties: Sequence[Mapping[str, nn.Parameter]] = (), *, parameters: bool = True
+) -> None:
+    what, also = ("parameter", ", or named in the attribute tied of both") if parameters else ("module", "")
+    seen: dict[nn.Parameter | nn.Module, int | str] = {}
     for number, blocks in enumerate(parts):
+        tied = {parameter: name for name, parameter in ties[number].items()} if ties else {}
         for block in blocks:
             for name, member in block.named_parameters() if parameters else block.named_modules():
-                if seen.setdefault(member, number) != number:
+                home = tied.get(member, number)
+                if seen.setdefault(member, home) != home:
                     raise ValueError(
                         f"{what} {name} of a {type(block).__name__} belongs to two stages; "
-                        "allowed: shared inside one stage"
+                        f"allowed: shared inside one stage{also}"
                     )
 
 

@@ -123,6 +123,17 @@ class Flight(Generic[T]):
             return self._arrived.is_set()
         return not self.lane.is_late(self) and (self._transfer is None or self._transfer.done)
 
+    def check(self) -> None:
+        """Wait until the transfer has ended, on a device until it has started. Its result can still be taken.
+
+        Raises:
+            LostRankError: As :meth:`wait`.
+        """
+        if self._arrived is not None:
+            self._await()
+        if self._error is not None:
+            self._raise(self._error)
+
     def settle(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end. Its result can still be taken."""
         if self._arrived is not None:

@@ -51,6 +51,12 @@ def run(stage: Stage, model: torch.nn.Module, microbatches: int, overlap: Overla
     return losses
 
 
+def test_gradients_in_inference_mode_are_refused() -> None:
+    microbatch = Stage(models.build()).microbatch(*models.batch(1), loss_fn=models.loss_fn)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"^a step with gradients under torch\.inference_mode"):
+        combined_forward_backward_step(microbatch, None)
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_a_loop_of_combined_steps_equals_plain_autograd(overlap: Overlap, microbatches: int) -> None:

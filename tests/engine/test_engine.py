@@ -152,6 +152,19 @@ def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
     assert not models.equal(models.gradients(model), before)
 
 
+def test_a_step_in_inference_mode_is_refused() -> None:
+    data, model = models.batch(2), models.build()
+    engine = Engine(model, programs(2)[2], loss_fn=models.loss_fn)
+    wanted = r"^a step with gradients under torch\.inference_mode\(\); allowed: outside of it, or evaluate\(\)\n"
+    with torch.inference_mode():
+        engine.evaluate(data[0], target=data[1])
+        with pytest.raises(ValueError, match=wanted):
+            engine.step(data[0], target=data[1])
+    _, expected = models.plain_gradients(models.build(), *data, 2)
+    engine.step(data[0], target=data[1])
+    assert not models.equal(models.gradients(model), expected)
+
+
 def test_two_engines_over_one_model_leave_it_as_it_was() -> None:
     data, model = models.batch(2), models.build()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}

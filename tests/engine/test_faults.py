@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.ranks import RankError, run
+from tests.ranks import RankError, Ranks, run
 
 LIMIT = 6.0
 M = 6
@@ -103,6 +103,26 @@ def _of_each_culprit(tmp_path: Path, *args: Any) -> dict[int, dict[int, str]]:
 
 def struck(folder: Path) -> float:
     return float((folder / "struck").read_text())
+
+
+def _while_measured(rank: int, size: int, folder: str) -> float:
+    """Rank 1 fails while nodes are measured: the other two ranks with data of their own wait in a sum for it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    blocks: list[nn.Module] = list(models.build(mesh.get_group("ep"), layers=4))
+    if rank == 1:
+        blocks[3] = Saboteur(blocks[3], "raise", 1, "backward", folder)
+    engine = Engine(
+        blocks, build_schedule("combined_1f1b", microbatches=2), mesh=mesh, loss_fn=models.loss_fn, timeout=30
+    )
+    inputs, target = models.batch(2, seed=rank)
+    begun = time.monotonic()
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        engine.step(inputs, target=target)
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_fails_while_nodes_are_measured_ends_the_others_at_once(ranks4: Ranks, tmp_path: Path) -> None:
+    assert max(ranks4.run(_while_measured, str(tmp_path))) < 15
 
 
 PHASES = {"warm-up": (0, "forward"), "steady": (3, "forward"), "cool-down": (M - 1, "backward"), "sum": (0, "reduce")}

@@ -71,6 +71,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
 from overlap1f1b.engine.checkpoint.state import States, choose_files, file_of, pack, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, Slice, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport.boundary import is_partial
@@ -260,18 +261,18 @@ class _Held:
                     hang(self.model)
                 else:
                     self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
-                ties |= {p: name for name, p in getattr(stage, "__dict__", {}).get("tied", {}).items()}
+                ties |= {p: name for name, p in ties_in(stage).items()}
                 self.columns |= getattr(stage, "__dict__", {}).get("columns", {})
         else:
             self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
             own = {block for stage in engine.stages.values() for block in stage.blocks}
-            self.blocks = {name for name, child in self.model.named_children() if child in own}
+            self.blocks = {name for name, child in self.model._modules.items() if child in own}
         self.slice, self.slices = self.mesh.expert_slice
         self.sliced = {
             f"{path}.{label}".lstrip(".")
-            for path, module in self.model.named_modules()
+            for path, module in self.model.named_modules(remove_duplicate=False)
             if isinstance(module, Experts) and self.slices > 1
-            for label, parameter in module.named_parameters()
+            for label, parameter in module.named_parameters(remove_duplicate=False)
             if parameter not in engine.sharding.sliced
         }
         """Names of parameters that are sliced over the ranks that share the experts, without a DTensor that says so."""
@@ -305,7 +306,7 @@ class _Held:
                 f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
                 "state_dict with the parameters' names"
             )
-        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         left = frozen if stored == "trained" else set()
         return {
             f"model.{name}": self.whole(tensor, name)
@@ -584,6 +585,9 @@ class _Reading:
             except (KeyError, TypeError, ValueError) as error:
                 raise self._unreadable(error) from None
         stored = read_index(self.checkpoint, self.contents.files)
+        # Early versions stored a block that stands in two places under its first name alone.
+        again = held.model._modules.keys() - dict(held.model.named_children())
+        self.tensors = {key: t for key, t in self.tensors.items() if key in stored or key.split(".")[1] not in again}
         self._make_state(stored, numbers)
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)
@@ -666,7 +670,7 @@ class _Reading:
     def _compare_tensors(self, stored: Index) -> None:
         held, tensors = self.held, self.tensors
         partial = isinstance(self.engine.model, Mapping)  # other ranks' parameters may have any name
-        elsewhere = {name for name, _ in held.model.named_children() if not held.holds(name)}
+        elsewhere = {name for name in held.model._modules if not held.holds(name)}
         for key in tensors | dict(stored):
             if key.partition(".")[2].split(".")[0] in elsewhere or (partial and key not in tensors):
                 continue

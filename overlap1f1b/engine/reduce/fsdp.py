@@ -409,7 +409,7 @@ class ShardedReducer(Reduction):
             self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
             _set(group, _SETTINGS)
             for held in group.fsdp_params:
-                if _sums_beside(held):
+                if _sums_beside(held) and held._unsharded_param.requires_grad:
                     hook = _accumulating(held)
                     self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
         self.sharding.gather()

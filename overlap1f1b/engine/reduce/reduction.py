@@ -64,9 +64,12 @@ class Reduction:
         """Wait until nothing is in flight, so that the groups can be used for something else.
 
         On a device only what is queued from now on waits.
+
+        Raises:
+            LostRankError: A sum failed. A rank that went on would leave others to wait for it in the sum.
         """
         for flight in self._flights:
-            flight.settle(flight.lane.timeout.total_seconds())
+            flight.check()
             flight.order()
 
     def finish(self) -> None:

@@ -20,7 +20,8 @@ Ties = Mapping[int, Mapping[str, nn.Parameter]]
 class TiedReduction(Reduction):
     """Sums the gradients of tied parameters over the stages, after every other reduction.
 
-    Each stage has its own copy. Equal gradients, and an optimizer that treats the copies alike, keep them equal.
+    Stages have copies of their own, or stages of one rank the same object. Equal gradients, and an optimizer that
+    treats the copies alike, keep them equal.
     All ranks of the engine must make it.
 
     Args:
@@ -29,13 +30,17 @@ class TiedReduction(Reduction):
         mesh: Ranks of the engine.
 
     Raises:
-        ValueError: A tied parameter is a DTensor, or has other shapes on other stages, or is frozen on some alone.
+        ValueError: A tied parameter is a DTensor or has two names, or has other shapes on other stages, or is frozen on
+            some alone.
     """
 
     def __init__(self, ties: Ties, placement: Placement, mesh: Mesh) -> None:
+        names: dict[nn.Parameter, str] = {}
         for name, parameter in ((name, p) for tied in ties.values() for name, p in tied.items()):
             if isinstance(parameter, DTensor):
                 raise ValueError(f"{name} is tied over stages and a DTensor; allowed: no FSDP2 around tied parameters")
+            if names.setdefault(parameter, name) != name:
+                raise ValueError(f"a parameter is tied as {names[parameter]} and as {name}; allowed: one name")
         super().__init__()
         self.ties = ties
         mine = {
@@ -53,7 +58,8 @@ class TiedReduction(Reduction):
         for name, by_stage in shapes.items():
             if len(kinds := set(by_stage.values())) > 1:
                 raise ValueError(f"{name} is tied over stages with shapes {by_stage}; allowed: one shape")
-            self.repeated |= {tied[name] for stage, tied in ties.items() if name in tied and stage != min(by_stage)}
+            counted = ties.get(min(by_stage), {}).get(name)
+            self.repeated |= {tied[name] for tied in ties.values() if name in tied and tied[name] is not counted}
             holders = [set(placement.replicas(stage)) for stage in by_stage]
             ranks = sorted(set.union(*holders))
             if mesh.rank("pp") in ranks and not kinds.pop().endswith("frozen"):
@@ -65,9 +71,7 @@ class TiedReduction(Reduction):
         """Return the reduction of a model that is given as stages; empty if no rank has tied parameters."""
         ties: dict[int, Mapping[str, nn.Parameter]] = {}
         if isinstance(model, Mapping):
-            ties = {
-                number: stage.__dict__.get("tied", {}) for number, stage in model.items() if hasattr(stage, "__dict__")
-            }
+            ties = {number: ties_in(stage) for number, stage in model.items()}
         return [cls(ties, placement, mesh)] if any(mesh.every(any(ties.values())).values()) else []
 
     def begin(self, order: Sequence[Node]) -> None:
@@ -76,17 +80,26 @@ class TiedReduction(Reduction):
     def finish(self) -> None:
         # The last contribution of an embedding comes last of all.
         for name, group in self._groups.items():
-            held = {stage: tied[name] for stage, tied in sorted(self.ties.items()) if name in tied}
-            first, *_ = held.values()
+            held: dict[nn.Parameter, int] = {}  # with the first of its stages: one object has the sum over its stages
+            for stage, tied in sorted(self.ties.items()):
+                if name in tied:
+                    held.setdefault(tied[name], stage)
+            first, *_ = held
             total = first.new_zeros(first.shape)
-            for stage, parameter in held.items():
+            for parameter, stage in held.items():
                 if parameter.grad is not None and (group is None or self._first[stage]):
                     total += parameter.grad
             if group is not None:
                 group.allreduce([total]).wait()
-            for parameter in held.values():
+            for parameter in held:
                 parameter.grad = total.clone()
         super().finish()
+
+
+def ties_in(stage: object) -> Mapping[str, nn.Parameter]:
+    """Return the tied parameters of a stage that is given, by the name that all their stages use."""
+    tied: Mapping[str, nn.Parameter] = getattr(stage, "__dict__", {}).get("tied", {})
+    return tied
 
 
 def repeated(reductions: Sequence[object]) -> set[nn.Parameter]:

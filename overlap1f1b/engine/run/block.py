@@ -11,7 +11,7 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,7 +25,7 @@ from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode
-from overlap1f1b.engine.run.foreign import Form, Seen, Watched, check_back, form_of, kinds_of
+from overlap1f1b.engine.run.foreign import Call, Seen, Watched, check_back, kinds_of
 from overlap1f1b.engine.run.graph import edge_of, nodes_behind
 from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
@@ -408,23 +408,35 @@ class BlockRun:
             self._note(tensors, splits)
         return bool(self.foreign)
 
-    def _note(self, tensors: Sequence[Tensor], splits: Splits, function: Form | None = None) -> None:
+    def _note(self, tensors: Sequence[Tensor], splits: Splits, call: Call | None = None) -> None:
         assert self.seen is not None
         if isinstance(self._state, ModuleAttributes):
             self._state.look()
-        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), function))
+        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), call))
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
-        splits = self.stage.foreign.look(function, args, calls, result)
-        if splits is not None:
-            self._note((calls[0].input,), splits, form_of(function, args))
+        call = self.stage.foreign.look(function, args, calls, result)
+        if call is not None:
+            self._note((calls[0].input,), calls[0].splits, call)
 
-    def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
-        """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
+    def exchanged(
+        self,
+        tensor: Tensor,
+        send: Any,
+        receive: Any,
+        group: dist.ProcessGroup,
+        alone: Callable[[Splits], bool] | None = None,
+    ) -> Tensor | None:
+        """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
+
+        ``alone`` returns whether it is one and no more.
+        """
         forward = Forward.running()
         splits = splits_of(len(tensor), send, receive, group.size())
         if forward is not self.forward or forward is None or not self.hides((tensor,), splits, group):
+            return None
+        if alone is not None and not alone(splits):
             return None
         return suspend_for([tensor], splits)[0]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from operator import is_
 from threading import Lock
 from typing import Any, Protocol
@@ -19,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.run.foreign import (
-    Arguments,
     Form,
+    Known,
     Watched,
     form_of,
     functional_operations,
@@ -29,6 +30,7 @@ from overlap1f1b.engine.run.foreign import (
     watched_parts,
 )
 from overlap1f1b.engine.run.graph import ASKS, LAST, applying
+from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled
 
@@ -46,7 +48,7 @@ class Replaces(Protocol):
             for new ones.
     """
 
-    exchanging: dict[Form, Arguments]
+    exchanging: dict[Form, Known]
     watching: list[Watched] | None
 
     def entered(self, tensor: Tensor) -> Tensor:
@@ -58,8 +60,18 @@ class Replaces(Protocol):
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
 
-    def exchanged(self, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
-        """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
+    def exchanged(
+        self,
+        tensor: Tensor,
+        send: Any,
+        receive: Any,
+        group: dist.ProcessGroup,
+        alone: Callable[[Splits], bool] | None = None,
+    ) -> Tensor | None:
+        """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
+
+        ``alone`` returns whether it is one and no more.
+        """
 
 
 class CrossingMode(TorchFunctionMode):
@@ -222,9 +234,9 @@ def _changed() -> Iterator[None]:
         run = mode.run
         known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
-            brought = run.exchanged(*known.of(args))
+            brought = run.exchanged(*known.at.of(args), partial(known.hides, cls, args))
             if brought is not None:
-                return brought if known.output is None else args[known.output].copy_(brought)
+                return brought if known.at.output is None else args[known.at.output].copy_(brought)
         if run.watching is None or cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
         before, calls = run.watching, list[Watched]()

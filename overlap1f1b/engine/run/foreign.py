@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from functools import reduce
+from numbers import Integral
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -39,13 +41,13 @@ class Seen(NamedTuple):
         send: Rows to each rank.
         receive: Rows from each rank.
         kinds: Dtype of each of its tensors, and shape of a row.
-        function: Form of the Function that made it; None if no Function did.
+        call: The call of a Function that made it; None if no Function did.
     """
 
     send: list[int]
     receive: list[int]
     kinds: Kinds
-    function: Form | None = None
+    call: Call | None = None
 
 
 class ForeignExchange(NamedTuple):
@@ -102,13 +104,13 @@ class Foreign:
 
     def __init__(self) -> None:
         self.ranks: Sequence[int] = ()
-        self.functions: dict[Form, Arguments] = {}
+        self.functions: dict[Form, Known] = {}
         self.tried: dict[str, Trial] = {}
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
 
-    def look(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> Splits | None:
-        """Note a call of a Function; return the sizes of its all-to-all if it may be hidden.
+    def look(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> Call | None:
+        """Note a call of a Function; return it if it may be hidden.
 
         Args:
             function: The Function.
@@ -126,15 +128,19 @@ class Foreign:
         if not places or trial.form != form:  # another Function may have the same name
             trial.places = ()
             return None
-        if trial.places is None:  # without values, which would be kept to the step's end
-            trial.args = [_empty(a) if _differs(a) or _same(result, a) else a for a in args]
-            trial.places = places
-        else:
-            trial.places = trial.places and _common(trial.places, places)
-        return calls[0].splits
+        trial.places = places if trial.places is None else trial.places and _common(trial.places, places)
+        told, splits = frozenset[int | None]().union(*places), calls[0].splits
+        texts = tuple([() if at in told else texts_of(argument, splits) for at, argument in enumerate(args)])
+        if texts not in trial.calls:  # without values, which would be kept to the step's end
+            trial.calls[texts] = [_empty(a) if isinstance(a, Tensor) else a for a in args]
+        return Call(form, texts)
 
     def _others(self, call: Watched) -> bool:
         return list(self.ranks) != dist.get_process_group_ranks(call.group)
+
+    def _hides(self, call: Call) -> bool:
+        known = self.functions.get(call.form)
+        return known is not None and bool(known.verdict(call.texts))
 
     def shown(self) -> dict[int, Shown]:
         """Return what this rank's microbatches have shown of each block."""
@@ -143,7 +149,7 @@ class Foreign:
             block: reduce(
                 and_,
                 [
-                    Shown.by([one for one in every if one.function is None or one.function in self.functions])
+                    Shown.by([one for one in every if one.call is None or self._hides(one.call)])
                     for every in by_microbatch.values()
                 ],
             )
@@ -217,8 +223,10 @@ class Arguments(NamedTuple):
 Form = tuple[type, tuple[Any, ...]]
 """A Function, and what its arguments are: None, a flag or a number with a fraction; ``...`` for any other value.
 
-Calls of another form may do something else with their arguments.
+Calls of another form may do something else with their arguments. So may calls of one form with other :data:`Texts`.
 """
+Texts = tuple[tuple[str, ...], ...]
+"""Each argument of a call as :func:`texts_of`; nothing for one that says what is exchanged."""
 _FLAGS = (type(None), bool, float, str)
 
 
@@ -233,6 +241,96 @@ def text_of(form: Form) -> str:
     return f"{function.__module__}.{function.__qualname__}({', '.join('…' if f is ... else repr(f) for f in flags)})"
 
 
+def texts_of(argument: Any, splits: Splits) -> tuple[str, ...]:
+    """Return a value, the same text on all ranks, and how it follows from the sizes; nothing if it may hide anything.
+
+    Tensors and objects of a user's own may change without a trace.
+    """
+    if isinstance(argument, Integral):
+        sizes = {"rows sent": sum(splits.send), "rows received": sum(splits.receive)}
+        return (str(int(argument)), *[name for name, size in sizes.items() if size == argument])
+    if isinstance(argument, Enum) or type(argument) in (*_FLAGS, torch.dtype, torch.device):
+        return (repr(argument),)
+    if isinstance(argument, dist.ProcessGroup):
+        return (f"ranks {dist.get_process_group_ranks(argument)}",)
+    if isinstance(argument, tuple | list):
+        first, *others = [texts_of(part, splits) for part in argument] or [("",)]
+        return tuple([f"({', '.join([text, *[o[0] for o in others]])})" for text in first if all(others)])
+    return ()
+
+
+class Call(NamedTuple):
+    """A call of a Function in the first step."""
+
+    form: Form
+    texts: Texts
+
+
+class Known(NamedTuple):
+    """A form of a Function that is an all-to-all, at least in some of its calls.
+
+    Args:
+        at: Positions of the all-to-all's arguments.
+        fixed: Texts of each other argument, one of which every call has.
+        varied: Positions of arguments that differ between calls.
+        tried: Whether it is an all-to-all, by the values of these.
+    """
+
+    at: Arguments
+    fixed: Mapping[int, frozenset[str]]
+    varied: tuple[int, ...]
+    tried: dict[tuple[str, ...], bool]
+
+    @classmethod
+    def of(cls, form: Form, shown: Sequence[tuple[Places, Sequence[Texts]]]) -> Known | None:
+        """Return what all ranks have shown of a form, not tried yet; None if it is no all-to-all.
+
+        Nor is it one if its calls differ between ranks, or in a way that nobody can tell.
+        """
+        at = _told(reduce(_common, [places for places, _ in shown]) if all(places for places, _ in shown) else ())
+        if at is None:
+            return None
+        calls = [texts for _, every in shown for texts in every]
+        rest = [position for position, flag in enumerate(form[1]) if flag is ... and position not in at]
+        common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
+        found = cls(
+            at, {p: texts for p, texts in common.items() if texts}, tuple([p for p in rest if not common[p]]), {}
+        )
+        by_rank = [{found.values(texts) for texts in every} for _, every in shown]
+        if any(values != by_rank[0] for values in by_rank) or any("" in values for values in by_rank[0]):
+            return None
+        return found._replace(tried=dict.fromkeys(sorted(by_rank[0]), False))
+
+    def values(self, texts: Mapping[int, tuple[str, ...]] | Texts) -> tuple[str, ...]:
+        """Return the values of the arguments that differ between calls; empty for one that may hide anything."""
+        return tuple([texts[position][0] if texts[position] else "" for position in self.varied])
+
+    def verdict(self, texts: Mapping[int, tuple[str, ...]] | Texts) -> bool | None:
+        """Return whether a call is an all-to-all; None if the first step had no such call."""
+        if any(known.isdisjoint(texts[position]) for position, known in self.fixed.items()):
+            return None
+        return self.tried.get(self.values(texts))
+
+    def hides(self, function: type, args: Sequence[Any], splits: Splits) -> bool:
+        """Return whether a call is an all-to-all.
+
+        Raises:
+            ValueError: The first step had no such call, so that nobody has tried it.
+        """
+        if not self.fixed and not self.varied:
+            return self.tried[()]
+        texts = {position: texts_of(args[position], splits) for position in (*self.fixed, *self.varied)}
+        verdict = self.verdict(texts)
+        if verdict is None:
+            given = [", ".join(found[:1]) or type(args[position]).__name__ for position, found in sorted(texts.items())]
+            raise ValueError(
+                f"{function.__module__}.{function.__qualname__} is called with {', '.join(given)} besides rows, sizes "
+                "and group, and no such call was in the first step; allowed: values of the first step, or numbers of "
+                "the rows that it sends or receives"
+            )
+        return verdict
+
+
 Places = tuple[frozenset[int | None], ...]
 """Where each field of :class:`Arguments` may stand among a Function's arguments; nowhere if it is no all-to-all."""
 
@@ -244,14 +342,14 @@ class Trial:
         form: The form.
 
     Attributes:
-        args: Arguments of its first call; the tensors that travel without values.
+        calls: Arguments of the first call with each texts; tensors without values.
         places: Where its arguments stand; None before a call has shown it.
         exchanges: Whether it has exchanged over the ranks that share the experts.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.args: list[Any] = []
+        self.calls: dict[Texts, list[Any]] = {}
         self.places: Places | None = None
         self.exchanges = False
 
@@ -361,38 +459,48 @@ def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
     All ranks must call this. A Function is tried on all ranks that share the experts, or on none of them.
     """
     mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
-    every = mesh.gathered_by_experts({place: trial.places or () for place, trial in mine.items()})
-    verdicts: dict[tuple[int, str], bool] = {}
+    every = mesh.gathered_by_experts({place: (trial.places or (), list(trial.calls)) for place, trial in mine.items()})
+    found: dict[tuple[int, str], Known | None] = {}
     for place in sorted(set().union(*every)):
-        verdicts[place] = False
-        if all(shown.get(place) for shown in every):
-            common = every[0][place]
-            for shown in every[1:]:
-                common = _common(common, shown[place])
-            mine[place].places = common
-            arguments = _told(common)
-            verdicts[place] = arguments is not None and _exchanges_alone(mine[place], arguments)
+        on_all = all(place in shown for shown in every)
+        found[place] = known = Known.of(mine[place].form, [shown[place] for shown in every]) if on_all else None
+        if known is not None:
+            first = {known.values(texts): args for texts, args in reversed(mine[place].calls.items())}
+            for values in known.tried:
+                known.tried[values] = _exchanges_alone(mine[place].form[0], first[values], known.at)
     verdicts = mesh.combined(
-        verdicts, lambda _, parts: {at: all(part.get(at, True) for part in parts) for at in set().union(*parts)}
+        {place: {} if known is None else known.tried for place, known in found.items()},
+        lambda _, parts: {at: _of_all([part[at] for part in parts if at in part]) for at in set().union(*parts)},
     )
-    for (number, text), trial in mine.items():
-        foreign, arguments = stages[number], _told(trial.places)
-        if verdicts[number, text] and arguments is not None:
-            foreign.functions[trial.form] = arguments
-        elif trial.exchanges:
+    for place, trial in mine.items():
+        (number, text), known, tried = place, found[place], verdicts[place]
+        if known is not None and any(tried.values()):
+            stages[number].functions[trial.form] = known._replace(tried=tried)
+        standing = sorted(values for values, alone in tried.items() if not alone)
+        if trial.exchanges and (standing or not tried):
             warnings.warn(
-                f"{text} exchanges rows where it stands, and is not hidden; allowed: one all_to_all_single and no "
-                "more, forward and backward, whose sizes are given as arguments, two for both ways",
+                f"{text}{_besides(standing)} exchanges rows where it stands, and is not hidden; allowed: one "
+                "all_to_all_single and no more, forward and backward, whose sizes are given as arguments, two for both "
+                "ways, and besides these no tensors or objects, and the same values on all ranks",
                 stacklevel=2,
             )
     for foreign in stages.values():
         foreign.tried.clear()
 
 
-def _exchanges_alone(trial: Trial, at: Arguments) -> bool:
+def _of_all(tables: Sequence[Mapping[tuple[str, ...], bool]]) -> dict[tuple[str, ...], bool]:
+    """Return the verdicts that hold on all ranks; none if a form is no all-to-all on some rank."""
+    every = set().union(*tables) if all(tables) else set[tuple[str, ...]]()
+    return {values: all(table.get(values, True) for table in tables) for values in every}
+
+
+def _besides(standing: Sequence[tuple[str, ...]]) -> str:
+    return f" with {', '.join(standing[0])}" if standing and standing[0] else ""
+
+
+def _exchanges_alone(function: Any, given: Sequence[Any], at: Arguments) -> bool:
     """Return whether a Function makes of random rows, and of random gradients, what an all-to-all makes of them."""
-    function: Any = trial.form[0]
-    rows, send, receive, group = at.of(trial.args)
+    rows, send, receive, group = at.of(given)
     splits, by = splits_of(len(rows), send, receive, group.size()), build_exchange(group, device=rows.device.type)
     generator = torch.Generator(rows.device).manual_seed(group.rank())
 
@@ -400,7 +508,7 @@ def _exchanges_alone(trial: Trial, at: Arguments) -> bool:
         made = torch.randn(count, *rows.shape[1:], generator=generator, device=rows.device)
         return made.to(rows.dtype)
 
-    args = list(trial.args)
+    args = list(given)
     sent = some(len(rows)).requires_grad_()
     if at.output is not None:
         args[at.output] = rows.new_empty(sum(splits.receive), *rows.shape[1:])

@@ -26,6 +26,16 @@ from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
 
 
+def check_gradients_possible() -> None:
+    """Check that this thread can make a graph.
+
+    Raises:
+        ValueError: It is in inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("a step with gradients under torch.inference_mode(); allowed: outside of it, or evaluate()")
+
+
 def next_sequence_number() -> int:
     """Return a number below the numbers of all autograd nodes that this thread makes next, and above earlier ones."""
     with torch.enable_grad():

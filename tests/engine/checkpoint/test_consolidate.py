@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b import consolidate
-from tests.engine.checkpoint.test_save import Tiny, flip, joined, save_on
+from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.checkpoint.save import _Held
+from overlap1f1b.schedule import build_schedule
+from tests.engine.checkpoint.test_save import Dense, Slice, Tiny, flip, joined, save_on
 from tests.ranks import Ranks
 
 
@@ -54,3 +60,85 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
         consolidate(path, tmp_path / "other")
     with pytest.raises(ValueError, match="does not exist"):
         consolidate(tmp_path / "step-00000009", tmp_path / "other")
+
+
+class Around(nn.Module):
+    """A block around a module."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+
+class Again(nn.Sequential):
+    """Blocks in two places, and modules and parameters that blocks share."""
+
+    def __init__(self, group: Any = None, seed: int = 0) -> None:
+        source = torch.Generator().manual_seed(seed)
+        dense, experts, head = Dense(3, source), Slice(group, source), nn.Linear(3, 3, bias=False)
+        head.weight = dense.weight
+        super().__init__(dense, experts, dense, experts, Around(experts), Around(dense), head)
+        self.optimizer = torch.optim.AdamW(self.parameters())
+
+    def engine(self, mesh: DeviceMesh | None, *, stages: int = 1) -> Engine:
+        program = build_schedule("1f1b", ranks=stages, microbatches=stages)
+        weights = None if stages == 1 else [0.0] * 7 + [1.0]
+        return Engine(self, program, mesh=mesh, loss_fn=torch.mean, timeout=30, weights=weights)
+
+
+def again_on(rank: int, size: int, folder: Path) -> bool:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    saved, loaded = Again(mesh.get_group("ep")), Again(mesh.get_group("ep"), seed=1)
+    save_checkpoint(saved.engine(mesh), folder, 1, saved.optimizer)
+    load_checkpoint(loaded.engine(mesh), folder, loaded.optimizer)
+    return all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())
+
+
+def test_a_module_in_two_places_has_both_names(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(again_on, tmp_path / "run") == [True, True]
+    wanted = Again().state_dict()
+    found = load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    one = Again(seed=1)
+    load_checkpoint(one.engine(None), tmp_path / "run", one.optimizer)
+    assert all(torch.equal(one.state_dict()[name], wanted[name]) for name in wanted)
+
+
+def again_over_stages(rank: int, size: int, folder: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    model = Again()
+    model.append(nn.Linear(3, 3))
+    engine = model.engine(mesh, stages=size)
+    optimizer = torch.optim.AdamW(engine.parameters())
+    save_checkpoint(engine, folder, 1, optimizer)
+    load_checkpoint(engine, folder, optimizer)
+    return list(model.state_dict())
+
+
+def test_over_stages(ranks2: Ranks, tmp_path: Path) -> None:
+    names, _ = ranks2.run(again_over_stages, tmp_path / "run")
+    assert load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors").keys() == set(names)
+
+
+def test_frozen_parameters_of_a_second_place_are_not_trained(tmp_path: Path) -> None:
+    model = Again()
+    save_checkpoint(model.engine(None), tmp_path / "run", 1, model.optimizer, model="trained")
+    found = load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors")
+    assert found.keys() == {name for name in model.state_dict() if not name.endswith("frozen")}
+
+
+def test_early_checkpoints_have_a_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, loaded = Again(), Again(seed=1)
+    with monkeypatch.context() as patch:
+        tensors = _Held.tensors
+        patch.setattr(
+            _Held,
+            "tensors",
+            lambda held, stored: {
+                name: t for name, t in tensors(held, stored).items() if name.split(".")[1] not in ("2", "3")
+            },
+        )
+        save_checkpoint(saved.engine(None), tmp_path, 1, saved.optimizer)
+    load_checkpoint(loaded.engine(None), tmp_path, loaded.optimizer)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())

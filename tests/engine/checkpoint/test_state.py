@@ -166,7 +166,7 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
     run = Run({})
     path = run.save(tmp_path, state={"scheduler": run.scheduler})
     start = re.escape(f"checkpoint {path}: it has ")
-    with pytest.raises(ValueError, match=start + r"no state\['loader'\]; allowed: those .*\(random, scheduler\)$"):
+    with pytest.raises(ValueError, match=start + r"no state\['loader'\]; allowed: random, scheduler$"):
         run.load(tmp_path)
     with pytest.raises(ValueError, match=start + r"state\['scheduler'\], this run has none; allowed: an object for"):
         run.load(tmp_path, state=None)

@@ -148,27 +148,41 @@ class Sometimes(models.Block):
         return super().forward(x + self.side(x) if dist.get_rank() == 0 else x)
 
 
-def _mixed_precision(rank: int, size: int, reduce_dtype: torch.dtype | None) -> list[str]:
+class Frozen(models.Block):
+    """A block that trains only some of its parameters, as under LoRA."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
+        for part in (self.norm, self.mix, next(self.experts[0].parameters())):
+            part.requires_grad_(False)
+
+
+def _mixed_precision(rank: int, size: int, reduce_dtype: torch.dtype | None, frozen: bool) -> list[str]:
     """bfloat16 parameters, with gradients summed in the same dtype over microbatches and over ranks."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     # Before torch 2.15 its own loop fails where a parameter that is summed in another dtype is not reached.
     block = Sometimes if reduce_dtype is None or torch.__version__ >= "2.15" else models.Block
+    block = Frozen if frozen else block
     expected = own_loop(wrapped("blocks", mesh, policy=policy, block=block), data, 3, size)
     problems = []
     for program in programs(3):
         for overlap in ("serial", 3):
             model = wrapped("blocks", mesh, policy=policy, block=block)
             engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
-            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+            assert all(
+                p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad
+            )
+            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
             problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
     return problems
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
-def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks, reduce_dtype: torch.dtype | None) -> None:
-    assert ranks2.run(_mixed_precision, reduce_dtype) == [[], []]
+def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks, reduce_dtype: torch.dtype | None, frozen: bool) -> None:
+    assert ranks2.run(_mixed_precision, reduce_dtype, frozen) == [[], []]
 
 
 def _several_steps(rank: int, size: int) -> list[str]:

@@ -26,12 +26,13 @@ class Stage(nn.Module):
         self.__dict__ |= {"blocks": blocks, "tied": tied}
 
 
-def build(held: list[int], stages: int, name: str = "weight") -> dict[int, Stage]:
-    """Stages of a model whose head is tied to its embedding, each with a copy of the weight."""
+def build(held: list[int], stages: int, name: str = "weight", *, copy: bool = True) -> dict[int, Stage]:
+    """Stages of a model whose head is tied to its embedding, each with a copy of the weight unless both are held."""
     blocks = list(models.build(tied=True))
     embedding, head = blocks[0], blocks[-1]
     assert isinstance(embedding, nn.Embedding)
-    head.weight = nn.Parameter(embedding.weight.detach().clone())
+    if copy or not {0, stages - 1} <= set(held):
+        head.weight = nn.Parameter(embedding.weight.detach().clone())
     cut = [blocks[:2], blocks[2:]] if stages == 2 else [blocks[:1], blocks[1:3], blocks[3:4], blocks[4:]]
     ends = {0: {name: embedding.weight}, stages - 1: {"weight": head.weight}}
     return {number: Stage(cut[number], ends.get(number, {})) for number in held}
@@ -46,11 +47,12 @@ def reference(steps: int) -> tuple[Tensor, float]:
     return model.get_parameter("0.weight").grad.clone(), float(norm)
 
 
-def _summed(rank: int, size: int, schedule: str, chunks: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    program = build_schedule(schedule, ranks=size, microbatches=MICROBATCHES, chunks=chunks)
-    held = sorted({stage for _, stage in program.placement.places(rank)})
-    stages = build(held, program.placement.stages)
+def _summed(rank: int, size: int, schedule: str, chunks: int, along: str = "pp", copy: bool = True) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(along,))
+    ranks = size if along == "pp" else 1
+    program = build_schedule(schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=chunks)
+    held = sorted({stage for _, stage in program.placement.places(rank % ranks)})
+    stages = build(held, program.placement.stages, copy=copy)
     engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
     inputs, target = models.batch(MICROBATCHES)
     for steps in (1, 2):
@@ -69,14 +71,57 @@ def test_gradients_are_summed_over_stages(ranks2: Ranks, schedule: str, chunks: 
     ranks2.run(_summed, schedule, chunks)
 
 
-def test_two_stages_of_one_rank() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "along"), [("dualpipev", 2, "pp"), ("dualpipe", 1, "pp"), ("interleaved_1f1b", 2, "dp")]
+)
+def test_stages_of_one_rank_hold_one_object(ranks2: Ranks, schedule: str, chunks: int, along: str) -> None:
+    ranks2.run(_summed, schedule, chunks, along, False)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_two_stages_of_one_rank(copy: bool) -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
-    stages = build([0, 1], 2)
+    stages = build([0, 1], 2, copy=copy)
     inputs, target = models.batch(MICROBATCHES)
-    Engine(stages, program, loss_fn=models.loss_fn, costs=COSTS).step(inputs, target=target)
-    expected, _ = reference(1)
-    for stage in stages.values():
-        torch.testing.assert_close(stage.tied["weight"].grad, expected)
+    engine = Engine(stages, program, loss_fn=models.loss_fn, costs=COSTS)
+    for steps in (1, 2):
+        engine.step(inputs, target=target)
+        expected, norm = reference(steps)
+        for stage in stages.values():
+            torch.testing.assert_close(stage.tied["weight"].grad, expected)
+    assert float(engine.clip_gradients(1e9)) == pytest.approx(norm, rel=1e-5)
+
+
+def _one_object_on_one_rank(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+    with pytest.raises(ValueError, match=r"parameter weight of .* of stage 1"):
+        Engine(build([0, 1], 2, copy=rank > 0), program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
+
+
+def test_one_object_on_one_rank_alone_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_one_object_on_one_rank)
+
+
+def test_one_object_that_one_stage_does_not_name_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_named_on_one_stage)
+
+
+def _named_on_one_stage(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+    stages = build([0, 1], 2, copy=False)
+    stages[1].tied.clear()
+    with pytest.raises(
+        ValueError, match=r"^parameter weight of a \w+ belongs to two stages; .* attribute tied of both"
+    ):
+        Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
+
+
+def test_two_names_are_refused() -> None:
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+    with pytest.raises(ValueError, match=r"^a parameter is tied as embedding and as weight; allowed: one name"):
+        Engine(build([0, 1], 2, "embedding", copy=False), program, loss_fn=models.loss_fn, costs=COSTS)
 
 
 def test_frozen_weights_get_no_gradient() -> None:

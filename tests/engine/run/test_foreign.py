@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -338,6 +339,143 @@ def _functions(rank: int, size: int) -> list[str]:
 def test_a_function_that_does_more_than_an_all_to_all_stays_where_it_stands(ranks2: Ranks) -> None:
     """Backwards that are asked about once, flags, calls with and without sizes; on all ranks alike."""
     assert ranks2.run(_functions, timeout=120) == [[], []]
+
+
+class Mode(Enum):
+    PLAIN, DOUBLE = 1, 2
+
+
+class Factor:
+    """An object of a user's own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Scaled(torch.autograd.Function):
+    """An all-to-all with one more argument, whose backward multiplies by it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receive: Any, send: Any, group: Any, scale: Any) -> Tensor:
+        ctx.given = receive, send, group, scale
+        output = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        receive, send, group, scale = ctx.given
+        factor = getattr(scale, "value", scale)
+        back = Scaled.apply(grads[0], send, receive, group, 1)
+        return back if isinstance(factor, tuple) else back * int(factor), None, None, None, None
+
+
+class Sized(torch.autograd.Function):
+    """An all-to-all that is told how many rows it brings, and the shape of what it sends."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receive: Any, send: Any, group: Any, count: int, shape: Any) -> Tensor:
+        ctx.given = receive, send, group, len(rows), (count, *shape[1:])
+        output = rows.new_empty((count, *shape[1:]))
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return Sized.apply(grads[0], ctx.given[1], ctx.given[0], *ctx.given[2:]), *[None] * 5
+
+
+class Uneven(nn.Module):
+    """Two exchanges of sizes that differ between microbatches, by ``apply(rows, receive, send, group, numbers)``."""
+
+    def __init__(self, group: dist.ProcessGroup, there: Any, back: Any) -> None:
+        super().__init__()
+        self.group, self.there, self.back = group, there, back
+        self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        most = int(x[0, 0].abs() * 8) % 4  # of the rows, to this rank itself; each rank sends the other one three
+        send = [most, 3][:: 1 if self.group.rank() == 0 else -1]
+        y = self.a(x)[: sum(send)]
+        y = self.there(y, list(send), send, self.group)
+        y = self.back(self.b(y), send, list(send), self.group)
+        return x + F.pad(y, (0, 0, 0, len(x) - len(y)))
+
+
+def scaled(scale: Any) -> Any:
+    return lambda rows, receive, send, group: Scaled.apply(rows, receive, send, group, scale)
+
+
+def sized(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
+    return Sized.apply(rows, receive, send, group, sum(receive), rows.shape)
+
+
+def by_rank(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
+    return Scaled.apply(rows, receive, send, group, (group.rank(),))
+
+
+BESIDES: dict[str, tuple[Any, Any, int]] = {
+    "a number": (scaled(1), scaled(2), 1),
+    "a number, the other way round": (scaled(2), scaled(1), 1),
+    "several numbers of nothing": (scaled((1, 2)), scaled((1, 3)), 2),
+    "an enumeration": (scaled(Mode.PLAIN), scaled(Mode.DOUBLE), 1),
+    "objects": (scaled(Factor(1)), scaled(Factor(2)), 0),
+    "tensors": (scaled(torch.tensor(1)), scaled(torch.tensor(2)), 0),
+    "numbers of rows": (sized, sized, 2),
+    "other values on other ranks": (by_rank, scaled((5,)), 0),
+}
+"""Two exchanges with arguments besides rows, sizes and group, and how many of them are hidden."""
+
+
+def _besides(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    problems = []
+    for how, (there, back, exchanges) in BESIDES.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            problems += compare(
+                how,
+                lambda there=there, back=back: nn.Sequential(  # type: ignore[misc]
+                    Uneven(mesh.get_group("ep"), there, there), Uneven(mesh.get_group("ep"), back, back)
+                ),
+                mesh,
+                exchanges=2 * 2 * MICROBATCHES * exchanges,
+            )
+        lines = [str(one.message) for one in told if "exchanges rows where it stands" in str(one.message)]
+        problems += [f"{how}: warnings {lines}"] * (len(lines) != (exchanges < 2))
+    return problems
+
+
+def test_arguments_besides_rows_sizes_and_group(ranks2: Ranks) -> None:
+    """Each value is tried, numbers of rows may change, and what nobody can compare stays where it stands."""
+    assert ranks2.run(_besides, timeout=120) == [[], []]
+
+
+def _changing_value(rank: int, size: int, on: int) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    scale = [1]
+
+    def there(*given: Any) -> Any:
+        return scaled(scale[0])(*given)
+
+    model = nn.Sequential(Uneven(mesh.get_group("ep"), there, scaled(1)))
+    engine, data = engine_of(model, mesh, timeout=10), batch(rank)
+    engine.step(data[0], target=data[1])
+    scale[0] = 2 if rank >= on else 1
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.step(data[0], target=data[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_value_that_nobody_has_tried_is_refused(ranks2: Ranks, on: int) -> None:
+    wanted = (
+        "tests.engine.run.test_foreign.Scaled is called with 2 besides rows, sizes and group, and no such call was in "
+        "the first step; allowed: values of the first step, or numbers of the rows that it sends or receives"
+    )
+    told = ranks2.run(_changing_value, on, timeout=60)
+    assert told[1].splitlines()[0] == wanted
+    assert wanted in told[0]
 
 
 def seen(send: list[int], receive: list[int], width: int = 3) -> Seen:
