@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
-from overlap1f1b.engine.run.graph import graph_nodes
+from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell
@@ -164,7 +164,7 @@ class Layer(MicrobatchBlock):
         """Check once that no output depends on another block's parameters: their gradients would be lost."""
         if not self._checked and torch.is_grad_enabled():
             own = {id(p) for p in self.parameters()}
-            for node in graph_nodes(t for t in outputs if t is not None):
+            for node in nodes_behind(t.grad_fn for t in outputs if t is not None and t.grad_fn is not None):
                 leaf = getattr(node, "variable", None)
                 if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                     raise ValueError(
