@@ -37,7 +37,7 @@ class Steps(Protocol):
 def read_events(
     file: IO[str], take: Callable[[Event], None], steps: Steps, *, seen: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Pass on every event of a trace, or every step of a record; return the other top-level values, with True for each.
+    """Pass on the events of a trace or the steps of a record; return the other top-level values, and True for an array.
 
     If the file is an array itself, its elements are passed on as events.
 
