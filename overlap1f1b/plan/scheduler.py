@@ -44,7 +44,6 @@ class _Open:
     """An action whose nodes are being issued.
 
     Args:
-        action: The action.
         chain: Its nodes that were not issued yet when it opened.
         turn: Position of its microbatch in the order in which gradients are summed.
         needs: Actions of this rank that must end before it begins.

@@ -127,12 +127,7 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
 
 
 class Lanes:
-    """The intervals in which the resources of a rank work in one step.
-
-    Args:
-        recording: The rank.
-        step: One of its steps.
-    """
+    """The intervals in which the resources of a rank work in one step."""
 
     def __init__(self, recording: Recording, step: StepRecord) -> None:
         self.recording, self.step = recording, step
