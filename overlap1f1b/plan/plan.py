@@ -42,12 +42,6 @@ class Plan:
         (nodes,) = self.ranks
         return nodes
 
-    @property
-    def shape(self) -> StageShape:
-        """The blocks of the only stage."""
-        (shape,) = self.shapes
-        return shape
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
@@ -59,11 +53,6 @@ class Plan:
         shapes = tuple(tuple(block._replace(reduced=False) for block in shape) for shape in self.shapes)
         ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)
         return replace(self, shapes=shapes, ranks=ranks)
-
-    @property
-    def peak_activations(self) -> int:
-        """Peak number of (stage, microbatch) between forward and end of backward, over all ranks."""
-        return max(map(self.live, range(len(self.ranks))))
 
     @property
     def peak_held(self) -> int:
