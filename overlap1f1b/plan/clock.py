@@ -48,9 +48,9 @@ class _Transfer:
         self.shared: list[_Time] = []  # times in which it has half of a link
 
     def share(self, since: float, alone: float) -> None:
-        """Have half of a link beside an exchange that would take ``alone``; with a later one at the other end a third.
+        """Delay this transfer by an exchange that takes ``alone`` and shares its link.
 
-        There the half that comes from the first end competes with an exchange that has its whole link.
+        Time that two such delays cover counts once.
         """
         shared = since, since + 2 * alone
         self.end += sum([end - start for start, end in _without(shared, self.shared)]) / 2
