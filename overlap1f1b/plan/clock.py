@@ -299,7 +299,7 @@ def play_clocks(
             node = nodes[position]
             needed = clock.needed(node)
             if needed == _FOREVER:
-                waiting.setdefault((node.pipe, node.stage, node.microbatch, node.kind), []).append(rank)
+                waiting.setdefault(node.chain, []).append(rank)
                 break
             if costs.shared_links and max(clock.now, needed) > time:  # until then others may delay a transfer
                 heappush(ready, (max(clock.now, needed), rank))
