@@ -11,29 +11,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Engine": "engine",
-    "Profile": "engine",
-    "Stage": "engine",
-    "StepResult": "engine",
-    "combined_forward_backward_step": "engine",
-    "consolidate": "engine",
-    "load_checkpoint": "engine",
-    "save_checkpoint": "engine",
-    "NodeCosts": "plan",
-    "Plan": "plan",
-    "compile": "plan",
-    "Action": "schedule",
-    "Pair": "schedule",
-    "Placement": "schedule",
-    "Program": "schedule",
-    "build_schedule": "schedule",
-    "Costs": "simulation",
-    "PlanTimeline": "simulation",
-    "ProgramTimeline": "simulation",
-    "Timeline": "simulation",
-    "simulate": "simulation",
-    "synthesize": "simulation",
-    "exchange": "transport.calls",
+    name: home
+    for home, names in {
+        "engine": "Engine Profile Stage StepResult combined_forward_backward_step consolidate load_checkpoint "
+        "save_checkpoint",
+        "plan": "NodeCosts Plan compile",
+        "schedule": "Action Pair Placement Program build_schedule",
+        "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate synthesize",
+        "transport.calls": "exchange",
+    }.items()
+    for name in names.split()
 }
 
 if TYPE_CHECKING:

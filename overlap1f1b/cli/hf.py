@@ -22,7 +22,6 @@ class HfModel(Part):
 
     Args:
         options: ``hf_config`` names the configuration.
-        rank: This process.
         program: The program to play.
 
     Raises:

@@ -13,7 +13,7 @@ from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
-from overlap1f1b.engine.result import PlayedStep, StepResult
+from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.blocks import MicrobatchBlock, blocks_of
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.run.stage import Stage
@@ -29,7 +29,6 @@ __all__ = [
     "LostRankError",
     "Microbatch",
     "MicrobatchBlock",
-    "PlayedStep",
     "Profile",
     "Recorder",
     "Saving",

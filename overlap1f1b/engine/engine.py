@@ -443,7 +443,7 @@ class Engine:
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
         with (
             self.guarded(lambda: self._at(plan)),
-            self.player.observed_step(),
+            contextlib.nullcontext() if self.player.recorder is None else self.player.recorder.step(),
             choosing(blocks) if first else contextlib.nullcontext(),
         ):
             # 1. All ranks have the same plan and the same parameters.

@@ -8,7 +8,6 @@ from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     RECOMPUTES,
     RESOURCE_OF,
-    SEGMENT_BEHIND,
     BlockShape,
     Node,
     Op,
@@ -32,7 +31,6 @@ from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 __all__ = [
     "RECOMPUTES",
     "RESOURCE_OF",
-    "SEGMENT_BEHIND",
     "ActionRange",
     "BlockShape",
     "Chains",

@@ -48,9 +48,9 @@ class _Transfer:
         self.shared: list[_Time] = []  # times in which it has half of a link
 
     def share(self, since: float, alone: float) -> None:
-        """Have half of a link beside an exchange that would take ``alone``; with a later one at the other end a third.
+        """Delay this transfer by an exchange that takes ``alone`` and shares its link.
 
-        There the half that comes from the first end competes with an exchange that has its whole link.
+        Time that two such delays cover counts once.
         """
         shared = since, since + 2 * alone
         self.end += sum([end - start for start, end in _without(shared, self.shared)]) / 2
@@ -299,7 +299,7 @@ def play_clocks(
             node = nodes[position]
             needed = clock.needed(node)
             if needed == _FOREVER:
-                waiting.setdefault((node.pipe, node.stage, node.microbatch, node.kind), []).append(rank)
+                waiting.setdefault(node.chain, []).append(rank)
                 break
             if costs.shared_links and max(clock.now, needed) > time:  # until then others may delay a transfer
                 heappush(ready, (max(clock.now, needed), rank))

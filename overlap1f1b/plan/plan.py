@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from overlap1f1b.plan.node import Node, Op, StageShape
-from overlap1f1b.schedule import Kind, Program
+from overlap1f1b.schedule import Action, Kind, Program
 
 Overlap = Literal["serial", "pairs"] | int
 """Degree of interleaving: none, inside a program's pairs, or k consecutive actions at a time."""
@@ -42,12 +42,6 @@ class Plan:
         (nodes,) = self.ranks
         return nodes
 
-    @property
-    def shape(self) -> StageShape:
-        """The blocks of the only stage."""
-        (shape,) = self.shapes
-        return shape
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
@@ -59,11 +53,6 @@ class Plan:
         shapes = tuple(tuple(block._replace(reduced=False) for block in shape) for shape in self.shapes)
         ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)
         return replace(self, shapes=shapes, ranks=ranks)
-
-    @property
-    def peak_activations(self) -> int:
-        """Peak number of (stage, microbatch) between forward and end of backward, over all ranks."""
-        return max(map(self.live, range(len(self.ranks))))
 
     @property
     def peak_held(self) -> int:
@@ -85,13 +74,13 @@ class Plan:
 
         Only backwards that the program splits count: the weight gradients of a B are held with its activations.
         """
-        split = {(a.pipe, a.stage, a.microbatch) for a in self.program.actions(rank) if a.kind is Kind.I}
-        nodes = [node for node in self.ranks[rank] if _place(node) in split and node.op is not Op.REDUCE]
-        left = Counter(_place(node) for node in nodes if node.kind is Kind.W)
+        split = {microbatch_of(action) for action in self.program.actions(rank) if action.kind is Kind.I}
+        nodes = [node for node in self.ranks[rank] if microbatch_of(node) in split and node.op is not Op.REDUCE]
+        left = Counter(microbatch_of(node) for node in nodes if node.kind is Kind.W)
         waiting: set[tuple[int, int, int]] = set()
         peak = 0
         for node in nodes:
-            place = _place(node)
+            place = microbatch_of(node)
             if node.kind is Kind.W:
                 left[place] -= 1
                 if not left[place]:
@@ -110,13 +99,13 @@ def ends_backward(node: Node) -> bool:
 def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
     """Return the peak of (stage, microbatch) that are open, from first computation to last ending node."""
     computing = [node for node in nodes if node.op not in (Op.SEND, Op.RECEIVE, Op.REDUCE)]
-    left = Counter(map(_place, filter(ends, computing)))
+    left = Counter(map(microbatch_of, filter(ends, computing)))
     forward_only = not left
-    left = left or Counter(map(_place, computing))
+    left = left or Counter(map(microbatch_of, computing))
     live: set[tuple[int, int, int]] = set()
     peak = 0
     for node in computing:
-        place = _place(node)
+        place = microbatch_of(node)
         if left[place]:
             live.add(place)
             peak = max(peak, len(live))
@@ -127,8 +116,9 @@ def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
     return peak
 
 
-def _place(node: Node) -> tuple[int, int, int]:
-    return node.pipe, node.stage, node.microbatch
+def microbatch_of(what: Action | Node) -> tuple[int, int, int]:
+    """Return pipe, stage and microbatch of an action or a node."""
+    return what.pipe, what.stage, what.microbatch
 
 
 def parse_overlap(value: str | int) -> Overlap:

@@ -12,7 +12,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, without_part
-from overlap1f1b.plan.plan import ends_backward
+from overlap1f1b.plan.plan import ends_backward, microbatch_of
 from overlap1f1b.schedule import Action, Kind, Program
 
 _FOREVER = float("inf")
@@ -44,7 +44,6 @@ class _Open:
     """An action whose nodes are being issued.
 
     Args:
-        action: The action.
         chain: Its nodes that were not issued yet when it opened.
         turn: Position of its microbatch in the order in which gradients are summed.
         needs: Actions of this rank that must end before it begins.
@@ -166,7 +165,7 @@ class ListScheduler:
             if action.kind is _W:  # some of its nodes may have been issued in waits
                 chain = tuple(node for node in chain if node not in self.issued_weights)
             if chain:
-                turn = (self.weight_turn if action.kind is _W else self.turn).get(_microbatch(action), 0)
+                turn = (self.weight_turn if action.kind is _W else self.turn).get(microbatch_of(action), 0)
                 self.open.append(_Open(action, chain, turn, tuple(map(_direction, self.chains.local_needs(action)))))
 
     def _issue(self, node: Node) -> None:
@@ -238,7 +237,7 @@ class ListScheduler:
 
     def _in_turn(self, weight: Node) -> bool:
         """Return whether the earlier microbatches have passed this node, so that sums keep their order."""
-        return self.passed.get(self._place(weight), 0) == self.weight_turn[_microbatch(weight)]
+        return self.passed.get(self._place(weight), 0) == self.weight_turn[microbatch_of(weight)]
 
     def _advance(self, entry: _Open) -> None:
         node = entry.next
@@ -250,18 +249,18 @@ class ListScheduler:
         else:
             self._issue(node)
         if node.kind is _F and computes and self.turn:
-            key = _microbatch(node)
+            key = microbatch_of(node)
             self.live.add(key)
             self.held.add(key)
         if node.kind is _I and RESOURCE_OF[node.op] is not Resource.PEER:
             self._passed(node)
-            if entry.action.kind is _I and ends_backward(node) and _microbatch(node) in self.pending:
-                self.late.add(_microbatch(node))
+            if entry.action.kind is _I and ends_backward(node) and microbatch_of(node) in self.pending:
+                self.late.add(microbatch_of(node))
         if entry.ended:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
             if node.kind is _I:
-                key = _microbatch(node)
+                key = microbatch_of(node)
                 self.live.discard(key)
                 if key not in self.pending:
                     self.held.discard(key)
@@ -273,7 +272,7 @@ class ListScheduler:
         weight = self.chains.weight(node)
         if weight is not None:
             self.weights[weight] = None
-            key = _microbatch(node)
+            key = microbatch_of(node)
             self.pending[key] = self.pending.get(key, 0) + 1
             self.held.add(key)  # without a forward, as in a backward alone
 
@@ -293,7 +292,7 @@ class ListScheduler:
         del self.weights[node]
         self.issued_weights.add(node)
         self._issue(node)
-        place, key = self._place(node), _microbatch(node)
+        place, key = self._place(node), microbatch_of(node)
         self.passed[place] = self.passed.get(place, 0) + 1
         self.pending[key] -= 1
         if not self.pending[key]:
@@ -326,10 +325,6 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
             turns[action.pipe, action.stage, action.microbatch] = count[action.pipe, action.stage]
             count[action.pipe, action.stage] += 1
     return turns
-
-
-def _microbatch(what: Action | Node) -> tuple[int, int, int]:
-    return what.pipe, what.stage, what.microbatch
 
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
@@ -390,8 +385,7 @@ def run_together(schedulers: Sequence[Scheduler], chains: Chains) -> None:
                 peer = chains.peer(node)
                 received = chains.receive(node)
                 schedulers[peer].expect(received)
-                key = (received.pipe, received.stage, received.microbatch, received.kind)
-                arrival = max(scheduler.clock.arrivals[key].end, schedulers[peer].clock.now)
+                arrival = max(scheduler.clock.arrivals[received.chain].end, schedulers[peer].clock.now)
                 if arrival < wakes[peer]:
                     wakes[peer] = arrival
                     heappush(heap, (arrival, peer))

@@ -4,7 +4,7 @@ from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
 from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, OverlapFigures, figures_of, longest
 from overlap1f1b.profiling.predicted import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
-from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, Stream
+from overlap1f1b.profiling.recording import Recording, StepRecord
 from overlap1f1b.profiling.verdict import advice, verdict
 
 __all__ = [
@@ -15,9 +15,7 @@ __all__ = [
     "OverlapFigures",
     "Recording",
     "Recordings",
-    "Spans",
     "StepRecord",
-    "Stream",
     "advice",
     "arrows",
     "bars_of",

@@ -127,12 +127,7 @@ def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) 
 
 
 class Lanes:
-    """The intervals in which the resources of a rank work in one step.
-
-    Args:
-        recording: The rank.
-        step: One of its steps.
-    """
+    """The intervals in which the resources of a rank work in one step."""
 
     def __init__(self, recording: Recording, step: StepRecord) -> None:
         self.recording, self.step = recording, step
@@ -158,6 +153,11 @@ class Lanes:
         there = [edges for edges in (self.compute, self.exchange) if len(edges)]
         starts, ends = [int(edges[0, 0]) for edges in there], [int(edges[-1, 1]) for edges in there]
         return min([self.step.start, *starts]), max([self.step.end, *ends])
+
+    @cached_property
+    def gaps(self) -> Intervals:
+        """Intervals of the step without compute."""
+        return difference(np.array([self.window], np.int64), self.compute)
 
     @cached_property
     def phases(self) -> Mapping[str, tuple[int, int]]:
@@ -225,17 +225,16 @@ class Lanes:
         nothing.
         """
         recording, step = self.recording, self.step
-        idle = difference(np.array([self.window], np.int64), self.compute)
-        rest = difference(idle, self.exposed)
+        rest = difference(self.gaps, self.exposed)
         waiting = recording.on(step.waits, Resource.PEER).covered
         transfers = recording.transfers(step).covered
         if recording.device:
-            blocked = _blocked(idle, step.compute.start, step.compute.launched)
+            blocked = _blocked(self.gaps, step.compute.start, step.compute.launched)
             waiting = joined(waiting, intersection(transfers, blocked))
         elif not len(step.waits):  # the file has no waits
             waiting = transfers
         bubble = length(intersection(rest, waiting))
-        return dict(zip(IDLE, (length(idle) - length(rest), bubble, length(rest) - bubble), strict=True))
+        return dict(zip(IDLE, (length(self.gaps) - length(rest), bubble, length(rest) - bubble), strict=True))
 
     @property
     def starved(self) -> int:
@@ -243,8 +242,7 @@ class Lanes:
         compute, issued = self.step.compute, self.step.issued
         if not self.recording.device or not len(compute):
             return 0
-        idle = difference(np.array([self.window], np.int64), self.compute)
-        starved = length(idle) - length(_blocked(idle, compute.start, compute.launched))
+        starved = length(self.gaps) - length(_blocked(self.gaps, compute.start, compute.launched))
         if self.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
             until = dict(zip(issued.what.tolist(), issued.end.tolist(), strict=True))
             for what, start, end in zip(

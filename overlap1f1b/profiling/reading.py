@@ -110,7 +110,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
 def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording:
     capture, steps = Capture(path, "torch.profiler"), RecordedSteps()
     try:
-        content = read_events(text, taker(capture), nested={"steps": ("spans", steps)}, seen=seen)
+        content = read_events(text, taker(capture), steps, seen=seen)
     except (UnicodeDecodeError, OSError):
         raise
     except RecursionError:

@@ -114,7 +114,6 @@ class Recording:
     """The steps of one rank.
 
     Args:
-        path: The file.
         rank: Number of the rank; None if the file does not say.
         mesh: Position and size of each dimension; empty if the file does not say.
         world: Number of ranks; None if the file does not say.
@@ -189,7 +188,6 @@ class Capture:
     """Events of one process; times in nanoseconds of its clock.
 
     Args:
-        path: The file.
         source: Program that wrote it.
         names: Names of ranges, by their index.
         ranges: Columns name, thread, start, end: ranges of our grammar on the host.

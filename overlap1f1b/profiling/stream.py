@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Protocol
 
 from overlap1f1b.plan.ranges import PREFIX
@@ -25,40 +24,34 @@ Event = dict[str, Any]
 TRUNCATED = "it is truncated, its end is missing"
 
 
-class Nested(Protocol):
-    """A receiver of a top-level array whose elements hold an array each: steps with their spans."""
+class Steps(Protocol):
+    """A receiver of the steps of a record with their spans."""
 
     def take(self, element: Any) -> None:
-        """Take an element of an inner array."""
+        """Take a span."""
 
     def end(self, others: Any) -> None:
-        """End an inner array; take the other values of its object, or a value that is not an object."""
+        """End a step; take the other values of its object, or a value that is not an object."""
 
 
 def read_events(
-    file: IO[str],
-    take: Callable[[Event], None],
-    key: str = "traceEvents",
-    *,
-    nested: Mapping[str, tuple[str, Nested]] = MappingProxyType({}),
-    seen: Callable[[], None] = lambda: None,
+    file: IO[str], take: Callable[[Event], None], steps: Steps, *, seen: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Pass on every element of one top-level array; return the other top-level values, with True for the array.
+    """Pass on the events of a trace or the steps of a record; return the other top-level values, and True for an array.
 
-    If the file is an array itself, its elements are passed on.
+    If the file is an array itself, its elements are passed on as events.
 
     Args:
         file: JSON text.
-        take: Called with each element.
-        key: Key of the array.
-        nested: Further arrays, of objects: the key of the array inside each object, and the receiver of its elements.
+        take: Called with each element of the array ``traceEvents``.
+        steps: Receives the objects of the array ``steps``, and the elements of the array ``spans`` in each.
         seen: Called whenever more text was read.
 
     Raises:
         ValueError: The text ends too early, is not a JSON object or array, or exceeds ``MOST_EVENTS``, ``MOST_VALUE``
             or ``MOST_TEXT``.
     """
-    return _Reader(file, seen).whole(take, key, nested)
+    return _Reader(file, seen).whole(take, steps)
 
 
 class _Reader:
@@ -66,21 +59,19 @@ class _Reader:
         self._file, self._text, self._at, self._ended = file, "", 0, False
         self._seen, self._read, self._events = seen, 0, 0
 
-    def whole(
-        self, take: Callable[[Event], None], key: str, nested: Mapping[str, tuple[str, Nested]]
-    ) -> dict[str, Any]:
+    def whole(self, take: Callable[[Event], None], steps: Steps) -> dict[str, Any]:
         others: dict[str, Any] = {}
         first = self._peek()
         if first == "[":
             self._array(take)
-            others[key] = True
+            others["traceEvents"] = True
         elif first == "{":
             for name in self._keys():
-                if self._peek() == "[" and name == key:
+                if self._peek() == "[" and name == "traceEvents":
                     self._array(take)
-                    others.setdefault(key, True)
-                elif self._peek() == "[" and name in nested:
-                    self._objects(*nested[name])
+                    others.setdefault(name, True)
+                elif self._peek() == "[" and name == "steps":
+                    self._steps(steps)
                     others[name] = True
                 else:
                     others[name] = self._value()
@@ -103,20 +94,20 @@ class _Reader:
             yield name
         self._at += 1
 
-    def _objects(self, key: str, nested: Nested) -> None:
+    def _steps(self, steps: Steps) -> None:
         self._at += 1
         while (first := self._peek()) != "]":
             self._count()
             if first != "{":
-                nested.end(self._value())
+                steps.end(self._value())
                 continue
             others: dict[str, Any] = {}
             for name in self._keys():
-                if name == key and self._peek() == "[":
-                    self._array(nested.take)
+                if name == "spans" and self._peek() == "[":
+                    self._array(steps.take)
                 else:
                     others[name] = self._value()
-            nested.end(others)
+            steps.end(others)
         self._at += 1
 
     def _count(self, more: int = 1) -> None:

@@ -1,7 +1,6 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot, peaks_of
-from overlap1f1b.schedule.checks import check
 from overlap1f1b.schedule.generators.build import (
     DEFAULT_CHUNKS,
     DEFAULT_EXTRA_WARMUP,
@@ -13,7 +12,6 @@ from overlap1f1b.schedule.generators.build import (
 from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto, check_search
 from overlap1f1b.schedule.generators.interleaved import (
     combined_1f1b,
-    groups_of,
     interleaved_1f1b,
     one_f_one_b,
     zb_h1,
@@ -41,14 +39,12 @@ __all__ = [
     "afab",
     "auto",
     "build_schedule",
-    "check",
     "check_search",
     "combined_1f1b",
     "dualpipe",
     "dualpipev",
     "forward_only",
     "forwards_of",
-    "groups_of",
     "interleaved_1f1b",
     "one_f_one_b",
     "parse_slot",

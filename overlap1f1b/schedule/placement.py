@@ -43,11 +43,6 @@ class Placement:
             )
 
     @classmethod
-    def single(cls) -> Placement:
-        """Return the placement of the whole model on one rank."""
-        return cls(((0,),))
-
-    @classmethod
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Return a loop, with stage ``s`` on rank ``s mod ranks``: each rank holds ``chunks`` stages."""
         check_size("ranks", ranks)
@@ -126,5 +121,5 @@ def _by_number(rank: object) -> tuple[bool, object]:
     return (False, rank) if isinstance(rank, int) else (True, repr(rank))
 
 
-SINGLE = Placement.single()
+SINGLE = Placement(((0,),))
 """The whole model on one rank."""

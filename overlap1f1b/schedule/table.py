@@ -28,8 +28,6 @@ def write(program: Rows, path: str | Path, *, header: bool = True) -> None:
     """Write a program to a file.
 
     Args:
-        program: The program.
-        path: The file.
         header: Whether the file begins with ``#`` lines for name, microbatches, placement and declared peaks. Without
             them torch can read the file, if the program has one pipe.
     """

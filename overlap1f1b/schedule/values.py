@@ -1,7 +1,8 @@
-"""Users' values: short texts for messages, and checks of whole numbers."""
+"""Users' values: short texts for messages and tables, and checks of whole numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from reprlib import Repr
 
 MOST = 80
@@ -53,6 +54,15 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
     """
     short = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
     return " ".join(short.splitlines())
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_size(name: str, value: object, least: int = 1) -> None:

@@ -135,10 +135,6 @@ class ActionModel:
             raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
         return simulate(program, self.costs)
 
-    def bound(self, program: Program, overlap: Overlap | None = None) -> float:
-        """Return 0: playing actions is as fast as finding a bound."""
-        return 0.0
-
 
 @dataclass(frozen=True)
 class NodeModel:
@@ -227,7 +223,7 @@ def _placements(ranks: int, chunks: int) -> list[Placement]:
 
 
 Model = ActionModel | NodeModel
-"""A way to play programs and to bound their times."""
+"""A way to play programs."""
 
 
 def played(
@@ -373,8 +369,10 @@ def search(
 
 
 def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
+    if isinstance(model, ActionModel):  # playing actions is as fast as finding a bound
+        return 0.0
     try:
-        if candidate.schedule == AUTO and isinstance(model, NodeModel):  # its order is not known before it is played
+        if candidate.schedule == AUTO:  # its order is not known before it is played
             return model.bound_of_orders(step["ranks"], step["microbatches"], candidate.chunks or 1)
         return model.bound(candidate.build(**step), candidate.overlap)
     except ValueError:  # it will be refused

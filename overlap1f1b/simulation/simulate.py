@@ -59,7 +59,7 @@ def simulate(
 
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2, launch=2)
     >>> step = simulate(build_schedule("combined_1f1b", microbatches=2), costs, overlap=2, counts_block=True)
-    >>> step.makespan, step.late(0), step.ranks[0].host[0].end
+    >>> step.makespan, step.ranks[0].late, step.ranks[0].host[0].end
     (61.0, 15.0, 2.0)
 
     Args:

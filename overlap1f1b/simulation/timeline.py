@@ -171,14 +171,6 @@ class PlanTimeline:
         """Return the part of the makespan in which a rank computes nothing."""
         return self.makespan - self.busy(rank)
 
-    def exposed(self, rank: int) -> float:
-        """Return the time in which an exchange of a rank is in flight and the rank computes nothing."""
-        return self.ranks[rank].exposed
-
-    def late(self, rank: int) -> float:
-        """Return the time in which a rank computes nothing and its host has not launched the next compute node."""
-        return self.ranks[rank].late
-
     @property
     def hidden_fraction(self) -> float:
         """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""

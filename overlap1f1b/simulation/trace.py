@@ -32,7 +32,6 @@ def write_trace(
 
     Args:
         events: The spans.
-        path: The file.
         unit_us: Microseconds in the trace for one unit of time.
         flows: Pairs of events; an arrow leads from the end of the first to the start of the second.
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
-from overlap1f1b.schedule import Action, Kind, Placement, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule.placement import SINGLE
 from overlap1f1b.schedule.program import program_of
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
 from tests.plan.rules import broken_rules
@@ -158,7 +159,7 @@ def test_memory_is_not_limited_where_there_is_no_backward() -> None:
 
 def test_a_reduction_behind_a_whole_backward_that_comes_before_an_earlier_weight_gradient() -> None:
     actions = [Action.parse(text) for text in ("0F0", "0F1", "0I0", "0B1", "0W0")]
-    program = program_of("mine", 2, Placement.single(), [actions])
+    program = program_of("mine", 2, SINGLE, [actions])
     shape = (BlockShape(seams=1, split=False, reduced=True),) * 2
     for overlap in ("serial", "pairs", 2, 3):
         check(compile(program, shape, NodeCosts.uniform(attention=3, experts=4, dispatch=10), overlap))

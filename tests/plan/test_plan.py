@@ -57,7 +57,7 @@ def test_every_plan(data: st.DataObject) -> None:
         check(plan)
         assert not list(broken_rules(plan))
         assert Counter(plan.nodes) == expected_nodes(plan, 0)
-        assert (plan.program, plan.overlap, plan.shape) == (program, overlap, shape)
+        assert (plan.program, plan.overlap, plan.shapes) == (program, overlap, (shape,))
         assert plan.predicted == makespan(plan.nodes, costs, counts_block=counts_block)
         if not program.forward_only:
             at = {node: position for position, node in enumerate(plan.nodes)}
@@ -116,14 +116,14 @@ def test_every_process_compiles_the_same_plan() -> None:
 
 def test_peaks() -> None:
     serial_plan = compile(sequential(3), (MOE,), table_costs(1), "serial")
-    assert (serial_plan.peak_activations, serial_plan.peak_held) == (1, 1)
+    assert (serial_plan.live(0), serial_plan.peak_held) == (1, 1)
     forwards = compile(forward_only(3), (MOE,), table_costs(1), "serial")
-    assert (forwards.peak_activations, forwards.peak_held) == (1, 1)
+    assert (forwards.live(0), forwards.peak_held) == (1, 1)
     nodes = list(serial_plan.nodes)
     weight = next(node for node in nodes if node.kind is Kind.W and node.op is Op.EXPERTS)
     nodes.remove(weight)
     late = with_nodes(serial_plan, (*nodes, weight))  # microbatch 0 waits for it beside microbatches 1 and 2
-    assert (late.peak_activations, late.peak_held) == (1, 2)
+    assert (late.live(0), late.peak_held) == (1, 2)
 
 
 def test_reductions_can_be_left_out() -> None:
@@ -132,7 +132,7 @@ def test_reductions_can_be_left_out() -> None:
     assert sum(node.op is Op.REDUCE for node in plan.nodes) == 2
     check(plan.without_reductions())
     assert plan.without_reductions().nodes == tuple(node for node in plan.nodes if node.op is not Op.REDUCE)
-    assert not any(block.reduced for block in plan.without_reductions().shape)
+    assert not any(block.reduced for block in plan.without_reductions().shapes[0])
 
 
 def test_the_best_candidate_is_kept() -> None:

@@ -17,7 +17,7 @@ TOP = {"first": 1, "list": [1, 2], "object": {"traceEvents": [9]}, "null": None,
 
 def parts(text: str) -> tuple[list[Any], dict[str, Any]]:
     taken: list[Any] = []
-    others = read_events(io.StringIO(text), taken.append)
+    others = read_events(io.StringIO(text), taken.append, Spans())
     return taken, others
 
 
@@ -73,8 +73,7 @@ def test_arrays_of_objects_of_arrays(monkeypatch: pytest.MonkeyPatch, chunk: int
     monkeypatch.setattr(stream, "_CHUNK", chunk)
     spans, events, told = Spans(), [], []
     text = io.StringIO(json.dumps({"steps": STEPS, "traceEvents": EVENTS, "rank": 0}, indent=indent))
-    nested = {"steps": ("spans", spans)}
-    others = read_events(text, events.append, nested=nested, seen=lambda: told.append(text.tell()))
+    others = read_events(text, events.append, spans, seen=lambda: told.append(text.tell()))
     assert others == {"steps": True, "traceEvents": True, "rank": 0}
     assert (spans.taken, events) == (TAKEN, EVENTS)
     assert told == sorted(told)
@@ -96,7 +95,7 @@ def test_as_much_is_read_as_is_said(monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setattr(stream, name, most)
     fits = [json.dumps({"traceEvents": events}), json.dumps({"steps": [{"spans": events[:5]}]}), json.dumps(events)]
     for text in fits:
-        read_events(io.StringIO(text), [].append, nested={"steps": ("spans", Spans())})
+        read_events(io.StringIO(text), [].append, Spans())
     for text in (
         json.dumps({"traceEvents": events + longer}),
         json.dumps({"steps": [{"spans": events + longer}]}),
@@ -105,7 +104,7 @@ def test_as_much_is_read_as_is_said(monkeypatch: pytest.MonkeyPatch, name: str, 
         json.dumps({str(n): event for n, event in enumerate(events + longer)}),
     ):
         with pytest.raises(ValueError, match=f"^{why}$"):
-            read_events(io.StringIO(text), [].append, nested={"steps": ("spans", Spans())})
+            read_events(io.StringIO(text), [].append, Spans())
 
 
 def test_a_long_name_is_given_up_early() -> None:
@@ -122,7 +121,7 @@ def test_a_long_name_is_given_up_early() -> None:
 
     file = Endless()
     with pytest.raises(ValueError, match="it has a value of more than 16777216 characters"):
-        read_events(file, [].append)
+        read_events(file, [].append, Spans())
     assert file.asked < 4 * stream.MOST_VALUE
 
 
@@ -143,7 +142,7 @@ def test_text_is_read_as_events_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(stream, "_CHUNK", 1000)
     taken: list[Any] = []
     file = Watched(json.dumps({"traceEvents": [{"n": n} for n in range(10_000)]}), taken)
-    read_events(file, taken.append)
+    read_events(file, taken.append, Spans())
     assert len(taken) == 10_000
     steps = [after - before for before, after in zip(file.seen[1:], file.seen[2:], strict=False)]
     assert max(steps) <= 150

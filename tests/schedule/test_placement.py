@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overlap1f1b.schedule import Placement
+from overlap1f1b.schedule.placement import SINGLE
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -36,12 +37,12 @@ def test_bidirectional_ties_two_ranks_by_each_group(ranks: int) -> None:
 
 
 def test_pipes_share_the_microbatches() -> None:
-    assert Placement.single().microbatches(0, 5) == range(5)
+    assert SINGLE.microbatches(0, 5) == range(5)
     assert [Placement.bidirectional(2).microbatches(p, 5) for p in (0, 1)] == [range(3), range(3, 5)]
 
 
 def test_single() -> None:
-    assert Placement.single() == Placement.loop(1)
+    assert Placement.loop(1) == SINGLE
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, check, compile, play_ranks
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.schedule.placement import SINGLE
 from overlap1f1b.simulation import pipeline_bound, synthesize
 from overlap1f1b.simulation.synthesis import plan_of
 from tests.plan.cases import costs_of, shapes
@@ -116,9 +117,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     ("ratio", "loop_is_slow"),
     [(0.25, True), (0.5, False), (1, True), (2, False), (4, True)],
 )
-@pytest.mark.parametrize(
-    "placement", [Placement.single(), Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"]
-)
+@pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
 def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
     """Of the same parts and memory, even if hardly anything is tried.
 

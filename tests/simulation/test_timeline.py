@@ -168,13 +168,13 @@ def test_both_clocks(tmp_path: Path) -> None:
         ("combine.f[0] m0", 16),
         ("aggregate.f[0] m0", 20),
     ]
-    assert step.late(0) == 2 + 4  # until the first launch, and from 6 on until experts are launched
+    assert step.ranks[0].late == 2 + 4  # until the first launch, and from 6 on until experts are launched
     assert step.draw(width=20).splitlines()[0] == "host     A0N0  D0E0C0G0"
     step.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["cat"] == "host" for event in events) == 6
     free = simulate(step.plan, NodeCosts.uniform(attention=4, experts=4, dispatch=4), counts_block=True)
-    assert (free.ranks[0].host, free.late(0)) == ((), 0)
+    assert (free.ranks[0].host, free.ranks[0].late) == ((), 0)
 
 
 def test_a_drawing_shows_every_lane_to_scale() -> None:
@@ -223,7 +223,7 @@ def test_exposed_exchange_and_hidden_fraction() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
     serial, best = (simulate(program, costs, overlap=overlap, layers=2) for overlap in ("serial", 3))  # type: ignore[arg-type]
     assert serial.hidden_fraction == 0.0
-    assert [serial.exposed(rank) for rank in (0, 1)] == [4 * 2 * 4 * 5.0] * 2
+    assert [rank.exposed for rank in serial.ranks] == [4 * 2 * 4 * 5.0] * 2
     assert best.hidden_fraction > 0.1
     assert best.makespan < serial.makespan
     assert best.peak_activations(0) == 2.0

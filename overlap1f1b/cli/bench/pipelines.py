@@ -67,7 +67,7 @@ class PipelineBench(Bench):
         return {"best_over_peers": min(theirs) / min(ours) if theirs else None}
 
 
-class Kind(NamedTuple):
+class TorchKind(NamedTuple):
     """A schedule of torch, the placement of its stages over ranks, and whether the engine plays its compute."""
 
     schedule: Any
@@ -76,11 +76,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "1F1B": Kind(Schedule1F1B, Placement.loop),
-    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
-    "ZBV": Kind(ScheduleZBVZeroBubble, Placement.v),
-    "DualPipeV": Kind(ScheduleDualPipeV, Placement.v),
-    "DualPipeV, registered": Kind(ScheduleDualPipeV, Placement.v, registered=True),
+    "1F1B": TorchKind(Schedule1F1B, Placement.loop),
+    "Interleaved1F1B": TorchKind(ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
+    "ZBV": TorchKind(ScheduleZBVZeroBubble, Placement.v),
+    "DualPipeV": TorchKind(ScheduleDualPipeV, Placement.v),
+    "DualPipeV, registered": TorchKind(ScheduleDualPipeV, Placement.v, registered=True),
 }
 """Torch's schedules by their names in the tables."""
 

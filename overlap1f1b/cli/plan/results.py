@@ -80,9 +80,10 @@ def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
     busy, bubble = timeline.busy(rank), timeline.bubble(rank)
     further: dict[str, float] = {}
     if isinstance(timeline, PlanTimeline):
-        further["exposed"] = timeline.exposed(rank)
-        if timeline.ranks[rank].host:
-            further["host_late"] = timeline.late(rank)
+        of = timeline.ranks[rank]
+        further["exposed"] = of.exposed
+        if of.host:
+            further["host_late"] = of.late
     elif (timeline.costs.activation, timeline.costs.held) != (1, 1):
         further["peak_memory"] = timeline.peak_memory(rank)
     return {

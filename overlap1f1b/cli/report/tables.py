@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.cli.output import middle_left_out, plain_table, print_lines
+from overlap1f1b.cli.output import middle_left_out, number, plain_table, print_lines
+from overlap1f1b.schedule.values import some
 
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
@@ -147,29 +148,23 @@ def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for place, span in enumerate(spans):
         path = ("longest_exposed", place)
-        texts = (_PHASES.get(span["phase"], ""), span["waited_for"], _few(span["in_flight"]), span["next"])
+        texts = (_PHASES.get(span["phase"], ""), span["waited_for"], some(span["in_flight"], 2), span["next"])
         numbers = [Cell(str(span[key]), (*path, key)) for key in ("rank", "step")]
         rows.append([_cell(span, path, "exposed_ms"), *numbers, _cell(span, path, "start_ms"), *map(Cell, texts)])
     return Table("Longest times of exposed exchange", headings, rows)
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
 def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> Cell:
-    return Cell(number(key, figures[key]), (*path, key))
+    return Cell(figure(key, figures[key]), (*path, key))
 
 
-def number(key: str, value: float | None) -> str:
-    """Return the text of a figure in any table; None, a share if there is no exchange, becomes a dash."""
-    if value is None:
-        return NO_SHARE
-    return f"{value:.1%}" if key.endswith("fraction") else f"{value:.3f}"
+def figure(key: str, value: float | None) -> str:
+    """Return the text of a figure in any table, by its key in the JSON."""
+    return number(value, ".1%" if key.endswith("fraction") else ".3f")
 
 
 def _value(unit: str, value: float | None) -> Cell:
-    return Cell(number("fraction" if unit == "%" else "", value))
+    return Cell(number(value, ".1%" if unit == "%" else ".3f"))
 
 
 def _change(unit: str, first: float | None, second: float | None) -> Cell:

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -125,10 +125,6 @@ class Player:
         self._sends: deque[Flight[None]] = deque()
         self._live: set[Microbatch] = set()
         self._held: set[Microbatch] = set()
-
-    def observed_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step, for the recorder if there is one."""
-        return nullcontext() if self.recorder is None else self.recorder.step()
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play the nodes in order.

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from overlap1f1b.engine.run.replaced import ABSENT, put
 from overlap1f1b.moe.experts import Experts
 
 Key = tuple[int, str]
 """Number of an object, and name of its attribute."""
 
-_ABSENT: Any = object()
 _OTHERS = {"torch", "overlap1f1b", "builtins", "functools", "logging", "threading"}
 
 
@@ -47,9 +47,9 @@ class ModuleAttributes:
     def enter(self, carried: dict[Key, Any]) -> None:
         """Put on what a forward has set."""
         self._carried = carried
-        self._outside = {(place, name): self._places[place].get(name, _ABSENT) for place, name in carried}
-        for key, value in carried.items():
-            self._put(key, value)
+        self._outside = {(place, name): self._places[place].get(name, ABSENT) for place, name in carried}
+        for (place, name), value in carried.items():
+            put(self._places[place], name, value)
         self._before = self._now()
 
     def look(self) -> None:
@@ -61,9 +61,9 @@ class ModuleAttributes:
         changes = self._changes()
         if self.learning:
             self.known |= changes.keys()
-        for key, value in self._outside.items():
-            if key not in changes:
-                self._put(key, value)
+        for (place, name), value in self._outside.items():
+            if (place, name) not in changes:
+                put(self._places[place], name, value)
         carried = {**self._carried, **changes}
         self._before, self._carried, self._outside = {}, {}, {}
         return carried
@@ -72,22 +72,15 @@ class ModuleAttributes:
         if self.learning:
             every = enumerate(self._places)
             return {(place, name): value for place, attributes in every for name, value in attributes.items()}
-        return {(place, name): self._places[place].get(name, _ABSENT) for place, name in self.known}
+        return {(place, name): self._places[place].get(name, ABSENT) for place, name in self.known}
 
     def _changes(self) -> dict[Key, Any]:
         before, now = self._before, self._now()
         return {
-            key: now.get(key, _ABSENT)
+            key: now.get(key, ABSENT)
             for key in before.keys() | now.keys()
-            if now.get(key, _ABSENT) is not before.get(key, _ABSENT)
+            if now.get(key, ABSENT) is not before.get(key, ABSENT)
         }
-
-    def _put(self, key: Key, value: Any) -> None:
-        place, name = key
-        if value is _ABSENT:
-            self._places[place].pop(name, None)
-        else:
-            self._places[place][name] = value
 
 
 def _places(block: nn.Module) -> list[dict[str, Any]]:

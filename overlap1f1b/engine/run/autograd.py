@@ -123,7 +123,7 @@ class SplitLinear(torch.autograd.Function):
         cast, add = ctx.cast, ctx.add
         asked = asks_for(ctx.weight, ctx)
         if asked and add is None:
-            ctx.queue.put(ctx.weight, lambda: as_dtype(_linear_weight_grad(grad, x), weight.dtype))
+            ctx.queue.put(ctx.weight, lambda: as_dtype(_flat(grad).t() @ _flat(x), weight.dtype))
         elif asked:
             ctx.queue.put(ctx.weight, lambda: add(_flat(grad), _flat(x)))
         matrix = weight if cast is None else weight.to(cast)
@@ -132,10 +132,6 @@ class SplitLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = as_dtype(_flat(grad).sum(0), weight.dtype)
         return grad_x, None, grad_bias, None, None, None
-
-
-def _linear_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    return _flat(grad).t() @ _flat(x)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ class Entry:
         """Return the tensor without its history; it requires a gradient, which this entry will catch.
 
         Args:
-            tensor: The tensor.
             anchor: Any leaf that requires a gradient; it gets none.
         """
         if torch._C._are_functorch_transforms_active():  # what enters is no argument of one

@@ -97,13 +97,8 @@ def applying(apply: Callable[..., Any]) -> Iterator[None]:
         del LAST.apply
 
 
-def graph_nodes(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes of the graph of these tensors, depth first; a leaf's node has its ``variable``."""
-    return nodes_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
-
-
 def nodes_behind(ends: Iterable[Any]) -> list[Any]:
-    """Return these autograd nodes and all before them, depth first."""
+    """Return these autograd nodes and all before them, depth first; a leaf's node has its ``variable``."""
     seen: dict[Any, None] = {}
     waiting = list(ends)
     while waiting:

@@ -43,7 +43,9 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
         if not splits.counts_first:
             run.counts[place], counts = counts, None
-    announce = _announcement(run, node, sent) if exchange.background else None
+    announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
+    if exchange.background:
+        announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(run, node)
     box = [rows]  # nothing keeps rows alive that have been sent
     del rows
 
@@ -72,11 +74,6 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
         return sizes
 
     return start
-
-
-def _announcement(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
-    """Return how to announce the receive of the exchange that follows; None if its sizes are not known yet."""
-    return _next_of_forward(run, node, sent) if node.kind is Kind.F else _next_of_backward(run, node)
 
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:

@@ -62,7 +62,6 @@ class Part(NamedTuple):
     """A part of a forward that can be run again by itself.
 
     Args:
-        function: The part.
         rows: Its argument.
         version: How often the argument had been changed in place.
         state: Of the thread, when it ran first.

@@ -9,7 +9,16 @@ from typing import Any
 Replacement = tuple[dict[str, Any], str, Any]
 """A dictionary, such as an object's ``__dict__``, a key, and the value to put there."""
 
-_ABSENT = object()
+ABSENT: Any = object()
+"""The value of an entry that is not there."""
+
+
+def put(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set an entry, or remove it for :data:`ABSENT`."""
+    if value is ABSENT:
+        table.pop(key, None)
+    else:
+        table[key] = value
 
 
 @contextmanager
@@ -18,12 +27,9 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     held: list[Replacement] = []
     try:
         for table, key, value in replacements:
-            held.append((table, key, table.get(key, _ABSENT)))
+            held.append((table, key, table.get(key, ABSENT)))
             table[key] = value
         yield
     finally:
-        for table, key, before in reversed(held):
-            if before is _ABSENT:
-                del table[key]
-            else:
-                table[key] = before
+        for before in reversed(held):
+            put(*before)

@@ -154,7 +154,7 @@ class Schedule:
         return head if isinstance(head, nn.Module) else None
 
     def _head_gathered(self) -> AbstractContextManager[None]:
-        """Keep the loss from freeing the head's gathered weights: several microbatches are open, the norm's too."""
+        """Keep the head's weights gathered, and the norm's: the loss of one open microbatch would free them for all."""
         head = self._head()  # what replaces it is no FSDPModule
         return replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else [])
 

@@ -19,7 +19,6 @@ class Ahead:
     says it at the same batch, although the batch was read before.
 
     Args:
-        loader: The dataloader.
         count: Number of batches to read at a time.
         whole: Whether a batch has the rows of all ranks. The last one then tells how many there are in data without a
             length, as a dataloader of accelerate for such data does.

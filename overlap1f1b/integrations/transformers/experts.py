@@ -23,6 +23,7 @@ from overlap1f1b.integrations.transformers.compiled import leave_experts
 from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
+from overlap1f1b.schedule.values import some
 
 LOOKED_FOR = (
     "a module called with (tokens, indices, weights), (sorted rows, sizes) or (rows in equal parts) "
@@ -64,7 +65,7 @@ def find(model: nn.Module) -> Found:
     if not holders:
         raise ValueError(
             f"{type(model).__name__}: looked for one ModuleList whose elements hold all experts; "
-            f"found experts at {_some(list(experts))}"
+            f"found experts at {some(list(experts), 4)}"
         )
     prefix, layers = holders[0]
     parent, _, attribute = prefix.rpartition(".")
@@ -141,11 +142,7 @@ def _instead(model: nn.Module) -> str:
         counting = [part for part in module.modules() if any(_counters(part))] == [module]
         if not convolution and (stacked or counting or "experts" in type(module).__name__.lower()):
             near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
-    return f"{_some(list(near))} instead" if near else "no weights that are stacked by expert: a dense model?"
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return f"{some(list(near), 4)} instead" if near else "no weights that are stacked by expert: a dense model?"
 
 
 # ------------------------------------------------------------------------------------------------------------ adopting

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
-from overlap1f1b.engine.run.graph import graph_nodes
+from overlap1f1b.engine.run.graph import nodes_behind
 from overlap1f1b.engine.run.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell
@@ -47,23 +47,21 @@ class StageRange:
             raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
         return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
 
-    def begin(self, given: OptionalTensors, microbatch: Microbatch | None) -> tuple[Tensor, list[Call]]:
+    def begin(self, given: OptionalTensors, microbatch: Microbatch) -> tuple[Tensor, list[Call]]:
         """Run the embedding; return the hidden states before layer 0, and the layers' calls.
 
         Other blocks share only the calls: a recomputation needs hidden states with a graph of their own.
         """
         hidden, calls = self.shell.begin(self.named(given), self.end - 1)
-        if microbatch is not None:
-            microbatch.memo[self] = calls
+        microbatch.memo[self] = calls
         return hidden, calls
 
-    def calls(self, given: OptionalTensors, microbatch: Microbatch | None, like: Tensor) -> list[Call]:
+    def calls(self, given: OptionalTensors, microbatch: Microbatch, like: Tensor) -> list[Call]:
         """Return the layers' calls, which the stage's blocks share, without the embedding; ``like`` gives a device."""
-        calls: list[Call] | None = None if microbatch is None else microbatch.memo.get(self)
+        calls: list[Call] | None = microbatch.memo.get(self)
         if calls is None:
             _, calls = self.shell.begin(self.named(given), self.end - 1, like)
-            if microbatch is not None:
-                microbatch.memo[self] = calls
+            microbatch.memo[self] = calls
         return calls
 
 
@@ -112,7 +110,7 @@ class Layer(MicrobatchBlock):
             gate.register_forward_hook(_recorder(index))
         self._checked = False
 
-    def forward(self, *inputs: Any, microbatch: Microbatch | None = None) -> OptionalTensors:
+    def forward(self, *inputs: Any, microbatch: Microbatch) -> OptionalTensors:
         part, known = self.part, len(self.part.inputs)
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
         routed: tuple[Tensor, ...] = ()
@@ -147,16 +145,15 @@ class Layer(MicrobatchBlock):
         # 3. The outputs for the next layer or stage, or the model's own.
         if self.number < part.end - 1:
             return self._checked_outputs(hidden, *given, *handed, *routed)
-        if microbatch is not None:
-            microbatch.memo.pop(part, None)
+        microbatch.memo.pop(part, None)
         if not part.last:
             return self._checked_outputs(hidden, *given, *handed, *([torch.stack(routed)] if routed else []))
-        if microbatch is not None and isinstance(microbatch.loss_fn, LossOfModel):
+        if isinstance(microbatch.loss_fn, LossOfModel):
             named = part.named(given)
             return self._checked_outputs(
                 microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed))
             )
-        labels = microbatch.target[0] if microbatch is not None and microbatch.target else None
+        labels = microbatch.target[0] if microbatch.target else None
         output = part.shell.finish(part.named(given) | ({} if labels is None else {"labels": labels}), hidden, routed)
         return self._checked_outputs(*(() if labels is None else (output.loss,)), output.logits)
 
@@ -164,7 +161,7 @@ class Layer(MicrobatchBlock):
         """Check once that no output depends on another block's parameters: their gradients would be lost."""
         if not self._checked and torch.is_grad_enabled():
             own = {id(p) for p in self.parameters()}
-            for node in graph_nodes(t for t in outputs if t is not None):
+            for node in nodes_behind(t.grad_fn for t in outputs if t is not None and t.grad_fn is not None):
                 leaf = getattr(node, "variable", None)
                 if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                     raise ValueError(
@@ -211,13 +208,6 @@ class LanguageModelStage(nn.Module):
                     parent.add_module(label, nn.Module())
                 parent = parent.get_submodule(label)
             parent.add_module(last, module)
-
-    def forward(self, *inputs: Tensor | None) -> Any:
-        """Run the stage alone, with the inputs of its first block; return the outputs of its last block."""
-        handed: Any = inputs
-        for block in self.blocks:
-            handed = block(*handed)
-        return handed
 
 
 @contextmanager

@@ -578,7 +578,7 @@ class _Parts:
         placement, last = program.placement, program.placement.stages - 1
         pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
         self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
-        """Microbatches whose loss one rank of the pipeline computes: a subclass's own entries of logs are its."""
+        """Microbatches whose loss this rank computes, so that a subclass's log entries all come from one rank."""
         self.engine = Engine(
             self.stages,
             program,

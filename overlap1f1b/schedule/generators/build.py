@@ -17,27 +17,17 @@ from overlap1f1b.schedule.program import Program
 from overlap1f1b.schedule.values import check_size
 
 
-class Sizes(NamedTuple):
-    """The checked sizes of a schedule; see :func:`build_schedule`."""
-
-    microbatches: int
-    ranks: int
-    chunks: int
-    extra_warmup: int
-    group_size: int | None
-
-
 class Schedule(NamedTuple):
     """A schedule and the options that it takes.
 
     Args:
-        build: Function that makes its program.
+        build: Function that makes its program from microbatches and ranks and the options that the schedule takes.
         chunks: Stages a rank, if they are fixed; None for any number.
         extra_warmup: Whether additional forwards may come before the first backward.
         group_size: Whether the size of groups of microbatches can be chosen.
     """
 
-    build: Callable[[Sizes], Program]
+    build: Callable[..., Program]
     chunks: int | None = 1
     extra_warmup: bool = False
     group_size: bool = False
@@ -45,28 +35,16 @@ class Schedule(NamedTuple):
 
 BY_NAME: Mapping[str, Schedule] = MappingProxyType(
     {
-        "sequential": Schedule(lambda s: sequential(s.microbatches, s.ranks, s.chunks), chunks=None),
-        "combined_1f1b": Schedule(
-            lambda s: combined_1f1b(s.microbatches, s.extra_warmup, s.ranks, s.chunks, s.group_size),
-            chunks=None,
-            extra_warmup=True,
-            group_size=True,
-        ),
-        "afab": Schedule(lambda s: afab(s.microbatches, s.ranks, s.chunks), chunks=None),
-        "1f1b": Schedule(lambda s: one_f_one_b(s.microbatches, s.ranks, s.extra_warmup), extra_warmup=True),
-        "interleaved_1f1b": Schedule(
-            lambda s: interleaved_1f1b(s.microbatches, s.ranks, s.chunks, s.extra_warmup, s.group_size),
-            chunks=None,
-            extra_warmup=True,
-            group_size=True,
-        ),
-        "zb_h1": Schedule(
-            lambda s: zb_h1(s.microbatches, s.ranks, s.chunks, s.group_size), chunks=None, group_size=True
-        ),
-        "zb_h2": Schedule(lambda s: zb_h2(s.microbatches, s.ranks)),
-        "zb_v": Schedule(lambda s: zb_v(s.microbatches, s.ranks), chunks=2),
-        "dualpipe": Schedule(lambda s: dualpipe(s.microbatches, s.ranks)),
-        "dualpipev": Schedule(lambda s: dualpipev(s.microbatches, s.ranks), chunks=2),
+        "sequential": Schedule(sequential, chunks=None),
+        "combined_1f1b": Schedule(combined_1f1b, chunks=None, extra_warmup=True, group_size=True),
+        "afab": Schedule(afab, chunks=None),
+        "1f1b": Schedule(one_f_one_b, extra_warmup=True),
+        "interleaved_1f1b": Schedule(interleaved_1f1b, chunks=None, extra_warmup=True, group_size=True),
+        "zb_h1": Schedule(zb_h1, chunks=None, group_size=True),
+        "zb_h2": Schedule(zb_h2),
+        "zb_v": Schedule(zb_v, chunks=2),
+        "dualpipe": Schedule(dualpipe),
+        "dualpipev": Schedule(dualpipev, chunks=2),
     }
 )
 """Every schedule with a fixed order: the only place that says which options it takes."""
@@ -152,7 +130,14 @@ def build_schedule(
         return forward_only_of(microbatches)
     if extra_warmup is None:
         extra_warmup = DEFAULT_EXTRA_WARMUP if name == "combined_1f1b" and ranks == chunks == 1 else 0
-    program = schedule.build(Sizes(microbatches, ranks, chunks, extra_warmup, group_size))
+    options: dict[str, int | None] = {}
+    if schedule.chunks is None:
+        options["chunks"] = chunks
+    if schedule.extra_warmup:
+        options["extra_warmup"] = extra_warmup
+    if schedule.group_size:
+        options["group_size"] = group_size
+    program = schedule.build(microbatches=microbatches, ranks=ranks, **options)
     return forwards_of(program) if forward_only else program
 
 

@@ -73,15 +73,26 @@ def interleaved_1f1b(
 
 
 def _interleave(
-    name: str, microbatches: int, ranks: int, chunks: int, groups: Sequence[range], extra: int, hop: int = 1
+    name: str,
+    microbatches: int,
+    ranks: int,
+    chunks: int,
+    groups: Sequence[range],
+    extra: int,
+    hop: int = 1,
+    paired: bool = False,
 ) -> Program:
+    """Return forwards to warm up, then forward and backward in turn, or a pair of both, then the last backwards.
+
+    The warm-up has ``hop`` forwards for every rank behind, and one more for pairs.
+    """
     rows: list[list[Slot]] = []
     for rank in range(ranks):
         forwards, backwards = chunk_orders(rank, ranks, chunks, groups)
-        warmup = min(hop * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + extra, len(forwards))
+        warmup = min(hop * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + paired + extra, len(forwards))
         row: list[Slot] = [*forwards[:warmup]]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            row += (forward, backward)
+            row += (Pair(forward, backward),) if paired else (forward, backward)
         row += backwards[len(forwards) - warmup :]
         rows.append(row)
     return program_of(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)
@@ -113,16 +124,7 @@ def combined_1f1b(
     one chunk. Pairs a rank for G = P: vM − 2(P−r−1) − (v−1)P − 1 of vM.
     """
     groups = groups_of(microbatches, ranks, group_size)
-    rows: list[list[Slot]] = []
-    for rank in range(ranks):
-        forwards, backwards = chunk_orders(rank, ranks, chunks, groups)
-        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) + 1 + extra_warmup
-        row: list[Slot] = [*forwards[:warmup]]
-        row += map(Pair, forwards[warmup:], backwards)
-        row += backwards[max(0, len(forwards) - warmup) :]
-        rows.append(row)
-    name = f"combined_1f1b+{extra_warmup}" if extra_warmup else "combined_1f1b"
-    return program_of(name, microbatches, Placement.loop(ranks, chunks), rows)
+    return _interleave("combined_1f1b", microbatches, ranks, chunks, groups, extra_warmup, hop=2, paired=True)
 
 
 def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | None = None) -> Program:

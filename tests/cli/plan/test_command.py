@@ -251,7 +251,7 @@ def test_sub_ops(capsys: Capture, overlap: str, tmp_path: Path) -> None:
     for rank, row in enumerate(result["per_rank"]):
         assert row["busy"] == timeline.busy(rank) == 4 * 2 * 21
         assert row["bubble"] == timeline.makespan - row["busy"]
-        assert row["exposed"] == timeline.exposed(rank)
+        assert row["exposed"] == timeline.ranks[rank].exposed
     names = {event["name"] for event in json.loads((tmp_path / "trace").read_text())["traceEvents"]}
     assert "experts.w[1] m3" in names
     assert content(capsys, "--from-csv", tmp_path / "csv", *SUB_OPS[4:], "--overlap", overlap) == result

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.cli.report.tables import number
+from overlap1f1b.cli.report.tables import figure
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.report.run import refused, report
 from tests.profiling.simulated import simulated, write_run
@@ -62,7 +62,7 @@ def test_bars_figures_zoom_and_hover(capsys: Capture, tmp_path: Path, browser: A
         *_, last = keys = path.split("/")
         for key in keys:
             value = value[int(key)] if isinstance(value, list) else value[key]
-        assert text == (str(value) if last in ("rank", "step") else number(last, value)), path
+        assert text == (str(value) if last in ("rank", "step") else figure(last, value)), path
     assert browser.find_element("tag name", "h1").text == content["verdict"]
     before, after = browser.execute_async_script("""
         const [done] = arguments, plot = document.getElementById('timeline');
