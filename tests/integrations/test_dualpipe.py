@@ -375,6 +375,27 @@ def test_rank_mapping(ranks4: Ranks, name: str, kind: str) -> None:
     assert ranks4.run(_compare, name, kind, 1, [2, 0, 3, 1]) == [[]] * 4
 
 
+def _own_calls(rank: int, size: int, own: str) -> bool:
+    modules, x, y = [nn.Sequential(nn.Linear(H, H), Mlp()) for _ in range(2)], *torch.randn(2, 8, H).unbind()
+    plain = deepcopy(modules)
+    handles = [models.OWN_CALLS[own](module) for module in (*modules, *plain)[: 1 if "global" in own else 4]]
+    pipeline = DualPipeV(modules)
+    pipeline.step(x, num_chunks=4, criterion=criterion, labels=y)
+    for part, label in zip(x.chunk(4), y.chunk(4), strict=True):
+        criterion(plain[1](plain[0](part)), label).backward()
+    pipeline.close()
+    for handle in handles:
+        if handle is not None:
+            handle.remove()
+    pairs = zip(nn.ModuleList(modules).parameters(), nn.ModuleList(plain).parameters(), strict=True)
+    return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize("own", models.OWN_CALLS)
+def test_a_sequential_keeps_what_its_call_does_beside_its_forward(own: str) -> None:
+    assert run(_own_calls, 1, own) == [True]
+
+
 def _under_autocast(rank: int, size: int) -> bool:
     modules, x, y = stages_of("late", 2), *torch.randn(2, 8, H).unbind()
     plain = deepcopy(modules)

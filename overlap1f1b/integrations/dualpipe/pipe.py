@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.engine.run.blocks import own_call
 from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
 from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
@@ -37,7 +38,7 @@ class Pipeline(nn.Module):
 
     Args:
         modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of tensors, and is one block of
-            the engine; each child of an ``nn.Sequential`` is a block.
+            the engine; each child of an ``nn.Sequential`` without hooks of its own is a block.
         batch_dim: Dimension along which inputs and labels are split into microbatches.
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
@@ -144,7 +145,7 @@ class Pipeline(nn.Module):
     def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
         """Return the engine of a program, and the context of its steps."""
         stages: dict[int, list[nn.Module] | nn.Module] = {
-            number: module if type(module).forward is nn.Sequential.forward else [module]
+            number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
         }
         if self._runs_whole:
