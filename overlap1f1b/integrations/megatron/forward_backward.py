@@ -24,6 +24,7 @@ from overlap1f1b.integrations.megatron.config import (
     check_sizes,
     each,
     group_of,
+    limit_inner,
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
@@ -92,7 +93,8 @@ def get_forward_backward_func(
         costs: Seconds of every node, instead of measuring them.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
-        timeout: Limit in seconds of every wait for another rank.
+        timeout: Limit in seconds of every wait for another rank. The groups in which layers communicate ("tp", "cp",
+            "ep", and the experts' groups of ``pg_collection``) get it, too, and keep it.
 
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule is unknown.
@@ -273,6 +275,7 @@ class ForwardBackward:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
+        limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
             self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
