@@ -132,3 +132,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names whose gradients are not bit-equal."""
     return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def _twice(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else 2 * grad for grad in grads)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    forward = module.forward
+    module.forward = lambda *x: 2 * forward(*x)  # type: ignore[method-assign]
+
+
+OWN_CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "a forward of its own": _own_forward,
+    "forward pre hooks of its own": lambda m: m.register_forward_pre_hook(lambda _, x: (2 * x[0],)),
+    "forward hooks of its own": lambda m: m.register_forward_hook(lambda _, x, y: 2 * y),
+    "backward pre hooks of its own": lambda m: m.register_full_backward_pre_hook(lambda _, dy: _twice(dy)),
+    "backward hooks of its own": lambda m: m.register_full_backward_hook(lambda _, dx, dy: _twice(dx)),
+    "global forward hooks": lambda m: nn.modules.module.register_module_forward_hook(lambda _, x, y: 2 * y),
+}
+"""What a call of a module may do beside the forward of its class, by its name in messages: each changes gradients."""

@@ -375,6 +375,38 @@ def test_rank_mapping(ranks4: Ranks, name: str, kind: str) -> None:
     assert ranks4.run(_compare, name, kind, 1, [2, 0, 3, 1]) == [[]] * 4
 
 
+def _own_calls(rank: int, size: int, own: str) -> bool:
+    modules, x, y = [nn.Sequential(nn.Linear(H, H), Mlp()) for _ in range(2)], *torch.randn(2, 8, H).unbind()
+    plain = deepcopy(modules)
+    handles = [models.OWN_CALLS[own](module) for module in (*modules, *plain)[: 1 if "global" in own else 4]]
+    pipeline = DualPipeV(modules)
+    pipeline.step(x, num_chunks=4, criterion=criterion, labels=y)
+    for part, label in zip(x.chunk(4), y.chunk(4), strict=True):
+        criterion(plain[1](plain[0](part)), label).backward()
+    pipeline.close()
+    for handle in handles:
+        if handle is not None:
+            handle.remove()
+    pairs = zip(nn.ModuleList(modules).parameters(), nn.ModuleList(plain).parameters(), strict=True)
+    return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize("own", models.OWN_CALLS)
+def test_a_sequential_keeps_what_its_call_does_beside_its_forward(own: str) -> None:
+    assert run(_own_calls, 1, own) == [True]
+
+
+def _labels_that_nobody_needs(rank: int, size: int) -> bool:
+    pipeline = DualPipeV(stages_of("mlp", 2))
+    options: dict[str, Any] = {"criterion": criterion, "labels": [torch.zeros(8, H)]} if rank == 0 else {"labels": None}
+    loss, _ = pipeline.step(torch.zeros(8, H), num_chunks=4, **options)
+    return loss is not None
+
+
+def test_labels_are_ignored_where_no_pipe_ends(ranks2: Ranks) -> None:
+    assert ranks2.run(_labels_that_nobody_needs) == [True, False]
+
+
 def _under_autocast(rank: int, size: int) -> bool:
     modules, x, y = stages_of("late", 2), *torch.randn(2, 8, H).unbind()
     plain = deepcopy(modules)
@@ -545,19 +577,21 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"inputs": [torch.zeros(3, H)]},
         f"ValueError: inputs of shape (3, {H}) for 4 microbatches along dimension 0; allowed: at least 4 there",
     ),
+    "no labels": ({"labels": None}, "ValueError: labels NoneType on a rank where a pipe ends; allowed: a tensor, or a"),
+    "label": ({"labels": ["a"]}, "ValueError: labels str on a rank where a pipe ends; allowed: a tensor, or a tuple"),
     "module": ({"failing": True}, "OSError: no disk"),
 }
 
 
 def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
     """What the ranks say when rank 0 makes a mistake, and to a step after it."""
-    given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "failing": False}
+    given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "labels": [torch.zeros(8, H)], "failing": False}
     given |= FAULTS[fault][0] if rank == 0 else {}
     modules = [Failing() if kind == "mlp" else OwnFailing() for _ in range(2)] if given["failing"] else None
     pipeline = DualPipeV(modules or stages_of(kind, 2), timeout=20)
 
     def step(microbatches: int) -> str:
-        options = {"num_chunks": microbatches, "criterion": given["criterion"], "labels": [torch.zeros(8, H)]}
+        options = {"num_chunks": microbatches, "criterion": given["criterion"], "labels": given["labels"]}
         return _said(lambda: pipeline.step(*given["inputs"], **options))
 
     return [step(4), step(4), step(5)]

@@ -528,7 +528,7 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
 
     Raises:
-        ValueError: A model with a forward of its own.
+        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out.
     """
     if not isinstance(model, nn.Module):
         return list(model)
@@ -536,5 +536,26 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         return list(blocks)
     if type(model).forward is not nn.Sequential.forward:
         raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
+    if own := own_call(model):
+        raise ValueError(
+            f"a model of type {type(model).__name__} with {own}; "
+            "allowed: hooks on its blocks, list(model) to leave it out, or [model] as one block"
+        )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def own_call(module: nn.Module) -> str | None:
+    """Return the name of something that a module's call does beside the forward of its class; None for nothing.
+
+    Hooks of FSDP2 do not count: the engine does their work.
+    """
+    if "forward" in vars(module):
+        return "a forward of its own"
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        own, common = getattr(module, f"_{kind}"), getattr(nn.modules.module, f"_global_{kind}")
+        if any(not str(hook.__module__).startswith("torch.distributed.fsdp.") for hook in own.values()):
+            return f"{kind} of its own".replace("_", " ")
+        if common:
+            return f"global {kind}".replace("_", " ")
+    return None

@@ -36,7 +36,7 @@ class Batch:
     """
 
     inputs: OptionalTensors
-    labels: OptionalTensors
+    labels: Any
     criterion: Criterion | None
     dim: int
     keep_outputs: bool
@@ -57,7 +57,14 @@ class Batch:
         """Return the labels of each microbatch."""
         if self.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion=None on a rank where a pipe ends; allowed: a function, or torch.no_grad()")
-        split = [(None,) * count if x is None else self._split(x, count, "labels") for x in self.labels]
+        labels = self.labels if isinstance(self.labels, tuple) else (self.labels,)
+        wrong = [x for x in labels if not isinstance(x, Tensor) and (x is not None or self.labels is None)]
+        if wrong:
+            raise ValueError(
+                f"labels {type(wrong[0]).__name__} on a rank where a pipe ends; "
+                "allowed: a tensor, or a tuple of tensors and None"
+            )
+        split = [(None,) * count if x is None else self._split(x, count, "labels") for x in labels]
         return list(zip(*split, strict=True)) if split else [()] * count
 
     def _split(self, x: Tensor, count: int, name: str) -> Tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import ClassVar
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
-from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors, tensors
+from overlap1f1b.engine.run.blocks import own_call
+from overlap1f1b.engine.run.microbatch import Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
 from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -37,7 +38,7 @@ class Pipeline(nn.Module):
 
     Args:
         modules: The two modules of this rank. Each maps tensors to a tensor or a tuple of tensors, and is one block of
-            the engine; each child of an ``nn.Sequential`` is a block.
+            the engine; each child of an ``nn.Sequential`` without hooks of its own is a block.
         batch_dim: Dimension along which inputs and labels are split into microbatches.
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
@@ -110,7 +111,7 @@ class Pipeline(nn.Module):
             inputs: Arguments of the first stage's module, split into microbatches; ignored if none begin on this rank.
             num_chunks: Number of microbatches of the step.
             criterion: ``(*outputs, *labels) → scalar``, on ranks where microbatches end.
-            labels: Arguments of the criterion, split into the microbatches that end here.
+            labels: Arguments of the criterion, split into the microbatches that end here; ignored if none end here.
             return_outputs: Whether the outputs of the last stage are returned.
 
         Returns:
@@ -130,8 +131,9 @@ class Pipeline(nn.Module):
             with nullcontext() if first is None else first.guarded(lambda: "before its first step"):
                 self._engines[num_chunks] = self._engine(program)  # refused if a step has failed
         engine, guarded = self._engines[num_chunks]
-        given: OptionalTensors = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
-        batch = Batch(inputs, given, criterion, self.batch_dim, return_outputs)
+        if isinstance(labels, Iterable):
+            labels = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
+        batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)
         with guarded():
             played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
         return batch.finish(played.microbatches, engine.program)
@@ -144,7 +146,7 @@ class Pipeline(nn.Module):
     def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
         """Return the engine of a program, and the context of its steps."""
         stages: dict[int, list[nn.Module] | nn.Module] = {
-            number: module if type(module).forward is nn.Sequential.forward else [module]
+            number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
         }
         if self._runs_whole:

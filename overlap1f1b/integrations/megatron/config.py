@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.plan import NodeCosts
-from overlap1f1b.transport.groups import gathered
+from overlap1f1b.transport.groups import gathered, limit
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]
@@ -69,6 +69,13 @@ def size_of(groups: object, name: str) -> int:
     """Return the number of ranks in the group of this name."""
     group = group_of(groups, name)
     return 1 if group is None else group.size()
+
+
+def limit_inner(groups: object, timeout: timedelta) -> None:
+    """Set the limit of waits in the groups in which layers communicate by themselves."""
+    for name in ("tp", "cp", "ep", "expt_tp", "tp_ep"):
+        if (group := group_of(groups, name)) is not None:
+            limit(group, timeout)
 
 
 def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCosts | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,13 +26,14 @@ from overlap1f1b.integrations.megatron.config import (
     check_sizes,
     each,
     group_of,
+    limit_inner,
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, build_exchange, lane_groups
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import grid_of
 
@@ -64,7 +67,7 @@ def get_forward_backward_func(
     split_rank: int | None = None,
     timeout: float = DEFAULT_LIMIT_S,
 ) -> ForwardBackward:
-    """Return the function that runs the forwards and backwards of a step. Keep it: it holds the plans and the costs.
+    """Return the function that runs the forwards and backwards of a step. Keep it: plans and costs end with it.
 
     >>> groups = ProcessGroups(pp=pp_group, ep=ep_group)
     >>> forward_backward = get_forward_backward_func(pp_size=4, vp_size=2, pg_collection=groups)
@@ -92,7 +95,8 @@ def get_forward_backward_func(
         costs: Seconds of every node, instead of measuring them.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
-        timeout: Limit in seconds of every wait for another rank.
+        timeout: Limit in seconds of every wait for another rank. The groups in which layers communicate ("tp", "cp",
+            "ep", and the experts' groups of ``pg_collection``) get it, too, and keep it.
 
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule is unknown.
@@ -133,8 +137,7 @@ class ForwardBackward:
 
     def __post_init__(self) -> None:
         self.__name__ = self.name  # as of a function
-        self._engines: dict[tuple[Any, ...], ChunkEngine] = {}
-        self._exchange: Exchange | None = None
+        self._forget()
 
     def __call__(
         self,
@@ -212,9 +215,10 @@ class ForwardBackward:
         with self._ending():
             # 2. Find the engine for these models and this number of microbatches, or make it.
             key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
-            if key not in self._engines:
-                self._engines[key] = self._engine(models, config, num_microbatches)
-            engine = self._engines[key]
+            engine = self._engines.get(key)
+            if engine is None:
+                engine = self._engines[key] = self._engine(models, config, num_microbatches)
+                engines_of(models[0]).setdefault(self._owner, []).append(engine)
             engine.expect(sizes)
             # 3. Play the step.
             losses = Losses(
@@ -245,8 +249,22 @@ class ForwardBackward:
         try:
             yield
         except BaseException:
-            self._engines, self._exchange = {}, None
+            self._forget()
             raise
+
+    def close(self) -> None:
+        """Release threads and communicators; all ranks must call this. A later call makes new ones."""
+        gc.collect()  # on all ranks the engines of models that are gone have ended then
+        for engine in list(self._engines.values()):
+            engine.engine.close()
+        if isinstance(self._exchange, CollectiveExchange):
+            self._exchange.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._owner = Owner()
+        self._engines: WeakValueDictionary[tuple[Any, ...], ChunkEngine] = WeakValueDictionary()
+        self._exchange: Exchange | None = None
 
     def _program_name(self, config: Config) -> str:
         return "combined_1f1b" if config.overlap_moe_expert_parallel_comm else SCHEDULES[self.__name__]
@@ -273,6 +291,7 @@ class ForwardBackward:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
+        limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
             self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
@@ -321,6 +340,25 @@ class ForwardBackward:
             what = f"{len(iterators)} data iterators" if several else f"one {type(data_iterator).__name__}"
             raise ValueError(f"{what} for {chunks} model chunks of {self.__name__}; allowed: a list of {chunks}")
         return iterators
+
+
+class Owner:
+    """Stand for a function: engines that it has made end with it, or with their model."""
+
+
+class Engines(WeakKeyDictionary[Owner, list["ChunkEngine"]]):
+    """The engines of a model, by their owner. They keep the model alive, so the model itself holds them."""
+
+    def __deepcopy__(self, memo: object) -> Engines:
+        return Engines()
+
+    def __reduce__(self) -> tuple[type[Engines], tuple[()]]:
+        return Engines, ()
+
+
+def engines_of(model: nn.Module) -> Engines:
+    """Return the engines that a model holds; a copy of the model holds none."""
+    return vars(model).setdefault("_overlap1f1b_engines", Engines())
 
 
 class ChunkEngine:

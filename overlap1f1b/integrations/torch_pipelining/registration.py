@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
+from overlap1f1b.engine.run.blocks import own_call
 from overlap1f1b.moe import Experts
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
@@ -78,7 +79,8 @@ def register(
     hides exchanges of a backward behind the backward's own weight gradients.
 
     A stage's module is an ``nn.Sequential`` or ``nn.ModuleList`` of blocks, or any other module, which is then one
-    block and may take keyword arguments. One or several tensors cross a boundary.
+    block and may take keyword arguments; so is an ``nn.Sequential`` with hooks of its own. One or several tensors cross
+    a boundary.
 
     Args:
         schedule: ``ScheduleDualPipeV``, another schedule of several stages a rank, or one that was loaded from a table.
@@ -257,9 +259,11 @@ class AdoptedStage:
         self.torch_stage, self.schedule, self.held = stage, schedule, held
         self.number = stage.stage_index
         module = stage.submod
-        listed = type(module).forward is nn.Sequential.forward or isinstance(module, nn.ModuleList)
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        self.whole = None if listed and not hooked else _Whole(module)
+        if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
+            listed = "forward" not in vars(module)  # its hooks never run, since it cannot be called
+        else:
+            listed = type(module).forward is nn.Sequential.forward and not own_call(module)
+        self.whole = None if listed else _Whole(module)
         blocks = [self.whole] if self.whole else [block for block in module._modules.values() if block is not None]
         self.stage = Stage(blocks, exchange, number=self.number)
         kinds = [type(module).__name__] if self.whole else self.stage.names
@@ -395,7 +399,7 @@ class _Whole(nn.Module):
         self.module = module
         self.kwargs: dict[str, Any] = {}
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> Any:  # without torch's global hooks, which run for the module itself
         return self.module(*inputs, **self.kwargs)
 
 

@@ -81,3 +81,17 @@ def test_blocks_of_a_model() -> None:
         blocks_of(a)
     with pytest.raises(ValueError, match="a stage without blocks"):
         Stage([])
+
+
+@pytest.mark.parametrize("own", models.OWN_CALLS)
+def test_a_sequential_whose_call_does_more_than_call_its_blocks_is_refused(own: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    handle = models.OWN_CALLS[own](model)
+    try:
+        with pytest.raises(ValueError, match=rf"^a model of type Sequential with {own}; allowed: .*\[model\] as one"):
+            blocks_of(model)
+        assert blocks_of([model]) == [model]
+        assert len(blocks_of(list(model))) == 2
+    finally:
+        if handle is not None:
+            handle.remove()

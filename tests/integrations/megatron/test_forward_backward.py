@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import weakref
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +24,7 @@ from overlap1f1b.integrations.megatron import (
     ProcessGroups,
     get_forward_backward_func,
 )
+from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
@@ -175,10 +180,60 @@ def test_the_choice_is_megatrons() -> None:
 
 def test_overlap_flag_plays_the_combined_program() -> None:
     function = get_forward_backward_func(costs=COSTS)
-    call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=True))[0]], items(3))
-    call(function, [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=False))[0]], items(3))
+    parts = [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=flag))[0] for flag in (True, False)]
+    for part in parts:
+        call(function, [part], items(3))
     programs = [prepared.engine.program.name for prepared in function._engines.values()]
     assert programs == ["combined_1f1b+1", "sequential"]
+
+
+def _rebuilt(rank: int, size: int) -> dict[str, bool]:
+    """Return whether engines end where they should, and whether a function that was closed plays again."""
+    ep = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep")
+    make = partial(
+        get_forward_backward_func, schedule="combined_1f1b_schedule_for_no_pipelining",
+        pg_collection=ProcessGroups(ep=ep), costs=COSTS, timeout=20,
+    )  # fmt: skip
+    (kept,), function, data, seen = build(1, ep), make(), items(2), []
+    call(function, [kept], items(3))
+    for _ in range(3):
+        (part,) = build(1, ep)
+        call(function, [part], data)
+        seen += [weakref.ref(part), weakref.ref(function._engines[list(function._engines)[-1]])]
+        del part
+        gc.collect()
+    other = make()
+    call(other, [kept], data)
+    seen += [weakref.ref(other._engines[list(other._engines)[-1]])]
+    del other
+    gc.collect()
+    (left,) = function._engines.values()
+    function.close()
+    closed = left.engine._closed and not function._engines
+    kept.zero_grad()
+    call(function, [kept], data)
+    (reference,) = build(1)
+    plain([reference], data)
+    assert kept.scale.grad is not None
+    assert reference.scale.grad is not None
+    return {
+        "ended": not any(ref() for ref in seen),
+        "closed": closed,
+        "again": torch.allclose(kept.scale.grad, reference.scale.grad),
+    }
+
+
+def test_engines_end_with_their_model_with_their_function_or_by_close(ranks2: Ranks) -> None:
+    assert ranks2.run(_rebuilt) == [{"ended": True, "closed": True, "again": True}] * 2
+
+
+def test_copies_of_a_model_hold_no_engines() -> None:
+    function, part, _ = with_config()
+    call(function, [part], items(2))
+    assert engines_of(part)
+    for copied in (deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert not engines_of(copied)
+        call(function, [copied], items(2))
 
 
 def test_timers_are_started_and_stopped() -> None:

@@ -401,6 +401,21 @@ def test_hooks_on_a_list_of_blocks_run(alone: None) -> None:
     assert len(seen) == 5  # torch looks at the shapes once
 
 
+@pytest.mark.parametrize("own", models.OWN_CALLS)
+def test_a_stage_keeps_what_its_call_does_beside_its_forward(alone: None, own: str) -> None:
+    model = models.build()
+    parts = model[:3], model[3:]
+    handle = models.OWN_CALLS[own](parts[1])
+    try:
+        schedule, data = built(*parts), models.batch(4)
+        expected = Step(schedule, schedule._stages, data)
+        register(schedule)
+        assert not Step(schedule, schedule._stages, data).differs(expected)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 def test_schedules_that_cannot_register(alone: None) -> None:
     single = Schedule1F1B(PipelineStage(models.build(), 0, 1, CPU), 4, models.loss_fn)
     with pytest.raises(ValueError, match=r"^a schedule of type Schedule1F1B; allowed: one of several stages"):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from overlap1f1b.plan import Overlap
 from tests.integrations.megatron.core import flex, models, shim
-from tests.integrations.megatron.core.cases import CASES
+from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, Case, Fields, selective
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -46,3 +51,68 @@ def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
 def test_more_steps(megatron: Callable[[int], Ranks], name: str) -> None:
     size = CASES[name].ranks
     assert megatron(size).run(differences, name, OVERLAPS) == [[]] * size
+
+
+class Unseeded(Case):
+    """A case whose forward steps do not seed dropout, so that it draws from the engine's streams."""
+
+    dropout = False
+
+
+RECOMPUTED: dict[str, Case] = {
+    "nothing": Unseeded(),
+    "layers": Unseeded(FULL),
+    "first layer": Unseeded(BLOCKS),
+    "MoE layers": Unseeded(selective("moe")),
+    "core attention": Unseeded(selective("core_attn")),
+    "layers, vp 2": Unseeded(FULL, layers=4, pp=2, vp=2, microbatches=4),
+}
+
+
+@contextmanager
+def _dropout(known: dict[Any, Tensor], *, repeats: bool) -> Iterator[None]:
+    """Add the mask that a call of dropout draws to ``known``, by its input; or repeat the first one of this input."""
+    real = F.dropout
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not p:
+            return x
+        key = (p, x.shape, x.detach().numpy().tobytes())
+        if repeats:
+            return x * known[key]
+        mask = torch.dropout(torch.ones_like(x, requires_grad=False), p, train=True)
+        known.setdefault(key, mask)
+        return x * mask
+
+    F.dropout = dropout
+    try:
+        yield
+    finally:
+        F.dropout = real
+
+
+def _masks(rank: int, size: int, name: str) -> list[str]:
+    """Return the differences of our steps from Megatron-Core's own under the same masks."""
+    shim.apply()
+    from dataclasses import replace
+
+    from tests.integrations.megatron.core.steps import our_step, serial_step
+
+    case = RECOMPUTED[name]
+    fields: Fields = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+    case, known, found = replace(case, fields=case.fields | fields), dict[Any, Tensor](), []
+    with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
+        with _dropout(known, repeats=False):
+            ours = our_step(case, 3)
+        with _dropout(known, repeats=True):
+            theirs = serial_step(case)
+        for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+            found += [f"losses {one.losses}, {other.losses}"] if one.losses != other.losses else []
+            found += [f"step {number}: {line}" for line in models.compared(one.grads, other.grads)]
+    return found
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_recomputation_repeats_the_masks_of_its_forward(megatron: Callable[[int], Ranks], name: str) -> None:
+    size = RECOMPUTED[name].ranks
+    assert megatron(size).run(_masks, name) == [[]] * size

@@ -1,0 +1,49 @@
+"""A step of a real model of Megatron-Core in which a rank fails, and rebuilt models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from overlap1f1b.integrations.megatron import get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, ForwardBackward
+from tests.integrations.megatron.core import models, shim
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def _step(function: ForwardBackward, chunk: Any, *, fails: bool = False, microbatches: int = 2) -> None:
+    def forward_step(data: Iterator[dict[str, Any]], model: Any) -> Any:
+        if fails:
+            raise OSError("no disk")
+        batch = {name: value for name, value in next(data).items() if name != "seed"}
+        return model(**batch), lambda output: (output.mean(), {})
+
+    function(
+        forward_step_func=forward_step, data_iterator=iter(models.batches(microbatches, 1)), model=chunk,
+        num_microbatches=microbatches, seq_length=models.SEQUENCE, micro_batch_size=models.BATCH,
+    )  # fmt: skip
+
+
+def _failure(rank: int, size: int) -> str:
+    """Return the message of a step that fails on rank 0, while rank 1 waits in a collective of a layer."""
+    shim.apply()
+    with models.init_parallel(ep=size):
+        (chunk,) = models.build(models.config_of(layers=1, ep=size))
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=2)
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            _step(function, chunk, fails=rank == 0)
+        dist.barrier()  # till then rank 0 stays, and closes no connection
+        return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def test_the_limit_holds_in_collectives_of_layers(megatron: Callable[[int], Ranks]) -> None:
+    mine, others = megatron(2).run(_failure, timeout=40)
+    assert "no disk" in mine
+    assert "Timed out waiting 2000ms" in others
+    assert "the first to fail: rank ep 0 failed at dense.f[0] m0" in others
