@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from overlap1f1b.engine import Stage, blocks_of
 from overlap1f1b.plan import Op
@@ -95,3 +96,9 @@ def test_a_sequential_whose_call_does_more_than_call_its_blocks_is_refused(own: 
     finally:
         if handle is not None:
             handle.remove()
+
+
+def test_hooks_of_torchs_own_that_only_look_are_no_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with FlopCounterMode(display=False):
+        assert blocks_of(model) == list(model)
