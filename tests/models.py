@@ -149,6 +149,5 @@ OWN_CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "forward hooks of its own": lambda m: m.register_forward_hook(lambda _, x, y: 2 * y),
     "backward pre hooks of its own": lambda m: m.register_full_backward_pre_hook(lambda _, dy: _twice(dy)),
     "backward hooks of its own": lambda m: m.register_full_backward_hook(lambda _, dx, dy: _twice(dx)),
-    "global forward hooks": lambda m: nn.modules.module.register_module_forward_hook(lambda _, x, y: 2 * y),
 }
 """What a call of a module may do beside the forward of its class, by its name in messages: each changes gradients."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.run.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Program
-from overlap1f1b.transport.mesh import Dimension, Mesh, lines_of
+from overlap1f1b.transport.mesh import Mesh, lines_of
 
 Facts = dict[str, object]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,13 +79,21 @@ def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tup
             yield place if whole else f"part {mesh.rank('tp')} of {place}", parameter.to_local()
 
 
-def shared_batch(name: str, given: Any, mesh: Mesh, along: Dimension = "tp") -> Facts:
-    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks along a dimension."""
+def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
+    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
     every = [part for part in _flat(given) if isinstance(part, Tensor)]
-    if mesh.group(along) is None or not every:
+    if mesh.group("tp") is None or not every:
         return {}
-    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != along)
+    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
     return {f"the sum of bits of {name} on {at}": "+".join(f"{int(_sum_of_bits(part)):x}" for part in every)}
+
+
+def same_batches(given: Any, mesh: Mesh) -> bool:
+    """Return whether all ranks of a pipeline have the same tensors, to the bit; all of them must call this."""
+    every = [part for part in _flat(given) if isinstance(part, Tensor)]
+    sums = torch.stack([_sum_of_bits(part, ordered=True) for part in every]).tolist() if every else []
+    own = sums, [part.shape for part in every]
+    return all(other == own for other in mesh.gathered("pp", own))
 
 
 def _flat(given: Any) -> Iterator[Any]:
@@ -114,9 +122,13 @@ def parameters_by_place(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.
                 yield f"parameter {name} of {stage.names[index]} of stage {number}", parameter, id(parameter) in experts
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:
+    """Return the sum over all elements, as whole numbers; if it is ``ordered``, each times its position."""
     whole: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return whole.contiguous().view(_INTEGERS[whole.element_size()]).sum(dtype=torch.int64)
+    bits: Tensor = whole.contiguous().view(_INTEGERS[whole.element_size()]).flatten()
+    if ordered:
+        bits = bits * torch.arange(1, len(bits) + 1, device=bits.device)
+    return bits.sum(dtype=torch.int64)
 
 
 MOST_APART, SMALL = 0.125, 2**-5

@@ -145,11 +145,15 @@ def side_by_side(ends: Sequence[Callable[[], object]]) -> None:
         quietly(ends[0])
         return
     threads = [threading.Thread(target=quietly, args=(end,), daemon=True) for end in ends]
-    for thread in threads:
-        thread.start()
+    for thread, end in zip(threads, ends, strict=True):
+        try:
+            thread.start()
+        except RuntimeError:  # at the end of the interpreter
+            quietly(end)
     deadline = time.monotonic() + ABORT_S
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:
@@ -227,8 +231,9 @@ def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
 
 
 def limit(group: Group, timeout: timedelta) -> None:
-    """Set the limit of every wait of a registered group."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Set the limit of every wait of a registered group; on NCCL its watchdog's, which comes later."""
+    watched = "nccl" in dist.get_backend_config(group)
+    dist.distributed_c10d._set_pg_timeout(WATCHDOG_FACTOR * timeout if watched else timeout, group)
 
 
 def abort(group: Group) -> None:

@@ -548,14 +548,12 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def own_call(module: nn.Module) -> str | None:
     """Return the name of something that a module's call does beside the forward of its class; None for nothing.
 
-    Hooks of FSDP2 do not count, since the engine does their work, nor torch's own global hooks, which only look.
+    Hooks of FSDP2 do not count, since the engine does their work, nor torch's global hooks, which run for the blocks.
     """
     if "forward" in vars(module):
         return "a forward of its own"
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
-        own, common = getattr(module, f"_{kind}"), getattr(nn.modules.module, f"_global_{kind}")
-        if any(not hook.__module__.startswith("torch.distributed.fsdp.") for hook in own.values()):
+        hooks = getattr(module, f"_{kind}").values()
+        if any(not hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks):
             return f"{kind} of its own".replace("_", " ")
-        if any(not hook.__module__.startswith("torch.") for hook in common.values()):
-            return f"global {kind}".replace("_", " ")
     return None

@@ -73,7 +73,7 @@ def size_of(groups: object, name: str) -> int:
 
 def limit_inner(groups: object, timeout: timedelta) -> None:
     """Set the limit of waits in the groups in which layers communicate by themselves."""
-    for name in ("tp", "cp", "ep", "expt_tp", "tp_ep"):
+    for name in ("tp", "cp", "ep", "expt_tp", "tp_ep", "tp_cp", "tp_dp_cp"):
         if (group := group_of(groups, name)) is not None:
             limit(group, timeout)
 

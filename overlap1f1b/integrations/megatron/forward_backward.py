@@ -253,7 +253,10 @@ class ForwardBackward:
             raise
 
     def close(self) -> None:
-        """Release threads and communicators; all ranks must call this. A later call makes new ones."""
+        """Release threads and communicators; all ranks must call this, with the same models alive.
+
+        A later call makes new ones.
+        """
         gc.collect()  # on all ranks the engines of models that are gone have ended then
         for engine in list(self._engines.values()):
             engine.engine.close()

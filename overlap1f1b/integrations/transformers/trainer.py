@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.agreement import shared_batch
+from overlap1f1b.engine.agreement import same_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.integrations.transformers.adapters import base_of
@@ -121,10 +120,12 @@ class ShardedAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather tensors, or lists of objects, without the rows that only fill the last batch of several ranks."""
-        with suppress(TypeError):
+        try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-            if not use_gather_object:
-                return super().gather_for_metrics(input_data)
+        except TypeError:
+            use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
         parts = [input_data] * self._shards
         if self._shards > 1:
             dist.all_gather_object(parts, input_data, group=self._group)
@@ -169,6 +170,7 @@ class Overlapped(Trainer):
         self._computing = False
         self._said: dict[str, float] = {}  # logged while a loss was computed
         self._met = False  # whether the line that is being logged is on all ranks
+        self._evaluating = False
         super().__init__(*args, **kwargs)
         if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
@@ -265,16 +267,6 @@ class Overlapped(Trainer):
             loader.worker_init_fn = partial(seed, rank=self.accelerator.process_index)
         return prepared
 
-    def _check_batches(self, batches: Any) -> None:
-        """Check that a pipeline's ranks have read the same batches.
-
-        Raises:
-            ValueError: They have not: a data set or collator draws other random numbers on each rank.
-        """
-        if self.overlap_args.pp > 1:
-            mesh = self.engine.mesh
-            mesh.agree(shared_batch("batches", batches, mesh, along="pp"))
-
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Collect the batches of an optimizer step, and count its tokens over all ranks."""
         if self._collected:
@@ -297,7 +289,6 @@ class Overlapped(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        self._check_batches(batches)
         parts = self._built()
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
@@ -328,6 +319,11 @@ class Overlapped(Trainer):
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
+        if self.overlap_args.pp > 1 and not same_batches(list(batches.values()), parts.engine.mesh):
+            raise ValueError(
+                "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
+                "collator draw the same random numbers on all of them"
+            )
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
@@ -372,7 +368,8 @@ class Overlapped(Trainer):
             self._said |= logs
             return
         # Trainer's own lines are on all ranks. A rank may log any other alone, so ranks do not meet in it.
-        self._met = logs.keys() >= _OF_TRAINING or any(name.endswith("_runtime") for name in logs)
+        ends = "train_runtime" in logs or (self._evaluating and any(name.endswith("_runtime") for name in logs))
+        self._met = logs.keys() >= _OF_TRAINING or ends
         if self._met:
             if logs.keys() >= _OF_TRAINING and self._last is not None:
                 logs |= self._figures(self._last)
@@ -382,9 +379,9 @@ class Overlapped(Trainer):
         super().log(logs, start_time)
 
     def is_world_process_zero(self) -> bool:
-        """Return whether this is the first rank; while a loss is computed, the first of those that compute it."""
+        """Return whether this is the first rank; while a loss is computed, the first rank that computes one."""
         if self._computing:
-            return self.accelerator.process_index == 0
+            return self.accelerator.process_index == 0 and self.engine.rank == _rank_of_log(self.engine)
         return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:
@@ -401,6 +398,14 @@ class Overlapped(Trainer):
         return figures
 
     # -------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Trainer does, and log the metrics on all ranks."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._evaluating = before
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does; as many batches as a step has microbatches pass the pipeline together."""
@@ -452,7 +457,6 @@ class Overlapped(Trainer):
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
-        self._check_batches(batches)
         with self.accelerator.autocast():
             parts.engine.play(partial(self._feed, parts, batches, compute, 1.0), grad=False)
 
@@ -490,7 +494,8 @@ class Overlapped(Trainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and self.overlap_args.pp > 1:  # ranks of a pipeline read the same rows
             random = RandomState()
-            first = self.engine.mesh.gathered("pp", random.state_dict())[0]
+            with self.engine.guarded(lambda: "in the resumption of random numbers"):
+                first = self.engine.mesh.gathered("pp", random.state_dict())[0]
             random.load_state_dict({name: state for name, state in first.items() if name != "cuda"})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -527,12 +532,16 @@ class _LogsOfLastStage(TrainerCallback):
         if not self.trainer._met:
             return
         engine = self.trainer.engine
-        placement = engine.program.placement
-        every = engine.mesh.gathered("pp", logs)
-        theirs = every[placement.replicas(placement.stages - 1)[0]]
+        theirs = engine.mesh.gathered("pp", logs)[_rank_of_log(engine)]
         if logs is not None and theirs is not None:
             logs |= theirs
             state.log_history[-1] |= theirs
+
+
+def _rank_of_log(engine: Engine) -> int:
+    """Return the pipeline rank whose entries of a line count: the first that computes losses."""
+    placement = engine.program.placement
+    return placement.replicas(placement.stages - 1)[0]
 
 
 class _Parts:

@@ -98,7 +98,8 @@ def test_a_sequential_whose_call_does_more_than_call_its_blocks_is_refused(own: 
             handle.remove()
 
 
-def test_hooks_of_torchs_own_that_only_look_are_no_obstacle() -> None:
+def test_global_hooks_are_no_obstacle() -> None:
+    """They run for the blocks, and on one rank alone must not change how a model is cut."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     with FlopCounterMode(display=False):
         assert blocks_of(model) == list(model)
