@@ -64,6 +64,8 @@ class BlockRun:
             self.seen[microbatch.index] = []
         self.exchanging = stage.foreign.functions
         self.watching: list[Watched] | None = None if self.seen is None else []
+        self.met = 0
+        """Exchanges that Functions have made so far, in the first step."""
         self.is_last = block == len(stage.blocks) - 1
         self.learns = not stage.uses.learned(block)
         self.queue = WeightQueue()
@@ -416,7 +418,9 @@ class BlockRun:
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
-        call = self.stage.foreign.look(function, args, calls, result)
+        foreign, turn = self.stage.foreign, (self.block, self.microbatch.index, self.met)
+        self.met += foreign.number_of(calls)
+        call = foreign.look(function, args, calls, result, turn)
         if call is not None:
             self._note((calls[0].input,), calls[0].splits, call)
 

@@ -109,7 +109,9 @@ class Foreign:
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
 
-    def look(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> Call | None:
+    def look(
+        self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
+    ) -> Call | None:
         """Note a call of a Function; return it if it may be hidden.
 
         Args:
@@ -117,26 +119,29 @@ class Foreign:
             args: Its arguments.
             calls: Calls of ``all_to_all_single`` and ``all_to_all`` in its forward.
             result: Its result.
+            turn: When it was called.
         """
         results = result if isinstance(result, tuple) else (result,)
-        if len(calls) == 1 and (self._others(calls[0]) or not any(map(_differs, results))):
+        exchanges = self.number_of(calls)
+        if len(calls) == 1 and not (exchanges and any(map(_differs, results))):
             return None
         form = form_of(function, args)
         trial = self.tried.setdefault(text_of(form), Trial(form))
-        trial.exchanges |= any(not self._others(call) for call in calls)
+        trial.exchanges |= exchanges > 0
         places = places_of(args, calls[0], result) if len(calls) == 1 else ()
-        if not places or trial.form != form:  # another Function may have the same name
+        told = frozenset[int | None]().union(*places)
+        texts = {at: texts_of(arg, calls[0].splits) for at, arg in enumerate(args) if at not in told} if places else {}
+        if not places or not all(texts.values()) or trial.form != form:  # another Function may have the same name
             trial.places = ()
             return None
         trial.places = places if trial.places is None else trial.places and _common(trial.places, places)
-        told, splits = frozenset[int | None]().union(*places), calls[0].splits
-        texts = tuple([() if at in told else texts_of(argument, splits) for at, argument in enumerate(args)])
-        if texts not in trial.calls:  # without values, which would be kept to the step's end
-            trial.calls[texts] = [_empty(a) if isinstance(a, Tensor) else a for a in args]
+        # Without values of tensors, which would be kept to the step's end.
+        trial.calls[turn] = texts, [_empty(a) if isinstance(a, Tensor) else a for a in args]
         return Call(form, texts)
 
-    def _others(self, call: Watched) -> bool:
-        return list(self.ranks) != dist.get_process_group_ranks(call.group)
+    def number_of(self, calls: Sequence[Watched]) -> int:
+        """Return how many calls exchange over the ranks that share the experts."""
+        return sum(list(self.ranks) == dist.get_process_group_ranks(call.group) for call in calls)
 
     def _hides(self, call: Call) -> bool:
         known = self.functions.get(call.form)
@@ -225,8 +230,10 @@ Form = tuple[type, tuple[Any, ...]]
 
 Calls of another form may do something else with their arguments. So may calls of one form with other :data:`Texts`.
 """
-Texts = tuple[tuple[str, ...], ...]
-"""Each argument of a call as :func:`texts_of`; nothing for one that says what is exchanged."""
+Texts = Mapping[int, tuple[str, ...]]
+"""Arguments of a call as :func:`texts_of`, by position, without those that say what is exchanged."""
+Turn = tuple[int, int, int]
+"""Block and microbatch of a call, and number of Functions' exchanges before it: exchanges of one turn have met."""
 _FLAGS = (type(None), bool, float, str)
 
 
@@ -244,15 +251,17 @@ def text_of(form: Form) -> str:
 def texts_of(argument: Any, splits: Splits) -> tuple[str, ...]:
     """Return a value, the same text on all ranks, and how it follows from the sizes; nothing if it may hide anything.
 
-    Tensors and objects of a user's own may change without a trace.
+    Tensors and objects of a user's own may change without a trace. Devices and groups are a rank's own.
     """
     if isinstance(argument, Integral):
         sizes = {"rows sent": sum(splits.send), "rows received": sum(splits.receive)}
         return (str(int(argument)), *[name for name, size in sizes.items() if size == argument])
-    if isinstance(argument, Enum) or type(argument) in (*_FLAGS, torch.dtype, torch.device):
+    if isinstance(argument, Enum) or type(argument) in (*_FLAGS, torch.dtype):
         return (repr(argument),)
+    if isinstance(argument, torch.device):
+        return (argument.type,)
     if isinstance(argument, dist.ProcessGroup):
-        return (f"ranks {dist.get_process_group_ranks(argument)}",)
+        return (f"rank {argument.rank()} of {argument.size()} in {argument.group_desc}",)
     if isinstance(argument, tuple | list):
         first, *others = [texts_of(part, splits) for part in argument] or [("",)]
         return tuple([f"({', '.join([text, *[o[0] for o in others]])})" for text in first if all(others)])
@@ -282,30 +291,30 @@ class Known(NamedTuple):
     tried: dict[tuple[str, ...], bool]
 
     @classmethod
-    def of(cls, form: Form, shown: Sequence[tuple[Places, Sequence[Texts]]]) -> Known | None:
+    def of(cls, form: Form, shown: Sequence[tuple[Places, Mapping[Turn, Texts]]]) -> Known | None:
         """Return what all ranks have shown of a form, not tried yet; None if it is no all-to-all.
 
-        Nor is it one if its calls differ between ranks, or in a way that nobody can tell.
+        Nor is it one if its calls of a turn differ between ranks, or in a way that nobody can tell.
         """
         at = _told(reduce(_common, [places for places, _ in shown]) if all(places for places, _ in shown) else ())
         if at is None:
             return None
-        calls = [texts for _, every in shown for texts in every]
+        calls = [texts for _, every in shown for texts in every.values()]
         rest = [position for position, flag in enumerate(form[1]) if flag is ... and position not in at]
+        if any(position not in texts for texts in calls for position in rest):
+            return None
         common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
         found = cls(
             at, {p: texts for p, texts in common.items() if texts}, tuple([p for p in rest if not common[p]]), {}
         )
-        by_rank = [{found.values(texts) for texts in every} for _, every in shown]
-        if any(values != by_rank[0] for values in by_rank) or any("" in values for values in by_rank[0]):
-            return None
-        return found._replace(tried=dict.fromkeys(sorted(by_rank[0]), False))
+        by_rank = [{turn: found.values(texts) for turn, texts in every.items()} for _, every in shown]
+        return found if all(values == by_rank[0] for values in by_rank) else None
 
-    def values(self, texts: Mapping[int, tuple[str, ...]] | Texts) -> tuple[str, ...]:
+    def values(self, texts: Texts) -> tuple[str, ...]:
         """Return the values of the arguments that differ between calls; empty for one that may hide anything."""
         return tuple([texts[position][0] if texts[position] else "" for position in self.varied])
 
-    def verdict(self, texts: Mapping[int, tuple[str, ...]] | Texts) -> bool | None:
+    def verdict(self, texts: Texts) -> bool | None:
         """Return whether a call is an all-to-all; None if the first step had no such call."""
         if any(known.isdisjoint(texts[position]) for position, known in self.fixed.items()):
             return None
@@ -342,14 +351,14 @@ class Trial:
         form: The form.
 
     Attributes:
-        calls: Arguments of the first call with each texts; tensors without values.
+        calls: Texts and arguments of each call; tensors without values.
         places: Where its arguments stand; None before a call has shown it.
         exchanges: Whether it has exchanged over the ranks that share the experts.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.calls: dict[Texts, list[Any]] = {}
+        self.calls: dict[Turn, tuple[Texts, list[Any]]] = {}
         self.places: Places | None = None
         self.exchanges = False
 
@@ -456,18 +465,25 @@ def _told(places: Places | None) -> Arguments | None:
 def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
     """Try the Functions that may be an all-to-all, and tell the stages which ones are, on all ranks.
 
-    All ranks must call this. A Function is tried on all ranks that share the experts, or on none of them.
+    All ranks must call this. A Function is tried on all ranks that share the experts, with calls of the same turns,
+    whose sizes fit, or on none of them.
     """
     mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
-    every = mesh.gathered_by_experts({place: (trial.places or (), list(trial.calls)) for place, trial in mine.items()})
+    every = mesh.gathered_by_experts(
+        {
+            place: (trial.places or (), {turn: texts for turn, (texts, _) in trial.calls.items()})
+            for place, trial in mine.items()
+        }
+    )
     found: dict[tuple[int, str], Known | None] = {}
     for place in sorted(set().union(*every)):
         on_all = all(place in shown for shown in every)
         found[place] = known = Known.of(mine[place].form, [shown[place] for shown in every]) if on_all else None
         if known is not None:
-            first = {known.values(texts): args for texts, args in reversed(mine[place].calls.items())}
-            for values in known.tried:
-                known.tried[values] = _exchanges_alone(mine[place].form[0], first[values], known.at)
+            for _, (texts, args) in sorted(mine[place].calls.items()):
+                values = known.values(texts)
+                if values not in known.tried:
+                    known.tried[values] = _exchanges_alone(mine[place].form[0], args, known.at)
     verdicts = mesh.combined(
         {place: {} if known is None else known.tried for place, known in found.items()},
         lambda _, parts: {at: _of_all([part[at] for part in parts if at in part]) for at in set().union(*parts)},
@@ -481,7 +497,7 @@ def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
             warnings.warn(
                 f"{text}{_besides(standing)} exchanges rows where it stands, and is not hidden; allowed: one "
                 "all_to_all_single and no more, forward and backward, whose sizes are given as arguments, two for both "
-                "ways, and besides these no tensors or objects, and the same values on all ranks",
+                "ways, and besides these no tensors or objects, and in each call the same values on all ranks",
                 stacklevel=2,
             )
     for foreign in stages.values():

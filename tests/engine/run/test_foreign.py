@@ -429,8 +429,9 @@ BESIDES: dict[str, tuple[Any, Any, int]] = {
 
 def _besides(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    problems = []
-    for how, (there, back, exchanges) in BESIDES.items():
+    problems, alone = [], [dist.new_group([one]) for one in range(size)][rank]
+    own_values = scaled((torch.device("cuda", rank), alone))
+    for how, (there, back, exchanges) in {**BESIDES, "a rank's device and group": (own_values, own_values, 2)}.items():
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             problems += compare(
@@ -449,6 +450,48 @@ def _besides(rank: int, size: int) -> list[str]:
 def test_arguments_besides_rows_sizes_and_group(ranks2: Ranks) -> None:
     """Each value is tried, numbers of rows may change, and what nobody can compare stays where it stands."""
     assert ranks2.run(_besides, timeout=120) == [[], []]
+
+
+class Numbered(nn.Module):
+    """Two exchanges of other sizes, there and back, by ``apply(rows, receive, send, group)`` of each."""
+
+    def __init__(self, group: dist.ProcessGroup, ways: Sequence[Any]) -> None:
+        super().__init__()
+        self.group, self.ways, self.a = group, ways, nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = self.group.rank()
+        for way, sent in zip(self.ways, ((2, 1), (4, 3)), strict=True):
+            send, receive = [1, 1], [1, 1]
+            send[1 - rank], receive[1 - rank] = sent[rank], sent[1 - rank]
+            y = way(self.a(x)[: sum(send)], receive, list(send), self.group)
+            y = way(y * 2, list(send), list(receive), self.group)
+            x = x + F.pad(y, (0, 0, 0, len(x) - len(y)))
+        return x
+
+
+def _orders(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    problems = []
+    numbers, functions = (scaled((1,)), scaled((2,))), (WAYS["a Function of its own"], scaled((1,)))
+    for how, ways, other in (("numbers", numbers, False), ("numbers", numbers, True), ("Functions", functions, True)):
+        order = -1 if other and rank else 1
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            problems += compare(
+                f"{how}, another order: {other}",
+                lambda given=ways[::order]: nn.Sequential(Numbered(mesh.get_group("ep"), given)),  # type: ignore[misc]
+                mesh,
+                exchanges=0 if other else 2 * 4 * MICROBATCHES,
+            )
+        lines = [str(one.message) for one in told if "in each call the same values on all ranks" in str(one.message)]
+        problems += [f"{how}: warnings {lines}"] * ((not lines) == other)
+    return problems
+
+
+def test_values_in_another_order_on_another_rank(ranks2: Ranks) -> None:
+    """Calls whose exchanges met are tried together: others have other sizes, and gloo would end the process."""
+    assert ranks2.run(_orders, timeout=60) == [[], []]
 
 
 def _changing_value(rank: int, size: int, on: int) -> str:
