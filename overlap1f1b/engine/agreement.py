@@ -119,7 +119,8 @@ def parameters_by_place(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.
         for index, block in enumerate(stage.blocks):
             experts = {id(p) for module in stage.experts_of(index) for p in module.parameters()}
             for name, parameter in block.named_parameters():
-                yield f"parameter {name} of {stage.names[index]} of stage {number}", parameter, id(parameter) in experts
+                expert = id(parameter) in experts or stage.is_slice(parameter)
+                yield f"parameter {name} of {stage.names[index]} of stage {number}", parameter, expert
 
 
 def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:

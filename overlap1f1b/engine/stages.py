@@ -136,7 +136,7 @@ def stages_of(
     )
     with sharding.gathered():
         stages = {
-            stage: Stage(blocks, exchange, number=stage, first=first[stage], **options)
+            stage: Stage(blocks, exchange, number=stage, first=first[stage], sliced=sharding.sliced, **options)
             for stage, blocks in held_blocks.items()
         }
     for stage in stages.values():

@@ -72,6 +72,7 @@ from overlap1f1b.engine.checkpoint.state import States, choose_files, file_of, p
 from overlap1f1b.engine.checkpoint.tensors import Index, Slice, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
+from overlap1f1b.engine.run.blocks import marked_as_slice
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport.boundary import is_partial
@@ -271,9 +272,9 @@ class _Held:
         self.sliced = {
             f"{path}.{label}".lstrip(".")
             for path, module in self.model.named_modules(remove_duplicate=False)
-            if isinstance(module, Experts) and self.slices > 1
-            for label, parameter in module.named_parameters(remove_duplicate=False)
-            if parameter not in engine.sharding.sliced
+            if self.slices > 1
+            for label, parameter in module.named_parameters(recurse=isinstance(module, Experts), remove_duplicate=False)
+            if (isinstance(module, Experts) and parameter not in engine.sharding.sliced) or marked_as_slice(parameter)
         }
         """Names of parameters that are sliced over the ranks that share the experts, without a DTensor that says so."""
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}

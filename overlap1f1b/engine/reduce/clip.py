@@ -38,11 +38,13 @@ def clip(
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
     experts: dict[nn.Parameter, None] = {}
     every: dict[nn.Parameter, None] = {}
-    for block in (block for stage in stages.values() for block in stage.blocks):
-        for module in block.modules():  # a stage knows gathered parameters, not shards
-            if isinstance(module, Experts):
-                experts |= dict.fromkeys(module.parameters())
-        every |= dict.fromkeys(block.parameters())
+    for stage in stages.values():
+        for block in stage.blocks:
+            for module in block.modules():  # a stage knows gathered parameters, not shards
+                if isinstance(module, Experts):
+                    experts |= dict.fromkeys(module.parameters())
+            experts |= dict.fromkeys(filter(stage.is_slice, block.parameters()))
+            every |= dict.fromkeys(block.parameters())
     if any(p.grad is None and main_grad(p) is not None for p in experts):
         raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: the optimizer's own clipping")
     counted: dict[nn.Parameter, None] = {}

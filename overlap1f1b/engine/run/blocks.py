@@ -181,8 +181,9 @@ class Blocks:
         first: int = 0,
         recompute: Recompute = "none",
         parts: int = 1,
+        sliced: Set[Tensor] = frozenset(),
     ) -> None:
-        self.number, self.parts = number, parse_parts(parts)
+        self.number, self.parts, self._sliced = number, parse_parts(parts), sliced
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
         """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
@@ -425,15 +426,26 @@ class Blocks:
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
+        return [p for p in self._complete(block) if not self.is_slice(p)]
+
+    def _complete(self, block: int) -> list[nn.Parameter]:
         return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
+
+    def is_slice(self, parameter: nn.Parameter) -> bool:
+        """Return whether ranks that share the experts have different parts of a parameter, in a layer of a user's own.
+
+        It is a DTensor that says so, or has ``allreduce = False``, as Megatron-Core and DeepSpeed mark experts.
+        """
+        return parameter in self._sliced or marked_as_slice(parameter)
 
     def experts_of(self, block: int) -> list[Experts]:
         """Return the block's experts, in the order of its modules."""
         return [module for module in self.blocks[block].modules() if isinstance(module, Experts)]
 
     def expert_parameters_of(self, block: int) -> list[nn.Parameter]:
-        """Return the trained parameters of the block's experts."""
-        return [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
+        """Return the trained parameters of the block's experts, and of experts in layers of a user's own."""
+        own = [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
+        return own + [p for p in self._complete(block) if self.is_slice(p)]
 
     @contextmanager
     def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:
@@ -543,6 +555,11 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def marked_as_slice(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is marked as an expert's, of which each rank along "ep" has others."""
+    return getattr(parameter, "allreduce", True) is False and not isinstance(parameter, DTensor)
 
 
 def own_call(module: nn.Module) -> str | None:

@@ -24,6 +24,7 @@ class Stage(Blocks):
         first: Position of the first block in the model, for messages.
         recompute: Parts of each block that are computed a second time before their backward: see :class:`Engine`.
         parts: Parts of the tokens of each call of experts: see :class:`Engine`.
+        sliced: DTensors of which the ranks that share the experts have different parts.
 
     Raises:
         ValueError: No block, experts made for another exchange, or an unknown ``recompute``.
