@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +64,26 @@ def _compare(rank: int, size: int) -> list[str]:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     build, exchanges = partial(_build, mesh), 2 * 2 * LAYERS * MICROBATCHES
-    return [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
+    problems = [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
+    return problems + _summed(build, mesh)
+
+
+def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
+    """Return the gradients that are not summed over the ranks that hold the same parameters."""
+    found: list[dict[str, Tensor]] = []
+    for reduce in (False, True):
+        torch.manual_seed(7)
+        model, (x, y) = build(), batch(mesh.get_local_rank())
+        engine_of(model, mesh, reduce=reduce).step(x, target=y)
+        found.append({name: torch.zeros(p.shape) if p.grad is None else p.grad for name, p in model.named_parameters()})
+    alone, summed = found
+    marked = {name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)}
+    for name, grad in alone.items():
+        if name not in marked:
+            dist.all_reduce(grad)
+    return [name for name, grad in alone.items() if not torch.allclose(grad, summed[name])] + ["no experts"] * (
+        not marked
+    )
 
 
 def test_auto_ep(ranks2: Ranks) -> None:
