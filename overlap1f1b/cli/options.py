@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,6 +232,8 @@ def check_run(options: RunOptions) -> None:
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options.model, options.ep, options.program().placement.stages)
+    else:
+        _check_default_sizes(options.model)
     if isinstance(options, BenchOptions):
         _check_bench(options)
     if isinstance(options, TrainOptions):
@@ -255,6 +257,16 @@ def _check_numbers(options: RunOptions) -> None:
     for name in ("capacity", "lr", "clip") if train else ("capacity",):
         if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name} {value}; allowed: more than 0")
+
+
+def _check_default_sizes(model: ModelOptions) -> None:
+    sizes, defaults = asdict(model), asdict(ModelOptions())
+    for name, value in sizes.items():
+        if value != defaults[name]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} with --hf-config, which has the model's sizes; "
+                "allowed: one of the two"
+            )
 
 
 def _check_model(model: ModelOptions, ep: int, stages: int) -> None:

@@ -21,13 +21,14 @@ class Run:
     """`overlap1f1b train` or `bench` with tiny sizes.
 
     verb: or verbs, `profile train`.
-    args: after the verb and the sizes.
+    args: after the verb and the sizes, which a configuration of transformers has itself.
     command: what starts the program; by default its process, and those of its ranks, are forks (`tests.cli.fork`).
     environ: beside this process's environment.
     """
 
     def __init__(self, verb: str, *args: object, command: tuple[str, ...] | None = None, **environ: str) -> None:
-        whole = [*verb.split(), *SIZES, *map(str, args)]
+        sizes = ("--sequence", "32") if "--hf-config" in args else SIZES
+        whole = [*verb.split(), *sizes, *map(str, args)]
         environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo") | environ
         self.process = Fork(whole, environ) if command is None else self._started([*command, *whole], environ)
 
