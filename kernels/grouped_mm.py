@@ -62,21 +62,15 @@ class ExpertRows(Sequence[int]):
 
 
 class KnownRows(list[int]):
-    """Number of rows of each expert, which the host knows already.
+    """Number of rows of each expert as a list, by which rows can be split.
 
     Args:
-        known: The numbers.
-        counts: ``[E]`` int64, the same numbers on the device: nothing is copied to it again.
+        rows: The same numbers; what the device has of them is not copied to it again.
     """
 
-    def __init__(self, known: Sequence[int], counts: Tensor) -> None:
-        super().__init__(known)
-        self.counts = counts
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """``[E]`` int32, the end of each expert's rows."""
-        return self.counts.cumsum(0, dtype=torch.int32)
+    def __init__(self, rows: ExpertRows) -> None:
+        super().__init__(rows)
+        self.rows = rows
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -130,8 +124,9 @@ def _zero(like: Tensor) -> Tensor:
 
 def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
     """Return ``[E]`` int32 on the device of ``like``: the end of each expert's rows."""
-    if isinstance(counts, ExpertRows | KnownRows):
-        return counts.ends
+    known = counts.rows if isinstance(counts, KnownRows) else counts
+    if isinstance(known, ExpertRows):
+        return known.ends
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=like.device)
 
 

@@ -103,7 +103,7 @@ class Experts(nn.Module):
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts)
-        known = KnownRows(counts, counts.counts)
+        known = KnownRows(counts)
         rest = len(rows) - sum(known)
         result = self.compute(rows[: sum(known)], known)
         return F.pad(result, (0, 0, 0, rest)) if rest else result

@@ -120,12 +120,13 @@ class Groups:
 
     def release(self) -> None:
         """End the groups on a device at once, whatever other ranks do; on gloo they end with their last user."""
-        side_by_side([group.abort for group in self._made.values() if not isinstance(group, dist.ProcessGroupGloo)])
+        made = list(self._made.values())
+        side_by_side([group.abort for group in made if not isinstance(group, dist.ProcessGroupGloo)])
 
     def abort(self) -> None:
         """End every transfer of the groups, see :func:`abort`."""
         self.release()
-        for group in self._made.values():
+        for group in list(self._made.values()):
             if isinstance(group, dist.ProcessGroupGloo):
                 abort(group)
 

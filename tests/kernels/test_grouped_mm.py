@@ -57,7 +57,7 @@ def test_rows_that_belong_to_no_expert_are_left_out() -> None:
 def test_rows_that_the_host_knows_are_a_list_with_offsets_on_the_device() -> None:
     """An experts module of a user's own may split by them; nothing is copied to the device again."""
     counts, rows = torch.tensor([3, 0, 2]), torch.randn(5, 4)
-    known = KnownRows([3, 0, 2], counts)
+    known = KnownRows(ExpertRows(counts))
     assert [len(part) for part in rows.split(known)] == known == [3, 0, 2]
     assert offsets(known, rows) is offsets(known, rows)
     assert torch.equal(offsets(known, rows), offsets([3, 0, 2], rows))

@@ -255,7 +255,7 @@ class OwnExperts(Experts):
 def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return indices and weights ``[R, 1]`` that route rows, sorted by expert, to their local experts."""
     local = torch.arange(len(counts), device=rows.device)
-    on_device = counts.counts if isinstance(counts, KnownRows) else torch.tensor(counts, device=rows.device)
+    on_device = counts.rows.counts if isinstance(counts, KnownRows) else torch.tensor(counts, device=rows.device)
     indices = local.repeat_interleave(on_device, output_size=len(rows))
     return indices[:, None], rows.new_ones(len(rows), 1)
 
