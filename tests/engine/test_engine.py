@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 import sys
@@ -377,7 +378,9 @@ def test_a_step_inside_a_step_is_refused(where: str) -> None:
 
 
 def test_engines_in_two_threads() -> None:
-    """The thread that ends its step first takes nothing away from the other."""
+    """The thread that ends its step first takes nothing away from the other, and the compiler's stance is as before."""
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    stance = eval_frame._stance
     inputs, target = models.batch(4)
     _, expected = models.plain_gradients(models.build(), inputs, target, 4)
     found: list[list[str]] = []
@@ -400,6 +403,7 @@ def test_engines_in_two_threads() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert found == [[]] * 20
+    assert eval_frame._stance == stance
 
 
 def engine_of_four(model: nn.Sequential) -> Engine:

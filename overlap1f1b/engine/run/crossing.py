@@ -135,11 +135,6 @@ class CrossingMode(TorchFunctionMode):
         return copied
 
 
-def eager(mode: bool) -> AbstractContextManager[object] | None:
-    """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
-    return torch.compiler.set_stance("force_eager") if mode and "torch._dynamo" in sys.modules else None
-
-
 def running_mode() -> CrossingMode | None:
     """Return the mode in force."""
     for at in reversed(range(torch._C._len_torch_function_stack())):
@@ -182,12 +177,42 @@ class Asking(OpOverloadPacket):
 
 
 class _Crossing(ExitStack):
-    """The changes of torch that :func:`functions_cross` has made, and how many steps and stages use them."""
+    """The changes of torch that :func:`functions_cross` has made.
+
+    Attributes:
+        users: How many steps and stages use them.
+        eager: How many segments run in which nothing may be compiled.
+        stance: The compiler's stance in these segments.
+    """
 
     users = 0
+    eager = 0
+    stance: Any = None
 
 
 _CHANGING = Lock()
+
+
+def eager(mode: bool) -> AbstractContextManager[object] | None:
+    """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
+    return _eagerly() if mode and "torch._dynamo" in sys.modules else None
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compile nothing inside the context: in no thread, since the compiler's stance is the process's."""
+    crossing: Any = LAST.__dict__["crossing"]
+    with _CHANGING:
+        if not crossing.eager:
+            crossing.stance = torch.compiler.set_stance("force_eager")
+        crossing.eager += 1
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            crossing.eager -= 1
+            if not crossing.eager:
+                crossing.stance.__exit__(None, None, None)
 
 
 @contextmanager
