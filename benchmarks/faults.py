@@ -378,7 +378,7 @@ def main() -> int:
         print(*chosen, sep="\n")
         return 0
     # Loaded before ranks are forked, for it takes seconds; frozen, so that what they share stays shared when they end.
-    for name in ("overlap1f1b.engine", "overlap1f1b.engine.checkpoint.save", "torch._dynamo", "torch.onnx"):
+    for name in ("overlap1f1b.engine", "torch._dynamo", "torch.onnx"):
         importlib.import_module(name)
     gc.freeze()
     outcomes = _all(chosen, verbose=options.only is not None)

@@ -8,7 +8,8 @@ from overlap1f1b.engine.batch import Feed
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.checkpoint.consolidate import consolidate
-from overlap1f1b.engine.checkpoint.save import load_checkpoint, save_checkpoint
+from overlap1f1b.engine.checkpoint.load import load_checkpoint
+from overlap1f1b.engine.checkpoint.save import save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.record.profile import Profile

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b import consolidate
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.checkpoint.save import _Held
+from overlap1f1b.engine.checkpoint.held import Held
 from overlap1f1b.schedule import build_schedule
 from tests.engine.checkpoint.test_save import Dense, Slice, Tiny, flip, joined, save_on
 from tests.ranks import Ranks
@@ -131,9 +131,9 @@ def test_frozen_parameters_of_a_second_place_are_not_trained(tmp_path: Path) -> 
 def test_early_checkpoints_have_a_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, loaded = Again(), Again(seed=1)
     with monkeypatch.context() as patch:
-        tensors = _Held.tensors
+        tensors = Held.tensors
         patch.setattr(
-            _Held,
+            Held,
             "tensors",
             lambda held, stored: {
                 name: t for name, t in tensors(held, stored).items() if name.split(".")[1] not in ("2", "3")

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
-from overlap1f1b.engine.checkpoint import save as checkpoint
+from overlap1f1b.engine.checkpoint import load, save
 from overlap1f1b.engine.checkpoint.hyperparameters import StoredGroups
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
@@ -399,19 +399,19 @@ def test_a_mesh_of_some_ranks_is_refused(ranks4: Ranks, tmp_path: Path) -> None:
 
 SAVING: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "state_dict"),
-    "groups": (checkpoint, "groups_of"),
-    "folder": (checkpoint, "begin"),
+    "groups": (save, "groups_of"),
+    "folder": (save, "begin"),
     "plan": (DefaultSavePlanner, "create_local_plan"),
     "merge": (DefaultSavePlanner, "create_global_plan"),
     "write": (FileSystemWriter, "write_data"),
-    "fingerprint": (checkpoint, "fingerprints"),
+    "fingerprint": (save, "fingerprints"),
     "index": (FileSystemWriter, "finish"),
-    "publish": (checkpoint, "publish"),
+    "publish": (save, "publish"),
 }
 LOADING: dict[str, tuple[Any, str]] = {
     "latest": (checkpoint_folder, "_checkpoints"),
-    "config": (checkpoint, "read_contents"),
-    "files": (checkpoint, "check_files"),
+    "config": (load, "read_contents"),
+    "files": (load, "check_files"),
     "model": (nn.Module, "state_dict"),
     "groups": (StoredGroups, "chosen"),
     "index": (FileSystemReader, "read_metadata"),

@@ -1,0 +1,218 @@
+"""Resuming of a training run from a checkpoint, on any layout of ranks.
+
+    step = load_checkpoint(engine, "runs/x", optimizer)  # 0 if there is none
+
+DCP keeps its index as a pickle: load only checkpoints from people you trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.engine.checkpoint.folder import (
+    Contents,
+    check_files,
+    checkpoint_in,
+    damaged,
+    of_another_run,
+    read_contents,
+)
+from overlap1f1b.engine.checkpoint.held import Held, State
+from overlap1f1b.engine.checkpoint.hyperparameters import (
+    Json,
+    StoredGroups,
+    decoded,
+    set_groups,
+)
+from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, with_random
+from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.transport.failures import LostRankError
+from overlap1f1b.transport.mesh import Together
+
+
+def load_checkpoint(
+    engine: Engine,
+    directory: Path | str,
+    optimizer: torch.optim.Optimizer,
+    *,
+    state: States | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> int:
+    """Fill the model and the optimizer from the last checkpoint in ``directory``, and return its number of steps.
+
+    All ranks must call this, before the first step or between two steps. In the layout in which the checkpoint was
+    written every rank's random numbers go on as they did; in another they are left as they are.
+
+    Args:
+        engine: Engine of the model, over any number of ranks.
+        directory: Folder given to :func:`save_checkpoint`, or one checkpoint in it. Without a checkpoint nothing
+            changes and the result is 0.
+        optimizer: Optimizer of the engine's parameters, possibly a new one. Each group gets the learning rate and the
+            other numbers that its parameters were saved with, on any rank.
+        state: Objects for every ``state`` of :func:`save_checkpoint`; their ``load_state_dict`` is called last. None in
+            place of an object leaves a state out; ``{"random": None}`` leaves random numbers as they are.
+        config: The ``config`` of :func:`save_checkpoint`.
+
+    Raises:
+        ValueError: The checkpoint has another configuration, model or other states (the message has the first
+            difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
+        RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
+    """
+    engine.wait_for_checkpoint()
+    with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
+        together = Together(engine.mesh, f"{directory} cannot be searched")
+        checkpoint = together.first(lambda: checkpoint_in(Path(directory)))
+        if checkpoint is None:
+            return 0
+        together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
+        contents = together.first(lambda: read_contents(checkpoint, config or {}))
+        names = sorted(contents.files)
+        together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
+        reading = _Reading(engine, optimizer, checkpoint, contents, state)
+        reading.check_groups(together.each(reading.compare))
+        together.each(reading.prepare)
+        together.each(reading.fill)
+        together.each(reading.fill_states)
+        return contents.step
+
+
+class _Reading:
+    """One rank's part in loading a checkpoint; the methods are its phases. Only the last two change the run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path,
+        contents: Contents,
+        state: States | None,
+    ) -> None:
+        self.engine, self.optimizer, self.checkpoint, self.contents = engine, optimizer, checkpoint, contents
+        self.state = state
+        self._groups: StoredGroups | None = None
+        self._chosen: list[dict[str, Any] | None] | None = None
+
+    def compare(self) -> int:
+        """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""
+        self.held = held = Held(self.engine, self.optimizer)
+        added = self.contents.added
+        self.tensors = held.tensors(added.get("model", "all") if isinstance(added, dict) else "all")
+        self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
+        for name in held.parameters:
+            self._copies.setdefault(held.stored_name(name), []).append(name)
+        self._state: dict[str, State] = {name: {} for name in held.parameters}
+        numbers: dict[str, dict[str, Json]] = {}
+        if added is not None:  # absent in checkpoints of early versions
+            try:
+                self._groups, numbers = StoredGroups.read(added["groups"]), dict(added["state"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._unreadable(error) from None
+        stored = read_index(self.checkpoint, self.contents.files)
+        # Early versions stored a block that stands in two places under its first name alone.
+        again = held.model._modules.keys() - dict(held.model.named_children())
+        self.tensors = {key: t for key, t in self.tensors.items() if key in stored or key.split(".")[1] not in again}
+        self._make_state(stored, numbers)
+        self._compare_tensors(stored)
+        return len(self.optimizer.param_groups)
+
+    def check_groups(self, counts: list[int]) -> None:
+        """Compare the numbers of all ranks' parameter groups with the checkpoint's, with one outcome on all ranks."""
+        if self._groups is not None:
+            with self._naming_checkpoint():
+                self._groups.check_count(counts)
+
+    def prepare(self) -> None:
+        """Find the numbers of this rank's parameter groups, and read the run's states."""
+        mesh, added = self.held.mesh, self.contents.added
+        stored = added.get("layout", {}) if isinstance(added, dict) else {}
+        with self._naming_checkpoint():
+            if self._groups is not None:
+                self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
+            self._states = with_random(self.state)
+            files = choose_files(self._states, self.contents.files, self.held.number, mesh.layout, stored)
+        self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
+
+    def fill(self) -> None:
+        """Read all tensors into the model and the optimizer."""
+        read_tensors(self.checkpoint, self.tensors)
+        for first, *others in self._copies.values():
+            for name in others:
+                self._state[name] = {
+                    entry: value.clone() if isinstance(value, Tensor) else value
+                    for entry, value in self._state[first].items()
+                }
+        own = [dict(group) for group in self.optimizer.param_groups]
+        state = {number: state for number, state in enumerate(self._state.values()) if state}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for group, before in zip(self.optimizer.param_groups, own, strict=True):
+            # load_state_dict would replace tensors by copies, but a captured graph may read the tensors.
+            group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
+        if self._chosen is not None:
+            set_groups(self.optimizer, self._chosen)
+
+    def fill_states(self) -> None:
+        """Give the run's objects their states."""
+        unpack(self._states, self._packed)
+
+    @contextmanager
+    def _naming_checkpoint(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
+
+    def _make_state(self, stored: Index, numbers: Mapping[str, Mapping[str, Json]]) -> None:
+        # The optimizer may be new: its state is made here, as the checkpoint describes it, and read in `fill`.
+        held = self.held
+        for key, meta in stored.items():
+            kind, _, path = key.partition(".")
+            stored_name, _, entry = path.rpartition(".")
+            if kind != "optimizer" or stored_name not in self._copies:
+                continue
+            name = self._copies[stored_name][0]
+            parameter = held.parameters[name]
+            whole = held.whole(parameter, name).shape
+            rows = meta.size == whole or (meta.size.numel() > 1 and held.is_shared(name))
+            if rows and meta.size[:1] != whole[:1]:
+                raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
+            dtype = meta.properties.dtype
+            row = parameter.shape[1:] if name in held.columns else meta.size[1:]
+            value = zeros_like_rows(parameter, row, dtype) if rows else torch.empty(meta.size, dtype=dtype)
+            self._state[name][entry] = value
+            self.tensors[key] = held.whole(value, name) if rows else value
+        try:
+            for stored_name, (name, *_) in self._copies.items():
+                entries = numbers.get(stored_name, {})
+                self._state[name] |= {entry: decoded(value) for entry, value in entries.items()}
+        except (ValueError, AttributeError, RuntimeError) as error:
+            raise self._unreadable(error) from None
+
+    def _compare_tensors(self, stored: Index) -> None:
+        held, tensors = self.held, self.tensors
+        partial = isinstance(self.engine.model, Mapping)  # other ranks' parameters may have any name
+        elsewhere = {name for name in held.model._modules if not held.holds(name)}
+        for key in tensors | dict(stored):
+            if key.partition(".")[2].split(".")[0] in elsewhere or (partial and key not in tensors):
+                continue
+            here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
+            there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
+            if here != there:
+                raise of_another_run(self.checkpoint, key, there, here)
+        if not any(self._state.values()):
+            return
+        # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
+        with_state = {stored_name for stored_name, (first, *_) in self._copies.items() if self._state[first]}
+        known = with_state if self._groups is None else self._groups.of.keys()
+        for stored_name, (first, *_) in self._copies.items():
+            if stored_name not in known:
+                raise of_another_run(self.checkpoint, f"optimizer.{first}", "none", "a state")
