@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.mesh import Mesh, Together, grid_of
+from overlap1f1b.transport.mesh import Mesh, grid_of
 from tests.ranks import Ranks
 
 TURNED = [[3, 1], [2, 0]]  # ranks of a mesh that is not in ascending order
@@ -30,7 +30,6 @@ def _coordinates(rank: int, size: int) -> dict[str, Any]:
         "numbers": [mesh.number(pp) for pp in range(2)],
         "all": mesh.combined([rank], lambda _, parts: [one for part in parts for one in part]),
         "compared": (mesh.compared(1.0)(), mesh.compared(float(rank == 2))()),
-        "together": Together(mesh, "it fails").each(lambda: rank * 10),
     }
 
 
@@ -47,7 +46,6 @@ def test_coordinates_of_a_mesh_in_any_order(ranks4: Ranks) -> None:
             assert mine["numbers"] == [sorted(column).index(one) for one in column]
             assert mine["all"] == [3, 1, 2, 0]
             assert mine["compared"] == (True, False)
-            assert mine["together"] == [0, 10, 20, 30]
 
 
 def _shared_experts(rank: int, size: int) -> dict[str, Any]:

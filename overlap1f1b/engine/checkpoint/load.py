@@ -34,7 +34,7 @@ from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, wi
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.transport.failures import LostRankError
-from overlap1f1b.transport.mesh import Together
+from overlap1f1b.transport.together import Together
 
 
 def load_checkpoint(

@@ -55,7 +55,7 @@ from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport.failures import LostRankError
-from overlap1f1b.transport.mesh import Together
+from overlap1f1b.transport.together import Together
 
 _THREAD = "checkpoint"  # purpose of the groups over which background threads of all ranks meet
 

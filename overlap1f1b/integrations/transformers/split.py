@@ -26,7 +26,8 @@ from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
-from overlap1f1b.transport.mesh import Mesh, Together
+from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.together import Together
 
 IGNORED = -100
 """Label of a token that is ignored in the loss, as in transformers."""

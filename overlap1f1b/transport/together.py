@@ -1,0 +1,98 @@
+"""Work on all ranks at once: an error of one rank is raised on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from overlap1f1b.transport.failures import LostRankError, headline
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
+
+T = TypeVar("T")
+
+
+class _Outcome(NamedTuple):
+    """Result of one rank's work, or the error that it ended with."""
+
+    value: Any = None
+    error: type[Exception] | None = None
+    text: str = ""
+    interrupted: bool = False
+
+
+class Together:
+    """Work on all ranks. An exception on one is raised on every rank, and no wait is longer than the mesh's limit.
+
+    >>> together = Together(engine.mesh, "the folder cannot be written")
+    >>> sizes = together.each(write)  # of all ranks
+
+    Args:
+        mesh: Mesh of all ranks.
+        failed: First words of every message.
+
+    Raises:
+        ValueError: The mesh does not have all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, failed: str) -> None:
+        self.mesh, self.failed = mesh, failed
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.size = math.prod(mesh.size(dimension) for dimension in DIMENSIONS)
+        if self.size != world:
+            raise ValueError(
+                f"{failed}: the engine's mesh has {self.size} of {world} ranks; allowed: a mesh of all ranks"
+            )
+
+    def each(self, work: Callable[[], T], error: type[Exception] = RuntimeError) -> list[T]:
+        """Call ``work`` on every rank and return the results of all, in the order of ranks.
+
+        Raises:
+            ValueError: ``work`` raised a ValueError on some rank; every rank raises it, and it names the first one.
+            OSError: ``work`` raised an OSError on some rank; every rank raises it, and it names the first one.
+            Exception: ``work`` raised anything else; every rank raises ``error`` with type, text and rank.
+            LostRankError: A rank did not answer within the limit, or was interrupted.
+        """
+        return self._shared(work, error, every=True)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Call ``work`` on the first rank alone; return its result, or raise its error, on every rank."""
+        return self._shared(work if self.rank == 0 else lambda: None, RuntimeError, every=False)[0]
+
+    def _shared(self, work: Callable[[], Any], error: type[Exception], *, every: bool) -> list[Any]:
+        cause: BaseException | None = None
+        try:
+            outcome = _Outcome(work())
+        except BaseException as caught:  # an interrupt too: the others must not wait for this rank
+            cause = caught
+            outcome = self._failure(caught, error, every=every)
+        try:
+            outcomes = self._exchanged(outcome)
+        finally:
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause  # an interrupt, whether or not the others have heard of it
+        for other in outcomes:
+            if other.interrupted:
+                raise LostRankError(other.text)
+        for other in outcomes:
+            if other.error is not None:
+                raise other.error(other.text) from cause
+        return [other.value for other in outcomes]
+
+    def _failure(self, error: BaseException, otherwise: type[Exception], *, every: bool) -> _Outcome:
+        rank = f"{self.mesh.label}: " if self.size > 1 else ""
+        if not isinstance(error, Exception):
+            return _Outcome(text=f"{self.failed}: {self.mesh.label} was interrupted", interrupted=True)
+        if isinstance(error, ValueError):  # its text needs no type, and no rank if only the first rank works
+            return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
+        kind = OSError if isinstance(error, OSError) else otherwise
+        return _Outcome(error=kind, text=f"{self.failed}: {rank}{headline(error)}")
+
+    def _exchanged(self, mine: _Outcome) -> list[_Outcome]:
+        try:
+            every = self.mesh.every(mine)
+        except LostRankError as error:
+            raise LostRankError(f"{self.failed}: {error}") from error
+        return [every[rank] for rank in sorted(every)]
