@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 from overlap1f1b.engine import Microbatch
+from overlap1f1b.engine.graph.segment import Segment
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.segment import Segment
 from overlap1f1b.transport.exchange import PeerExchange, Transfer
 from overlap1f1b.transport.lanes import Flight
 

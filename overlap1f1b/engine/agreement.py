@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.run.autograd import main_grad
+from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from overlap1f1b import plan as planning
+from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
-from overlap1f1b.engine.run.segment import check_gradients_possible
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy

@@ -16,6 +16,8 @@ from overlap1f1b.engine.agreement import calls, check_tensor_group, options, sha
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.checkpoint.background import Saving
+from overlap1f1b.engine.foreign.exchanges import find_functions, shown_by_all
+from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
@@ -28,9 +30,7 @@ from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
-from overlap1f1b.engine.run.foreign import find_functions, shown_by_all
 from overlap1f1b.engine.run.microbatch import LossFunction
-from overlap1f1b.engine.run.segment import check_gradients_possible
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute

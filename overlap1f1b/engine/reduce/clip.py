@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from overlap1f1b.engine.run.autograd import main_grad
+from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement

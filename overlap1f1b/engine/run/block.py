@@ -21,16 +21,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
+from overlap1f1b.engine.foreign.exchanges import Seen, check_back, kinds_of
+from overlap1f1b.engine.foreign.functions import Call
+from overlap1f1b.engine.foreign.watched import Watched
+from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
+from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
+from overlap1f1b.engine.graph.library import LibraryExchange
+from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode
-from overlap1f1b.engine.run.foreign import Call, Seen, Watched, check_back, kinds_of
-from overlap1f1b.engine.run.graph import edge_of, nodes_behind
-from overlap1f1b.engine.run.library import LibraryExchange
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
+from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.crossing import eager, functions_cross
-from overlap1f1b.engine.run.foreign import Foreign, Shown, matched
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier

@@ -18,18 +18,10 @@ from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from overlap1f1b.engine.run.autograd import SplitGroupedMM, SplitLinear
-from overlap1f1b.engine.run.foreign import (
-    Form,
-    Known,
-    Watched,
-    form_of,
-    functional_operations,
-    group_named,
-    watched,
-    watched_parts,
-)
-from overlap1f1b.engine.run.graph import ASKS, LAST, applying
+from overlap1f1b.engine.foreign.functions import Form, Known, form_of
+from overlap1f1b.engine.foreign.watched import Watched, functional_operations, group_named, watched, watched_parts
+from overlap1f1b.engine.graph.autograd import SplitGroupedMM, SplitLinear
+from overlap1f1b.engine.graph.edges import ASKS, LAST, applying
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled

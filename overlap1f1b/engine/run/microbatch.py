@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from overlap1f1b.engine.run.autograd import Gradients, WeightQueue, accumulate
+from overlap1f1b.engine.graph.autograd import Gradients, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.plan import Node, Op, brought_by

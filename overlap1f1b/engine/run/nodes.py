@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from overlap1f1b.engine.run.autograd import accumulate
+from overlap1f1b.engine.graph.autograd import accumulate
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch, Place
 from overlap1f1b.engine.run.recompute import RecomputedRun

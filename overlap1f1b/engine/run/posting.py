@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from overlap1f1b.engine.graph.segment import Sent
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch, Place
-from overlap1f1b.engine.run.segment import Sent
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected, Transfer

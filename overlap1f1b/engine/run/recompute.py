@@ -21,12 +21,12 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap1f1b.engine.graph.edges import edge_of
+from overlap1f1b.engine.graph.segment import Segment, Sent
 from overlap1f1b.engine.run.block import BlockRun, Brought, Reached
-from overlap1f1b.engine.run.graph import edge_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.replaced import replaced
-from overlap1f1b.engine.run.segment import Segment, Sent
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.suspend import ThreadState

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Engine, MicrobatchBlock
+from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.play.player import MicrobatchKey
 from overlap1f1b.engine.run import nodes
-from overlap1f1b.engine.run.autograd import WeightQueue
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Place, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Labelled
 from overlap1f1b.plan import Node, NodeCosts, Op, Plan, compile

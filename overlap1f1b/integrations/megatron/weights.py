@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.autograd import added_to_main, split_linear
+from overlap1f1b.engine.graph.autograd import added_to_main, split_linear
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.integrations.megatron.config import attribute_of

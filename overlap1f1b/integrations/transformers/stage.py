@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
-from overlap1f1b.engine.run.graph import nodes_behind
+from overlap1f1b.engine.graph.edges import nodes_behind
 from overlap1f1b.engine.run.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell

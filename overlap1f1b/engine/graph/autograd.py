@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.graph import as_dtype, asks_for, backward, edge_of
+from overlap1f1b.engine.graph.edges import as_dtype, asks_for, backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     add_weight_grad_,

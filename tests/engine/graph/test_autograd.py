@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.run.autograd import Root, SplitLinear, WeightQueue, accumulate
+from overlap1f1b.engine.graph.autograd import Root, SplitLinear, WeightQueue, accumulate
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models

@@ -18,10 +18,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from overlap1f1b.engine.run.autograd import WeightQueue
-from overlap1f1b.engine.run.entry import Entry
-from overlap1f1b.engine.run.graph import as_dtype, backward, edge_of
-from overlap1f1b.engine.run.library import LibraryExchange
+from overlap1f1b.engine.graph.autograd import WeightQueue
+from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of
+from overlap1f1b.engine.graph.entry import Entry
+from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
 

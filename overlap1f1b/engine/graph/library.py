@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.engine.run.entry import Entry
-from overlap1f1b.engine.run.graph import backward, edge_of
+from overlap1f1b.engine.graph.edges import backward, edge_of
+from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.transport.calls import LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.streams import SideStream

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.run.foreign import Seen, Shown, matched
+from overlap1f1b.engine.foreign.exchanges import Seen, Shown, matched
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
@@ -513,8 +513,8 @@ def _changing_value(rank: int, size: int, on: int) -> str:
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_value_that_nobody_has_tried_is_refused(ranks2: Ranks, on: int) -> None:
     wanted = (
-        "tests.engine.run.test_foreign.Scaled is called with 2 besides rows, sizes and group, and no such call was in "
-        "the first step; allowed: values of the first step, or numbers of the rows that it sends or receives"
+        f"{__name__}.Scaled is called with 2 besides rows, sizes and group, and no such call was in the first step; "
+        "allowed: values of the first step, or numbers of the rows that it sends or receives"
     )
     told = ranks2.run(_changing_value, on, timeout=60)
     assert told[1].splitlines()[0] == wanted

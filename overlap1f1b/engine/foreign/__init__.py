@@ -1,0 +1,1 @@
+"""Exchanges that blocks make by themselves, without our Experts."""

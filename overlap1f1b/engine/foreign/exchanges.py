@@ -1,0 +1,253 @@
+"""Exchanges that blocks make by themselves, without our Experts: found in the first step, hidden in all later ones.
+
+Three kinds are found: calls of the public ``exchange``; torch's functional ``all_to_all_single``, by whatever name it
+is called; and an ``autograd.Function`` that turns out to be an all-to-all and no more, such as Megatron-Core's, torch's
+own in ``torch.distributed.nn``, or a user's. The first step runs them where they stand, and notes them. Functions are
+then tried with random rows: one that does more than an all-to-all, on any rank, stays where it stands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.engine.foreign.functions import Call, Form, Known, Trial, Turn, form_of, needs_gradient, text_of
+from overlap1f1b.engine.foreign.watched import Watched
+from overlap1f1b.plan import Op
+from overlap1f1b.transport.calls import Splits
+from overlap1f1b.transport.mesh import Mesh
+
+Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
+    """Return the dtype of each tensor, and the shape of a row."""
+    return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+
+
+class Seen(NamedTuple):
+    """An exchange of one microbatch in the first step.
+
+    Args:
+        send: Rows to each rank.
+        receive: Rows from each rank.
+        kinds: Dtype of each of its tensors, and shape of a row.
+        call: The call of a Function that made it; None if no Function did.
+    """
+
+    send: list[int]
+    receive: list[int]
+    kinds: Kinds
+    call: Call | None = None
+
+
+class ForeignExchange(NamedTuple):
+    """An exchange of a block, the same for all microbatches.
+
+    Args:
+        op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
+        back_of: Position of that exchange; -1 for a dispatch.
+        rows: ``[0, …]``, like each of its tensors.
+    """
+
+    op: Op
+    back_of: int
+    rows: tuple[Tensor, ...]
+
+
+class Shown(NamedTuple):
+    """Observed exchanges of a block, the same in all microbatches so far.
+
+    Args:
+        kinds: Tensors of all exchanges of a microbatch.
+        swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
+    """
+
+    kinds: frozenset[tuple[Kinds, ...]]
+    swapped: frozenset[tuple[int, int]]
+
+    @classmethod
+    def by(cls, every: Sequence[Seen]) -> Shown:
+        """Return what one microbatch has shown."""
+        swapped = [
+            (later, earlier)
+            for later, one in enumerate(every)
+            for earlier, other in enumerate(every[:later])
+            if (one.send, one.receive) == (other.receive, other.send)
+        ]
+        return cls(frozenset([tuple([one.kinds for one in every])]), frozenset(swapped))
+
+    def __and__(self, other: Shown) -> Shown:
+        """Return what two microbatches have shown, or two ranks."""
+        return Shown(self.kinds | other.kinds, self.swapped & other.swapped)
+
+
+class Foreign:
+    """The exchanges that the blocks of a stage make by themselves.
+
+    Attributes:
+        ranks: Global numbers of the ranks that share the experts.
+        functions: Functions of the model that are an all-to-all.
+        tried: Functions of the step, by their text.
+        seen: Exchanges of the step, by block and microbatch; None if nobody looks for them.
+        hidden: Exchanges that are hidden, by block.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: Sequence[int] = ()
+        self.functions: dict[Form, Known] = {}
+        self.tried: dict[str, Trial] = {}
+        self.seen: dict[int, dict[int, list[Seen]]] | None = None
+        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
+
+    def look(
+        self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
+    ) -> Call | None:
+        """Note a call of a Function; return it if it may be hidden.
+
+        Args:
+            function: The Function.
+            args: Its arguments.
+            calls: Calls of ``all_to_all_single`` and ``all_to_all`` in its forward.
+            result: Its result.
+            turn: When it was called.
+        """
+        results = result if isinstance(result, tuple) else (result,)
+        exchanges = self.number_of(calls)
+        if len(calls) == 1 and not (exchanges and any(map(needs_gradient, results))):
+            return None
+        form = form_of(function, args)
+        trial = self.tried.setdefault(text_of(form), Trial(form))
+        trial.exchanges |= exchanges > 0
+        return trial.note(form, args, calls, result, turn)
+
+    def number_of(self, calls: Sequence[Watched]) -> int:
+        """Return how many calls exchange over the ranks that share the experts."""
+        return sum(list(self.ranks) == dist.get_process_group_ranks(call.group) for call in calls)
+
+    def _hides(self, call: Call) -> bool:
+        known = self.functions.get(call.form)
+        return known is not None and bool(known.verdict(call.texts))
+
+    def shown(self) -> dict[int, Shown]:
+        """Return what this rank's microbatches have shown of each block."""
+        seen, self.seen = self.seen or {}, None
+        return {
+            block: reduce(
+                and_,
+                [
+                    Shown.by([one for one in every if one.call is None or self._hides(one.call)])
+                    for every in by_microbatch.values()
+                ],
+            )
+            for block, by_microbatch in seen.items()
+            if by_microbatch
+        }
+
+
+def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, int], Shown]:
+    """Return what the microbatches of all ranks have shown, by (stage, block). All ranks must call this.
+
+    Sizes that are symmetric by chance, on one rank, tell nothing.
+    """
+    mine = {(number, block): shown for number, one in stages.items() for block, shown in one.shown().items()}
+    return mesh.combined(
+        mine,
+        lambda _, parts: {
+            place: reduce(and_, [part[place] for part in parts if place in part]) for place in set().union(*parts)
+        },
+    )
+
+
+def matched(shown: Shown, name: str, device: torch.device) -> tuple[ForeignExchange, ...]:
+    """Return the exchanges of a block.
+
+    Raises:
+        ValueError: Microbatches have exchanges of other numbers or dtypes; ``name`` is the block's.
+    """
+    if len(shown.kinds) > 1:
+        numbers = sorted({len(every) for every in shown.kinds})
+        raise ValueError(
+            f"{name} exchanges rows {' or '.join(map(str, numbers))} times, of sizes that differ between microbatches; "
+            "allowed: the same exchanges in each microbatch, on all ranks"
+        )
+    (every,) = shown.kinds
+    found, open_ = list[ForeignExchange](), list[int]()
+    for position, kinds in enumerate(every):
+        back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
+        if back < 0:
+            open_.append(position)
+        else:
+            open_.remove(back)
+        rows = tuple([torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds])
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, rows))
+    return tuple(found)
+
+
+def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
+    """Try the Functions that may be an all-to-all, and tell the stages which ones are, on all ranks.
+
+    All ranks must call this. A Function is tried on all ranks that share the experts, with calls of the same turns,
+    whose sizes fit, or on none of them.
+    """
+    mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
+    every = mesh.gathered_by_experts(
+        {
+            place: (trial.places or (), {turn: texts for turn, (texts, _) in trial.calls.items()})
+            for place, trial in mine.items()
+        }
+    )
+    found: dict[tuple[int, str], Known | None] = {}
+    for place in sorted(set().union(*every)):
+        on_all = all(place in shown for shown in every)
+        found[place] = known = Known.of(mine[place].form, [shown[place] for shown in every]) if on_all else None
+        if known is not None:
+            known.try_calls(mine[place])
+    verdicts = mesh.combined(
+        {place: {} if known is None else known.tried for place, known in found.items()},
+        lambda _, parts: {at: _of_all([part[at] for part in parts if at in part]) for at in set().union(*parts)},
+    )
+    for place, trial in mine.items():
+        (number, text), known, tried = place, found[place], verdicts[place]
+        if known is not None and any(tried.values()):
+            stages[number].functions[trial.form] = known._replace(tried=tried)
+        standing = sorted(values for values, alone in tried.items() if not alone)
+        if trial.exchanges and (standing or not tried):
+            warnings.warn(
+                f"{text}{_besides(standing)} exchanges rows where it stands, and is not hidden; allowed: one "
+                "all_to_all_single and no more, forward and backward, whose sizes are given as arguments, two for both "
+                "ways, and besides these no tensors or objects, and in each call the same values on all ranks",
+                stacklevel=2,
+            )
+    for foreign in stages.values():
+        foreign.tried.clear()
+
+
+def _of_all(tables: Sequence[Mapping[tuple[str, ...], bool]]) -> dict[tuple[str, ...], bool]:
+    """Return the verdicts that hold on all ranks; none if a form is no all-to-all on some rank."""
+    every = set().union(*tables) if all(tables) else set[tuple[str, ...]]()
+    return {values: all(table.get(values, True) for table in tables) for values in every}
+
+
+def _besides(standing: Sequence[tuple[str, ...]]) -> str:
+    return f" with {', '.join(standing[0])}" if standing and standing[0] else ""
+
+
+def check_back(splits: Splits, earlier: Splits, where: str) -> None:
+    """Check that rows travel back by the sizes of an earlier exchange.
+
+    Raises:
+        ValueError: They do not; ``where`` names the exchange.
+    """
+    if (splits.send, splits.receive) != (earlier.receive, earlier.send):
+        raise ValueError(
+            f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "
+            f"{earlier.send}, the sizes of the exchange whose rows it took back in the first step, swapped"
+        )

@@ -1,0 +1,284 @@
+"""Functions of users that may be an all-to-all: what their calls show, and a trial with random rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import reduce
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.engine.foreign.watched import Watched, or_world, sizes_of
+from overlap1f1b.transport.calls import Splits, splits_of
+from overlap1f1b.transport.exchange import build_exchange
+
+
+class Arguments(NamedTuple):
+    """Positions of an all-to-all's arguments in a call of an ``autograd.Function``; None for an argument it lacks.
+
+    Args:
+        tensor: Sent tensor.
+        send: Rows to each rank.
+        receive: Rows from each rank.
+        group: Ranks of the exchange.
+        output: Tensor that the Function fills and returns, if the caller gives it.
+    """
+
+    tensor: int
+    send: int | None
+    receive: int | None
+    group: int | None
+    output: int | None
+
+    def of(self, args: Sequence[Any]) -> tuple[Tensor, Any, Any, dist.ProcessGroup]:
+        """Return tensor, sizes to send, sizes to receive, and group of a call."""
+        send, receive, group = (None if at is None else args[at] for at in (self.send, self.receive, self.group))
+        return args[self.tensor], sizes_of(send), sizes_of(receive), or_world(group)
+
+
+Form = tuple[type, tuple[Any, ...]]
+"""A Function, and what its arguments are: None, a flag or a number with a fraction; ``...`` for any other value.
+
+Calls of another form may do something else with their arguments. So may calls of one form with other :data:`Texts`.
+"""
+Texts = Mapping[int, tuple[str, ...]]
+"""Arguments of a call as :func:`texts_of`, by position, without those that say what is exchanged."""
+Turn = tuple[int, int, int]
+"""Block and microbatch of a call, and number of Functions' exchanges before it: exchanges of one turn have met."""
+_FLAGS = (type(None), bool, float, str)
+
+
+def form_of(function: type, args: Sequence[Any]) -> Form:
+    """Return the form of a call."""
+    return function, tuple([argument if type(argument) in _FLAGS else ... for argument in args])
+
+
+def text_of(form: Form) -> str:
+    """Return the name of a Function and its flags; the same on all ranks."""
+    function, flags = form
+    return f"{function.__module__}.{function.__qualname__}({', '.join('…' if f is ... else repr(f) for f in flags)})"
+
+
+def texts_of(argument: Any, splits: Splits) -> tuple[str, ...]:
+    """Return a value, the same text on all ranks, and how it follows from the sizes; nothing if it may hide anything.
+
+    Tensors and objects of a user's own may change without a trace. Devices and groups are a rank's own.
+    """
+    if isinstance(argument, Integral):
+        sizes = {"rows sent": sum(splits.send), "rows received": sum(splits.receive)}
+        return (str(int(argument)), *[name for name, size in sizes.items() if size == argument])
+    if isinstance(argument, Enum) or type(argument) in (*_FLAGS, torch.dtype):
+        return (repr(argument),)
+    if isinstance(argument, torch.device):
+        return (argument.type,)
+    if isinstance(argument, dist.ProcessGroup):
+        return (f"rank {argument.rank()} of {argument.size()} in {argument.group_desc}",)
+    if isinstance(argument, tuple | list):
+        first, *others = [texts_of(part, splits) for part in argument] or [("",)]
+        return tuple([f"({', '.join([text, *[o[0] for o in others]])})" for text in first if all(others)])
+    return ()
+
+
+class Call(NamedTuple):
+    """A call of a Function in the first step."""
+
+    form: Form
+    texts: Texts
+
+
+class Known(NamedTuple):
+    """A form of a Function that is an all-to-all, at least in some of its calls.
+
+    Args:
+        at: Positions of the all-to-all's arguments.
+        fixed: Texts of each other argument, one of which every call has.
+        varied: Positions of arguments that differ between calls.
+        tried: Whether it is an all-to-all, by the values of these.
+    """
+
+    at: Arguments
+    fixed: Mapping[int, frozenset[str]]
+    varied: tuple[int, ...]
+    tried: dict[tuple[str, ...], bool]
+
+    @classmethod
+    def of(cls, form: Form, shown: Sequence[tuple[Places, Mapping[Turn, Texts]]]) -> Known | None:
+        """Return what all ranks have shown of a form, not tried yet; None if it is no all-to-all.
+
+        Nor is it one if its calls of a turn differ between ranks, or in a way that nobody can tell.
+        """
+        at = _told(reduce(_common, [places for places, _ in shown]) if all(places for places, _ in shown) else ())
+        if at is None:
+            return None
+        calls = [texts for _, every in shown for texts in every.values()]
+        rest = [position for position, flag in enumerate(form[1]) if flag is ... and position not in at]
+        if any(position not in texts for texts in calls for position in rest):
+            return None
+        common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
+        found = cls(
+            at, {p: texts for p, texts in common.items() if texts}, tuple([p for p in rest if not common[p]]), {}
+        )
+        by_rank = [{turn: found.values(texts) for turn, texts in every.items()} for _, every in shown]
+        return found if all(values == by_rank[0] for values in by_rank) else None
+
+    def try_calls(self, trial: Trial) -> None:
+        """Try each call that differs from the others; all ranks that share the experts must call this."""
+        for _, (texts, args) in sorted(trial.calls.items()):
+            values = self.values(texts)
+            if values not in self.tried:
+                self.tried[values] = _exchanges_alone(trial.form[0], args, self.at)
+
+    def values(self, texts: Texts) -> tuple[str, ...]:
+        """Return the values of the arguments that differ between calls; empty for one that may hide anything."""
+        return tuple([texts[position][0] if texts[position] else "" for position in self.varied])
+
+    def verdict(self, texts: Texts) -> bool | None:
+        """Return whether a call is an all-to-all; None if the first step had no such call."""
+        if any(known.isdisjoint(texts[position]) for position, known in self.fixed.items()):
+            return None
+        return self.tried.get(self.values(texts))
+
+    def hides(self, function: type, args: Sequence[Any], splits: Splits) -> bool:
+        """Return whether a call is an all-to-all.
+
+        Raises:
+            ValueError: The first step had no such call, so that nobody has tried it.
+        """
+        if not self.fixed and not self.varied:
+            return self.tried[()]
+        texts = {position: texts_of(args[position], splits) for position in (*self.fixed, *self.varied)}
+        verdict = self.verdict(texts)
+        if verdict is None:
+            given = [", ".join(found[:1]) or type(args[position]).__name__ for position, found in sorted(texts.items())]
+            raise ValueError(
+                f"{function.__module__}.{function.__qualname__} is called with {', '.join(given)} besides rows, sizes "
+                "and group, and no such call was in the first step; allowed: values of the first step, or numbers of "
+                "the rows that it sends or receives"
+            )
+        return verdict
+
+
+Places = tuple[frozenset[int | None], ...]
+"""Where each field of :class:`Arguments` may stand among a Function's arguments; nowhere if it is no all-to-all."""
+
+
+class Trial:
+    """Observed calls of one form of a Function, in the first step.
+
+    Args:
+        form: The form.
+
+    Attributes:
+        calls: Texts and arguments of each call; tensors without values.
+        places: Where its arguments stand; None before a call has shown it.
+        exchanges: Whether it has exchanged over the ranks that share the experts.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.calls: dict[Turn, tuple[Texts, list[Any]]] = {}
+        self.places: Places | None = None
+        self.exchanges = False
+
+    def note(self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn) -> Call | None:
+        """Note a call; return it if it may be an all-to-all and no more. See :meth:`.exchanges.Foreign.look`."""
+        places = _places_of(args, calls[0], result) if len(calls) == 1 else ()
+        told = frozenset[int | None]().union(*places)
+        texts = {at: texts_of(arg, calls[0].splits) for at, arg in enumerate(args) if at not in told} if places else {}
+        if not places or not all(texts.values()) or self.form != form:  # another Function may have the same name
+            self.places = ()
+            return None
+        self.places = places if self.places is None else self.places and _common(self.places, places)
+        # Without values of tensors, which would be kept to the step's end.
+        self.calls[turn] = texts, [_empty(a) if isinstance(a, Tensor) else a for a in args]
+        return Call(form, texts)
+
+
+def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
+    """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
+    differs = [at for at, argument in enumerate(args) if needs_gradient(argument)]
+    output, parts = call.received, call.in_parts
+    if len(differs) != 1 or not _same(call.input, args[differs[0]], parts) or not _same(output, result, parts):
+        return ()
+    send, receive, group = (
+        frozenset([at for at, argument in enumerate(args) if argument is value or (parts and _equal(argument, value))])
+        for value in (call.send, call.receive, call.group)
+    )
+    filled = frozenset([at for at, argument in enumerate(args) if at not in differs and _same(output, argument)])
+    return (
+        frozenset(differs),
+        _NOWHERE if call.send is None else send,
+        _NOWHERE if call.receive is None else receive,
+        group or (_NOWHERE if call.group is dist.group.WORLD else group),
+        filled if filled and len(output) else filled | _NOWHERE,  # tensors without rows look all the same
+    )
+
+
+_NOWHERE: frozenset[int | None] = frozenset({None})
+
+
+def _common(one: Places, other: Places) -> Places:
+    return tuple(a & b for a, b in zip(one, other, strict=True))
+
+
+def _told(places: Places | None) -> Arguments | None:
+    """Return the arguments if their places are known; None else: which of two equal sizes is which, nobody can tell."""
+    if not places or any(len(at) != 1 for at in places):
+        return None
+    return Arguments(*[next(iter(at)) for at in places])  # type: ignore[arg-type] # a tensor has a place
+
+
+def _exchanges_alone(function: Any, given: Sequence[Any], at: Arguments) -> bool:
+    """Return whether a Function makes of random rows, and of random gradients, what an all-to-all makes of them."""
+    rows, send, receive, group = at.of(given)
+    splits, by = splits_of(len(rows), send, receive, group.size()), build_exchange(group, device=rows.device.type)
+    generator = torch.Generator(rows.device).manual_seed(group.rank())
+
+    def some(count: int) -> Tensor:
+        made = torch.randn(count, *rows.shape[1:], generator=generator, device=rows.device)
+        return made.to(rows.dtype)
+
+    args = list(given)
+    sent = some(len(rows)).requires_grad_()
+    if at.output is not None:
+        args[at.output] = rows.new_empty(sum(splits.receive), *rows.shape[1:])
+    with torch.enable_grad():
+        args[at.tensor] = sent.clone()
+        result = function.apply(*args)
+    grad = some(sum(splits.receive))
+    (found,) = torch.autograd.grad(result, sent, grad, allow_unused=True)
+    # Both exchanges are made, whatever the first one shows: the other ranks make both.
+    wanted = by.rows(sent.detach(), splits.send, splits.receive).finish()
+    wanted_grad = by.rows(grad, splits.receive, splits.send).finish()
+    return torch.equal(result, wanted) and found is not None and torch.equal(found, wanted_grad)
+
+
+def needs_gradient(value: Any) -> bool:
+    """Return whether a value is a tensor that requires a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return tensor.detach().new_empty(()).expand(tensor.shape)
+
+
+def _equal(argument: Any, sizes: Any) -> bool:
+    return isinstance(sizes, list) and isinstance(argument, list | tuple) and list(argument) == sizes
+
+
+def _same(tensor: Any, argument: Any, copied: bool = False) -> bool:
+    """Return whether two tensors are the same values: a Function may see another object, or a contiguous copy."""
+    return (
+        isinstance(tensor, Tensor)
+        and isinstance(argument, Tensor)
+        and tensor.shape == argument.shape
+        and tensor.dtype == argument.dtype
+        and (
+            tensor.data_ptr() == argument.data_ptr()
+            or ((copied or not argument.is_contiguous()) and torch.equal(tensor, argument))
+        )
+    )

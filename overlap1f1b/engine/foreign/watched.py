@@ -1,0 +1,95 @@
+"""Calls of torch's own all-to-all inside an ``autograd.Function``, as they are watched in the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverloadPacket
+
+from overlap1f1b.transport.calls import Splits, splits_of
+
+
+class Watched(NamedTuple):
+    """A call of ``all_to_all_single``, or of ``all_to_all`` with a tensor for each rank.
+
+    Args:
+        output: Received rows; of ``all_to_all`` in parts, which are filled by the call.
+        input: Sent rows.
+        receive: Rows from each rank.
+        send: Rows to each rank.
+        group: Ranks of the exchange.
+    """
+
+    output: Tensor | Sequence[Tensor]
+    input: Tensor
+    receive: Any
+    send: Any
+    group: dist.ProcessGroup
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether rows travelled as a tensor for each rank: a Function then sees other tensors of the same values."""
+        return not isinstance(self.output, Tensor)
+
+    @property
+    def received(self) -> Tensor:
+        """Received rows, after the call."""
+        return self.output if isinstance(self.output, Tensor) else torch.cat(list(self.output))
+
+    @property
+    def splits(self) -> Splits:
+        """Its sizes."""
+        return splits_of(len(self.input), sizes_of(self.send), sizes_of(self.receive), self.group.size())
+
+
+def sizes_of(sizes: Any) -> Any:
+    """Return sizes; None for equal parts, which torch is told by an empty list, too."""
+    return None if sizes is None or not len(sizes) else sizes
+
+
+def watched(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Watched:
+    """Return a call of ``all_to_all_single``."""
+    return Watched(output, input, output_split_sizes, input_split_sizes, or_world(group))
+
+
+def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
+    """Return a call of ``all_to_all``; None if its tensors are not parts of one."""
+    output, input = list(output), list(input)
+    kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
+    if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
+        return None
+    return Watched(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], or_world(group))
+
+
+def or_world(group: Any) -> dist.ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:
+    """Return torch's functional all-to-all, each with the namespace that has it."""
+    if not dist.is_available():
+        return []
+    namespaces = (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd)
+    return [(space, space.all_to_all_single) for space in namespaces if hasattr(space, "all_to_all_single")]
+
+
+def group_named(group: Any) -> dist.ProcessGroup:
+    """Return a process group that is given as itself or by its name."""
+    if isinstance(group, str):
+        known: Any = dist.distributed_c10d
+        group = known._resolve_process_group(group)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
