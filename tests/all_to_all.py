@@ -1,4 +1,4 @@
-"""``dist.all_to_all`` with parts of any sizes on gloo, which sends equal parts alone."""
+"""A user's own all-to-all, and ``dist.all_to_all`` with parts of any sizes on gloo, which sends equal parts alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
+
+
+class Own(torch.autograd.Function):
+    """A user's own all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, rows: Tensor, receive: Any, send: Any) -> Tensor:
+        ctx.group, ctx.receive, ctx.send = group, receive, send
+        output = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, Own.apply(ctx.group, grads[0], ctx.send, ctx.receive), None, None
 
 
 @contextmanager
