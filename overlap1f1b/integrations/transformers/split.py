@@ -338,7 +338,7 @@ def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> 
     shell = part.shell
     kept = {f"{found.prefix}.{number}": found.layers[number] for number in range(part.start, part.end)}
     before, after = shell.around.before if part.first else {}, shell.around.after if part.last else {}
-    records = getattr(shell.model.config, "output_router_logits", False)
+    records = getattr(shell.config, "output_router_logits", False)
     blocks = []
     for number in range(part.start, part.end):
         beside = [
