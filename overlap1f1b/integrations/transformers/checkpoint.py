@@ -367,7 +367,7 @@ def save_part(
         chosen = {tensor for keys in adapter_keys(model).values() for tensor in keys}
     else:  # all but copies of tied tensors, which transformers ties again
         chosen = {id(p) for p in stage.tied.values()} if number else set()
-    tensors = _whole(stage, lambda value: writes and (id(value) in chosen) == adapters)
+    tensors = _whole(stage, lambda value: writes and (id(value) in chosen) == adapters, again=adapters)
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -378,15 +378,19 @@ def save_part(
         save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
 
 
-def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-    """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts."""
+def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool], *, again: bool) -> dict[str, Tensor]:
+    """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts.
+
+    Args:
+        again: Whether a tensor that is tied inside the stage is returned under each of its names, as PEFT writes it;
+            else under the first.
+    """
     shared, columns = shared_experts(stage), stage.columns
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in stage.state_dict(keep_vars=True).items():
-        if id(value) in seen:  # tied inside the stage
+        if id(value) in seen and not again:
             continue
-        seen.add(id(value))
         whole = value.detach()
         if (experts := shared.get(name)) is not None:
             whole = by_expert(whole, columns.get(name, 0)).contiguous()
@@ -394,7 +398,9 @@ def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool]) -> dict[s
             dist.all_gather(parts, whole, group=experts.group)
             whole = by_expert(torch.cat(parts), columns.get(name, 0), back=True)
         if keeps(value):
-            tensors[name] = whole.cpu().contiguous()
+            # A file holds no two tensors with one memory.
+            tensors[name] = whole.clone().cpu().contiguous() if id(value) in seen else whole.cpu().contiguous()
+        seen.add(id(value))
     return tensors
 
 

@@ -74,6 +74,8 @@ def find(model: nn.Module) -> Found:
 
 def _refuse(model: nn.Module) -> None:
     kind, config = type(model).__name__, getattr(model, "config", None)
+    if config is None:  # DistributedDataParallel, for example
+        raise ValueError(f"{kind} has no config; allowed: a causal LM of transformers, as it was built or loaded")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder model; allowed: a causal LM, whose layers form one chain")
     if any(isinstance(module, Experts) for module in model.modules()):

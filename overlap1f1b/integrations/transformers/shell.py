@@ -63,6 +63,7 @@ class Shell:
     norm, head and loss.
 
     Attributes:
+        config: The model's configuration; of a model that also takes images, of its text.
         around: The modules outside the layers.
         returned: Number of values that a layer returns; the first are its hidden states.
         carried: For each layer the values that later layers need of it and of earlier ones, beside hidden states.
@@ -71,6 +72,7 @@ class Shell:
     def __init__(self, model: Any, found: Found) -> None:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
         self.prefix = found.prefix
+        self.config = model.config.get_text_config()
         self.around = Around({}, {})
         self.returned = 1
         self.carried: list[list[Handed]] = []
@@ -117,7 +119,7 @@ class Shell:
                 around.enter_context(torch.random.fork_rng(devices=[]))
                 around.enter_context(torch.enable_grad())
                 # The stand-ins compute no router logits, from which the model would compute a loss.
-                without_logits = (vars(self.model.config), "output_router_logits", False)
+                without_logits = (vars(self.config), "output_router_logits", False)
                 around.enter_context(replaced([self._stand_ins(walk), without_logits]))
                 if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -219,7 +221,7 @@ class Shell:
             return output
 
         changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
-        asked = given.get("output_router_logits") or getattr(self.model.config, "output_router_logits", False)
+        asked = given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
         elif asked and any(map(self.routers, range(len(self.layers)))):

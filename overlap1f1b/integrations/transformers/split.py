@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
-from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, writes_adapters
+from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, base_of, writes_adapters
 from overlap1f1b.integrations.transformers.checkpoint import (
     join_adapter,
     load_adapters,
@@ -31,6 +31,8 @@ from overlap1f1b.transport.together import Together
 
 IGNORED = -100
 """Label of a token that is ignored in the loss, as in transformers."""
+OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
+"""Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""
 
 
 class SplitModel(Mapping[int, LanguageModelStage]):
@@ -57,20 +59,31 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def __len__(self) -> int:
         return len(self._stages)
 
-    @staticmethod
-    def loss_fn(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss_fn(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
 
         It is the mean over the tokens whose next token has a label other than −100. A microbatch without any has no
         such mean: its loss is zero with gradients of zero, auxiliary losses included, and it counts as one microbatch
         in the step's mean. Give the engine :meth:`count_tokens`, too, for the mean over the step's tokens. To use
         another loss, write a function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
-        """
-        return torch.where(SplitModel.count_tokens(labels) > 0, loss, 0.0)
 
-    @staticmethod
-    def count_tokens(labels: Tensor, *_: Tensor) -> Tensor:
-        """Return the number of tokens that count in a microbatch's loss; for :class:`Engine`'s ``count_tokens``."""
+        Raises:
+            ValueError: The model classifies, so its labels are not next tokens.
+        """
+        return torch.where(self.count_tokens(labels) > 0, loss, 0.0)
+
+    def count_tokens(self, labels: Tensor, *_: Tensor) -> Tensor:
+        """Return the number of tokens that count in a microbatch's loss; for :class:`Engine`'s ``count_tokens``.
+
+        Raises:
+            ValueError: The model classifies, so its labels are not next tokens.
+        """
+        base = base_of(self.model)
+        if getattr(base, "loss_type", None) not in OF_NEXT_TOKENS:
+            raise ValueError(
+                f"{type(base).__name__}, whose labels are not next tokens; allowed: a causal LM, or a loss_fn of your "
+                "own without count_tokens"
+            )
         return (labels[..., 1:] != IGNORED).sum()
 
     @property
@@ -305,17 +318,20 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
                     copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                     ties[name] = (parameter, copy)
                 module.register_parameter(label, ties[name][1])
-    seen: dict[int, int] = {}
-    held = [[found.layers[number] for number in part] for part in parts]
-    for number, modules in enumerate(held):
-        ends = [*(shell.around.before.values() if number == 0 else ())]
-        ends += shell.around.after.values() if number == len(parts) - 1 else ()
-        for label, parameter in nn.ModuleList([*ends, *modules]).named_parameters():
-            if seen.setdefault(id(parameter), number) != number:
-                raise ValueError(
-                    f"parameter {label.partition('.')[2]} belongs to stages {seen[id(parameter)]} and {number}; "
-                    "allowed: shared inside a stage, or between modules before and after the layers"
-                )
+    # A tensor and its transpose may be two parameters with one memory.
+    seen: dict[tuple[int, int], int] = {}
+    for number, part in enumerate(parts):
+        held = {f"{found.prefix}.{index}": found.layers[index] for index in part}
+        held |= shell.around.before if number == 0 else {}
+        held |= shell.around.after if number == len(parts) - 1 else {}
+        for prefix, module in held.items():
+            for label, parameter in module.named_parameters(prefix):
+                memory = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+                if seen.setdefault(memory, number) != number:
+                    raise ValueError(
+                        f"parameter {label} belongs to stages {seen[memory]} and {number}; allowed: shared inside a "
+                        "stage, or one parameter of two modules, before and after the layers"
+                    )
     return ties
 
 
@@ -323,7 +339,7 @@ def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> 
     shell = part.shell
     kept = {f"{found.prefix}.{number}": found.layers[number] for number in range(part.start, part.end)}
     before, after = shell.around.before if part.first else {}, shell.around.after if part.last else {}
-    records = getattr(shell.model.config, "output_router_logits", False)
+    records = getattr(shell.config, "output_router_logits", False)
     blocks = []
     for number in range(part.start, part.end):
         beside = [

@@ -244,6 +244,10 @@ class Overlapped(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._built().module
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._built()  # before the optimizer: model_init may have made another model
+        return super()._prepare_for_training(*args, **kwargs)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer of this rank's parameters, in the groups of the whole model."""
         return super().create_optimizer(self._built().module)

@@ -355,6 +355,49 @@ def test_peft_opens_what_was_saved(ranks4: Ranks, tmp_path: Path, targets: str) 
     assert all(torch.equal(value, opened[name]) for name, value in model.state_dict().items())
 
 
+def _tied(**options: Any) -> Any:
+    """Return PEFT's model whose adapter of the embedding is the head's, too."""
+    import peft
+
+    torch.manual_seed(11)
+    config = peft.LoraConfig(r=2, ensure_weight_tying=True, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(tiny.build("mixtral", tie_word_embeddings=True), config)
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "modules": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "factors": {"target_modules": ["q_proj", "embed_tokens"]},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_tied_adapters_are_saved(kind: str, tmp_path: Path) -> None:
+    """PEFT writes a tied tensor under both names, and asks for both."""
+    pytest.importorskip("peft")
+    model = _tied(**TIED[kind])
+    model.save_pretrained(tmp_path / "own")
+    split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path / "ours")
+    own, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("own", "ours"))
+    assert own.keys() == ours.keys()
+    assert all(torch.equal(value, ours[name]) for name, value in own.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("factors", "lm_head.lora_A.default.weight"), ("rows", "lm_head.token_adapter.trainable_tokens_delta.default")],
+)
+def test_adapters_with_one_memory_in_two_stages_are_refused(kind: str, name: str) -> None:
+    """PEFT ties LoRA's factors as a tensor and its transpose: over two stages they went apart."""
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match="allowed") as caught:
+        split_model(_tied(**TIED[kind]), build_schedule("1f1b", ranks=2, microbatches=2))
+    assert str(caught.value).endswith(
+        f"{name} belongs to stages 0 and 1; allowed: shared inside a stage, or one parameter of two modules, before "
+        "and after the layers"
+    )
+
+
 def test_an_adapter_of_other_targets_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     adapted("mixtral", "last").save_pretrained(tmp_path)

@@ -74,6 +74,22 @@ def test_an_encoder_decoder() -> None:
     assert "encoder-decoder" in refusal(transformers.SwitchTransformersForConditionalGeneration(config))
 
 
+def test_a_wrapper() -> None:
+    """As accelerate's ``prepare`` returns it over several ranks."""
+    assert "DataParallel has no config; allowed: a causal LM" in refusal(nn.DataParallel(tiny.build("mixtral")))
+
+
+def test_a_model_that_takes_images() -> None:
+    """The router's loss, which the model would compute of stand-ins, stands in the configuration of its text."""
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**tiny.configuration("qwen3_moe").to_dict(), "output_router_logits": True},
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32},
+    )
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    message = refusal(transformers.Qwen3VLMoeForConditionalGeneration(config))
+    assert "parameter model.visual.patch_embed.proj.weight belongs to Conv3d, which is not called" in message
+
+
 def test_quantised_weights() -> None:
     model = tiny.build("mixtral")
     weight = model.model.layers[1].self_attn.q_proj

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
@@ -245,6 +247,25 @@ def test_microbatches_without_a_label_and_stages_as_a_module() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     stages.eval()
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("head", "labels"), [("Sequence", [1]), ("Token", [[1] + [-100] * 7])])
+def test_labels_that_are_not_next_tokens_are_refused(head: str, labels: Any) -> None:
+    """A row with one label had a loss of zero."""
+    kind = getattr(transformers, f"AutoModelFor{head}Classification")
+    program = build_schedule("sequential", microbatches=2)
+    stages = split_model(kind.from_config(tiny.configuration("mixtral", num_labels=3)), program)
+    tokens, target = tiny.batch(2)[0], torch.tensor([*labels, *labels])
+    message = rf"^MixtralFor{head}Classification, whose labels are not next tokens; allowed: a causal LM, or a loss_fn"
+    for options in ({"loss_fn": stages.loss_fn}, {"loss_fn": _own, "count_tokens": stages.count_tokens}):
+        with pytest.raises(ValueError, match=message):
+            Engine(stages, program, costs=tiny.COSTS, **options).step(tokens, target=target)
+    engine = Engine(stages, program, loss_fn=_own, costs=tiny.COSTS)
+    assert engine.step(tokens, target=target).loss > 0
+
+
+def _own(loss: Any, *_: Any) -> Any:
+    return loss
 
 
 def _without_labels(rank: int, size: int, counts: bool) -> tuple[list[float], list[str]]:

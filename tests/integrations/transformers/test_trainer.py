@@ -833,6 +833,32 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     assert trainer.engine is not engine
 
 
+class OwnOptimizer(transformers.Trainer):
+    """Makes its optimizer of the parameters of its model."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+class OverlappedOwnOptimizer(OwnOptimizer, OverlapTrainer):
+    pass
+
+
+def new_model() -> Any:
+    return tiny.build("qwen3_moe", tie_word_embeddings=True)
+
+
+def test_a_new_model_is_split_before_its_optimizer_is_made(ranks4: Ranks, tmp_path: Path) -> None:
+    """Experts and heads of the whole model were in the optimizer, in place of this rank's."""
+    spec = Spec(tmp_path, None, rows=40, trainer={"model_init": new_model}, kind=OverlappedOwnOptimizer)
+    alone_spec = replace(spec, folder=tmp_path / "plain", kind=OwnOptimizer, accumulation=8)
+    expected = history(alone(alone_spec))
+    for found in ranks4.run(train, replace(spec, layout=OverlapArguments(pp=2))):
+        close(shown(found), expected)
+    same_weights(tmp_path, tmp_path / "plain")
+
+
 def _with_more_batches(rank: int, size: int, spec: Spec) -> list[dict[str, float]]:
     """Train with as many microbatches as given, with more of them, and with fewer again."""
     with launched(rank, size):
