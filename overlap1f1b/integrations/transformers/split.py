@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
+from overlap1f1b.engine.graph.segment import storage_of
 from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, base_of, writes_adapters
 from overlap1f1b.integrations.transformers.checkpoint import (
     join_adapter,
@@ -326,7 +327,7 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
         held |= shell.around.after if number == len(parts) - 1 else {}
         for prefix, module in held.items():
             for label, parameter in module.named_parameters(prefix):
-                memory = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
+                memory = storage_of(parameter), int(parameter.storage_offset())
                 if seen.setdefault(memory, number) != number:
                     raise ValueError(
                         f"parameter {label} belongs to stages {seen[memory]} and {number}; allowed: shared inside a "
