@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from overlap1f1b.cli.launch import run_ranks
 from overlap1f1b.cli.options import LONGEST
-from overlap1f1b.cli.output import check_json, console, write_json
+from overlap1f1b.cli.output import by_default, check_json, console, write_json
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
@@ -61,7 +61,7 @@ class DoctorOptions:
 
     timeout: float = DOCTOR_LIMIT_S
     """Time limit, in seconds, for two local ranks that measure the link between them."""
-    json: str | None = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the findings as JSON, or - for standard output."""
 
 

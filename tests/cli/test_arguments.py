@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -78,6 +79,13 @@ def test_help_stays(capsys: Capture, words: str) -> None:
     assert "--help" in out
     assert "error: " not in out
     assert err == ""
+
+
+@pytest.mark.parametrize("verb", ["train", "bench", "plan", "report", "doctor", "profile train", "profile bench"])
+def test_help_names_what_an_option_takes_and_what_holds_without_it(capsys: Capture, verb: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    assert not re.findall("None|default: \\)", capsys.readouterr().out)
 
 
 def test_the_line_says_where_the_options_are() -> None:
