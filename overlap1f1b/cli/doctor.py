@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -193,6 +194,8 @@ def link(timeout: float) -> Finding:
             measured = json.loads(found.read_text())
     if "error" in measured:
         advice = "unset GLOO_SOCKET_IFNAME or name an interface of this machine; see that ranks may open local sockets"
+        if re.search("timed? ?out", measured["error"], re.IGNORECASE):
+            advice = f"allow more than --timeout {timeout:g}; {advice}"
         return Finding(name, "fail", measured["error"], advice)
     latency, rate = measured["latency_ms"], measured["gbps"]
     value = f"{measured['backend']}: {latency:.2f} ms, {rate:.1f} Gbit/s each way"
@@ -306,6 +309,8 @@ if __name__ == "__main__":
     try:
         measure(Path(sys.argv[1]), float(sys.argv[2]))
     except Exception as error:
-        _write(Path(sys.argv[1]), {"error": " ".join(str(error).split())[:200]})
+        from overlap1f1b.cli.ranks import lost
+
+        _write(Path(sys.argv[1]), {"error": lost(error) or " ".join(str(error).split())[:200]})
         os._exit(2)  # the file has the error
     os._exit(0)

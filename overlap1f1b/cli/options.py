@@ -227,7 +227,7 @@ def check_run(options: RunOptions) -> None:
         raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
-        _check_model(options.model, options.ep, options.program().placement.stages)
+        _check_model(options)
     else:
         _check_default_sizes(options.model)
     if isinstance(options, BenchOptions):
@@ -265,12 +265,16 @@ def _check_default_sizes(model: ModelOptions) -> None:
             )
 
 
-def _check_model(model: ModelOptions, ep: int, stages: int) -> None:
+def _check_model(options: RunOptions) -> None:
+    model, ep, stages = options.model, options.ep, options.program().placement.stages
     if model.experts % ep:
         allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
         raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
     if stages > (blocks := model.layers + 2):
-        raise ValueError(f"--layers {model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
+        raise ValueError(
+            f"--pp {options.pp} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, head; "
+            "allowed: at most one stage a block"
+        )
 
 
 def _check_bench(options: BenchOptions) -> None:
