@@ -13,9 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import overlap1f1b as o1
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+except ImportError:
+    raise SystemExit("train_hf.py needs transformers; pip install 'overlap1f1b[hf]'") from None
+
 from overlap1f1b.integrations.transformers import split_model
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -68,8 +68,10 @@ for step in range(first, 20):
     loss, norm = engine.mean_loss(result), engine.clip_gradients(1.0)  # over all ranks
     optimizer.step()
     optimizer.zero_grad()
-    tps, hidden = shards * tokens.numel() / (time.perf_counter() - begin), result.overlap.hidden_fraction
-    line = f"step {step} loss {loss:.3f} grad_norm {norm:.2f} tps {tps:.0f}, {hidden:.0%} of the exchange hidden"
+    tps = shards * tokens.numel() / (time.perf_counter() - begin)
+    line = f"step {step} loss {loss:.3f} grad_norm {norm:.2f} tps {tps:.0f}"
+    if shards > 1:  # else nothing is exchanged
+        line += f", {result.overlap.hidden_fraction:.0%} of the exchange hidden"
     if step % 10 == 9:
         tokens, target = batch(-1)
         line += f"\nheld out: loss {engine.mean_loss(engine.evaluate(tokens, target=target)):.3f}"

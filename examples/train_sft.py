@@ -7,10 +7,14 @@ All of TRL's SFTConfig are options, and those of OverlapArguments: --pp, --ep, -
 """
 
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import HfArgumentParser, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl import SFTConfig, SFTTrainer
+
+try:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import HfArgumentParser, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from trl import SFTConfig, SFTTrainer
+except ImportError:
+    raise SystemExit("train_sft.py needs TRL; pip install trl") from None
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 

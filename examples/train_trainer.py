@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
+
+try:
+    from transformers import HfArgumentParser, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
+except ImportError:
+    raise SystemExit("train_trainer.py needs transformers; pip install 'overlap1f1b[trainer]'") from None
 
 from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
 

@@ -55,10 +55,23 @@ def forked(script: Path, *args: str | Path, ranks: int = 1) -> str:
 
 def losses(text: str) -> dict[int, float]:
     """Of the steps, which must be all that is printed beside held-out losses."""
-    found = re.findall(r"^step (\d+) loss (\d+\.\d+) grad_norm \S+ tps \d+, \d+% of the exchange hidden$", text, re.M)
+    found = re.findall(
+        r"^step (\d+) loss (\d+\.\d+) grad_norm \S+ tps \d+(?:, \d+% of the exchange hidden)?$", text, re.M
+    )
     held_out = re.findall(r"^held out: loss \d+\.\d+$", text, re.M)
     assert len(found) + len(held_out) == text.count("\n")
     return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.mark.parametrize("name", ["hf", "trainer", "sft"])
+def test_an_example_without_its_package_says_what_to_install(name: str) -> None:
+    script = EXAMPLES / f"train_{name}.py"
+    code = (
+        "import sys, runpy; sys.modules['transformers'] = sys.modules['datasets'] = None; runpy.run_path(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"train_{name}.py needs \w+; pip install [^\n]+\n", done.stderr)
 
 
 @pytest.mark.slow

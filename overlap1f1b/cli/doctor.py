@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from overlap1f1b.cli.launch import run_ranks
 from overlap1f1b.cli.options import LONGEST
-from overlap1f1b.cli.output import check_json, console, write_json
+from overlap1f1b.cli.output import by_default, check_json, console, write_json
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
@@ -61,7 +62,7 @@ class DoctorOptions:
 
     timeout: float = DOCTOR_LIMIT_S
     """Time limit, in seconds, for two local ranks that measure the link between them."""
-    json: str | None = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the findings as JSON, or - for standard output."""
 
 
@@ -193,6 +194,8 @@ def link(timeout: float) -> Finding:
             measured = json.loads(found.read_text())
     if "error" in measured:
         advice = "unset GLOO_SOCKET_IFNAME or name an interface of this machine; see that ranks may open local sockets"
+        if re.search("timed? ?out", measured["error"], re.IGNORECASE):
+            advice = f"allow more than --timeout {timeout:g}; {advice}"
         return Finding(name, "fail", measured["error"], advice)
     latency, rate = measured["latency_ms"], measured["gbps"]
     value = f"{measured['backend']}: {latency:.2f} ms, {rate:.1f} Gbit/s each way"
@@ -306,6 +309,8 @@ if __name__ == "__main__":
     try:
         measure(Path(sys.argv[1]), float(sys.argv[2]))
     except Exception as error:
-        _write(Path(sys.argv[1]), {"error": " ".join(str(error).split())[:200]})
+        from overlap1f1b.cli.ranks import lost
+
+        _write(Path(sys.argv[1]), {"error": lost(error) or " ".join(str(error).split())[:200]})
         os._exit(2)  # the file has the error
     os._exit(0)

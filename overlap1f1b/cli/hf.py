@@ -51,6 +51,8 @@ def _config(name: str) -> Any:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         why = str(error).strip().splitlines()[0]
+        if not Path(name).exists():
+            why = f"no such file or folder; as a name: {why}"
         raise ValueError(f"--hf-config {name}: {why}; allowed: a name, a folder or a config.json") from None
     config = config.get_text_config()
     if (size := getattr(config, "vocab_size", 0)) < BYTES:

@@ -217,6 +217,8 @@ def _report(rank: int, code: int, others: bool) -> None:
     if code == 2:
         return
     how = f"ended with status {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+    if code == -signal.SIGKILL:
+        how += ", perhaps since memory was full"
     stopped = "; the other ranks were stopped" if others else ""
     print(f"overlap1f1b: error: rank {rank} {how}{stopped}", file=sys.stderr, flush=True)
 

@@ -127,7 +127,7 @@ def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
-    from overlap1f1b.cli.ranks import joined
+    from overlap1f1b.cli.ranks import joined, lost, out_of_memory
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
@@ -144,28 +144,13 @@ def _run_rank(options: RunOptions) -> int:
         except RuntimeError as error:
             if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
                 return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
-            if rank.size == 1 or (how := _lost(error)) is None:
+            if (refused := out_of_memory(error)) is not None:
+                return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
+            if rank.size == 1 or (how := lost(error)) is None:
                 raise
             sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
             return 1
     return 0
-
-
-LOST = re.compile(
-    r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
-    r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms)"
-)
-"""Messages of gloo and NCCL when another rank is gone or does not answer within ``--timeout``."""
-
-
-def _lost(error: RuntimeError) -> str | None:
-    """Return how the connection to another rank ended, in one line; None for other errors.
-
-    The other rank, or the process that started it, says why it ended: a traceback from here would only hide that.
-    """
-    text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
-    found = LOST.match(text)
-    return found[0] if found else None
 
 
 def _first_to_fail(rank: Rank) -> bool:
@@ -184,16 +169,18 @@ def _fail(error: ValueError, options: Any) -> int:
 
 
 def as_options(text: str, options: Any) -> str:
-    """Return an error of the library with the name of an option in place of an argument's, if it begins with one.
+    """Return an error of the library with names of options in place of its arguments', if it begins with one.
 
     >>> as_options("overlap='0'; allowed: serial, pairs", TrainOptions(overlap="0"))
     '--overlap 0; allowed: serial, pairs'
     """
-    found = re.match(r"(\w+)='?([^'\s;]+)'?", text)
-    if found is None:
-        return text
-    name = {"peak_activations": "memory"}.get(found[1], found[1])
     groups = (options, *vars(options).values()) if is_dataclass(options) else ()
-    if all(str(getattr(group, name, "")) != found[2] for group in groups):  # a value of another option, as of --compare
-        return text
-    return f"--{name.replace('_', '-')} {found[2]}{text[found.end() :]}"
+
+    def named(found: re.Match[str]) -> str:
+        name = {"peak_activations": "memory"}.get(found[1], found[1])
+        if all(str(getattr(group, name, "")) != found[2] for group in groups):  # another option's, as of --compare
+            return found[0]
+        return f"--{name.replace('_', '-')} {found[2]}"
+
+    first, *others = (re.sub(r"^(\w+)='?([^'\s;]+)'?", named, part) for part in text.split(" with "))
+    return " with ".join([first, *others]) if first.startswith("--") else text

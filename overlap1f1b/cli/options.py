@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from overlap1f1b.cli.output import check_folder, check_json
+from overlap1f1b.cli.output import by_default, check_folder, check_json
 from overlap1f1b.cli.wire import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
@@ -47,9 +47,6 @@ class ModelOptions:
     """Dropout probability of a block's output, before it is added to the residual."""
 
 
-_CHUNKS = tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {DEFAULT_CHUNKS})")
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """Options of train and bench."""
@@ -61,24 +58,23 @@ class RunOptions:
     """Pipeline ranks."""
     dp: int = 1
     """Data-parallel ranks, which do not share their experts."""
-    schedule: str | None = None
-    """Program to play; by default combined_1f1b, on a single rank sequential. auto: an order that is found for the
-    measured costs; with several --chunks the stages are placed in a V."""
-    chunks: Annotated[int | None, _CHUNKS] = None
+    schedule: Annotated[str | None, by_default("NAME", f"{DEFAULT_PROGRAM}; sequential on one rank")] = None
+    """Program to play. auto: an order that is found for the measured costs; with several --chunks the stages are placed
+    in a V."""
+    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a pipeline rank."""
-    extra_warmup: int | None = None
-    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b; by default 1 for
-    combined_1f1b with one chunk on one pipeline rank, otherwise 0."""
-    memory: float | None = None
+    extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
+    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
+    memory: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
     """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
-    model; by default twice the number of pipeline ranks, at least 3."""
+    model."""
     microbatches: int = 8
     """Microbatches of a step."""
     batch: int = 16
     """Sequences of a step on each rank, divided evenly into microbatches."""
     sequence: int = 256
     """Bytes of a sequence."""
-    overlap: str = "3"
+    overlap: Annotated[str, tyro.conf.arg(metavar="serial|pairs|INT")] = "3"
     """serial, pairs, or the number of actions that may be open at once."""
     recompute: Recompute = "none"
     """Activations that blocks free after their forward and compute again before their backward: inside the
@@ -86,9 +82,9 @@ class RunOptions:
     parts: int | Literal["auto"] = 1
     """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
     experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
-    capacity: float | None = None
+    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes")] = None
     """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
-    size, and the host waits for no counts. By default sizes are exact."""
+    size, and the host waits for no counts."""
     overflow: Literal["raise", "rerun"] = "raise"
     """Reaction to more rows than the capacity: raise ends with an error, rerun plays the step again with exact
     sizes."""
@@ -97,16 +93,16 @@ class RunOptions:
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
-    text: tuple[Path, ...] = ()
-    """Files or folders to read; by default the standard library of this Python."""
-    hf_config: str | None = None
+    text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
+    """Files or folders to read."""
+    hf_config: Annotated[str | None, by_default("NAME")] = None
     """Configuration of the transformers library: a name, a folder or a config.json. A new model of it, on bytes,
     replaces the model of the sizes above."""
     seed: int = 0
     """Seed of weights and batches."""
     timeout: float = COMMAND_LINE_LIMIT_S
     """Time limit of a wait for another rank, in seconds."""
-    json: str | None = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
 
     @property
@@ -166,11 +162,11 @@ class TrainOptions(RunOptions):
     """Largest norm of the gradient."""
     eval_every: int = 50
     """Steps between losses on held-out text."""
-    checkpoint: Path | None = None
+    checkpoint: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
-    tensorboard: Path | None = None
+    tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
     compare: bool = False
     """Train the same steps with the schedule sequential too, and show both."""
@@ -195,10 +191,10 @@ class BenchOptions(RunOptions):
       overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --schedule auto --chunks 2 --parts 2
     """
 
-    wire: str | None = None
+    wire: Annotated[str | None, by_default("RATE")] = None
     """Rate of a real link between the ranks (500mbit, 1gbit). balanced: the exchange takes as long as compute;
     balanced*2: twice that rate. Needs root and iproute2. Without this option the loopback is used."""
-    exchange: str | None = None
+    exchange: Annotated[str | None, by_default("loopback[:GB/s]")] = None
     """loopback: with one rank, rows travel to host memory and back, as fast as possible; loopback:GB/s: at most at this
     rate."""
     compute: Literal["real", "timed"] = "real"
@@ -231,7 +227,7 @@ def check_run(options: RunOptions) -> None:
         raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
-        _check_model(options.model, options.ep, options.program().placement.stages)
+        _check_model(options)
     else:
         _check_default_sizes(options.model)
     if isinstance(options, BenchOptions):
@@ -269,12 +265,16 @@ def _check_default_sizes(model: ModelOptions) -> None:
             )
 
 
-def _check_model(model: ModelOptions, ep: int, stages: int) -> None:
+def _check_model(options: RunOptions) -> None:
+    model, ep, stages = options.model, options.ep, options.program().placement.stages
     if model.experts % ep:
         allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
         raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
     if stages > (blocks := model.layers + 2):
-        raise ValueError(f"--layers {model.layers}: {blocks} blocks for {stages} stages; allowed: one a stage")
+        raise ValueError(
+            f"--pp {options.pp} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, head; "
+            "allowed: at most one stage a block"
+        )
 
 
 def _check_bench(options: BenchOptions) -> None:

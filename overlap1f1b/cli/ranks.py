@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,6 +90,29 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         yield Rank(rank, size, device, mesh)
     finally:
         dist.destroy_process_group()
+
+
+LOST = re.compile(
+    r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
+    r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms)"
+)
+"""Messages of gloo and NCCL when another rank is gone or does not answer within ``--timeout``."""
+
+
+def lost(error: Exception) -> str | None:
+    """Return how the connection to another rank ended, in one line; None for other errors.
+
+    The other rank, or the process that started it, says why it ended: a traceback from here would only hide that.
+    """
+    text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
+    found = LOST.match(text)
+    return found[0] if found else None
+
+
+def out_of_memory(error: RuntimeError) -> str | None:
+    """Return that the memory does not suffice, in one line; None for other errors."""
+    found = re.search(r"(can't allocate memory|out of memory)[^.]*", str(error))
+    return f"{found[0]}; allowed: a smaller model, --batch or --sequence, or more --recompute" if found else None
 
 
 def _keep_heap() -> None:

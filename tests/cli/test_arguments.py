@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, pa
         ("plan --schedule zb_v --ranks 2 --microbatches 4 --extra-warmup 2", "--extra-warmup 2 with zb_v; allowed: 0"),
         ("train --schedule auto --memory 0.1", "--memory 0.1; allowed: 1 or more"),
         ("train --overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions"),
+        ("train --heads 3 --ep 1", "--hidden 256 with --heads 3; allowed: multiples of 6"),
+        ("train --pp 9 --layers 4", "--pp 9 makes 9 stages of 6 blocks: embedding, --layers 4, head; "),
+        (
+            "train --ep 1 --hidden 1000000000000",
+            "can't allocate memory: you tried to allocate 1024000000000000 bytes; ",
+        ),
     ],
 )
 def test_errors_of_the_library_name_the_option(capsys: Capture, words: str, message: str) -> None:
@@ -78,6 +85,13 @@ def test_help_stays(capsys: Capture, words: str) -> None:
     assert "--help" in out
     assert "error: " not in out
     assert err == ""
+
+
+@pytest.mark.parametrize("verb", ["train", "bench", "plan", "report", "doctor", "profile train", "profile bench"])
+def test_help_names_what_an_option_takes_and_what_holds_without_it(capsys: Capture, verb: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    assert not re.findall("None|default: \\)", capsys.readouterr().out)
 
 
 def test_the_line_says_where_the_options_are() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections
+from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections, link
 from overlap1f1b.cli.main import main
 from overlap1f1b.transport.versions import TORCH
 from tests.cli.lasting import lasting
@@ -78,6 +78,12 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> No
     assert found["shaped wire"]["status"] == "warn"
     if os.geteuid() == 0:
         assert "Unknown qdisc" in found["shaped wire"]["value"]
+
+
+def test_a_limit_that_is_too_short_is_named_first() -> None:
+    found = link(0.001)
+    assert (found.status, found.value) == ("fail", "Timed out waiting 1ms for recv operation to complete")
+    assert found.advice.startswith("allow more than --timeout 0.001; unset GLOO_SOCKET_IFNAME or ")
 
 
 @pytest.mark.parametrize(

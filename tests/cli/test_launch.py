@@ -205,7 +205,10 @@ if rank == 0: time.sleep(0.1); print("connection lost", file=sys.stderr); sys.ex
     lost, message = err.splitlines()
     assert status == 128 + 9
     assert lost == "connection lost"
-    assert message == "overlap1f1b: error: rank 2 was killed by signal 9 (SIGKILL); the other ranks were stopped"
+    assert message == (
+        "overlap1f1b: error: rank 2 was killed by signal 9 (SIGKILL), perhaps since memory was full; "
+        "the other ranks were stopped"
+    )
     assert 1 < time.monotonic() - began < 6
     assert_gone(parent.pids())
 

@@ -98,19 +98,18 @@ def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
         check_scale(other, step["ranks"], step["microbatches"], layers)
         rows.append(row_of(*played(other, model, **step), other))
     progress.begin(f"{total} of {total} programs played, now tables and drawings")
-    content = content_of(program, timeline) | extra
+    content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
     title = _title(content)
     _write(program, timeline, output, title)
+    write_json(output.json, content)
     print_lines(screen, title, style="bold")
     if not output.tables:
         _draw(timeline, screen, screen.width if output.width is None else output.width)
     screen.print()
     screen.print(per_rank(content["per_rank"]))
     if options.compare:
-        content["compare"] = rows
         screen.print()
         screen.print(per_schedule(rows))
-    write_json(output.json, content)
 
 
 def _search(options: PlanOptions, step: dict[str, Any], model: Model, progress: _Progress) -> Ranking:

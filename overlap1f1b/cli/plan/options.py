@@ -127,7 +127,7 @@ class PlanOptions:
     """Time of a transfer between two ranks; 0 if it does not matter."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
     sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
-    compare: tuple[str, ...] = ()
+    compare: Annotated[tuple[str, ...], by_default("NAME [NAME ...]")] = ()
     """Schedules to compare it with in a table. A name may have options: combined_1f1b:chunks=2,extra_warmup=1
     (also group_size and, with --layers, overlap)."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -59,21 +59,21 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
     say(f"{READ}, now the drawings")
     title = _title(recordings)
     _write(content, bars, output, title)
-    _show(content, title, screen)
     write_json(output.json, content)
+    _show(content, title, screen)
 
 
 def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | None) -> None:
     with reading(say, paths) as progress:
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
+    sentence = compared(contents[0], contents[1], names)
+    write_json(target, {"compare": contents, "verdict": sentence})
     for content, name in zip(contents, names, strict=True):
         print_lines(screen, *(f"{name}: {line}" for line in (*remarks(content), *content["notes"])))
-    sentence = compared(contents[0], contents[1], names)
     print_table(comparison(contents, names), screen)
     screen.print()
     print_lines(screen, sentence, style="bold")
-    write_json(target, {"compare": contents, "verdict": sentence})
 
 
 def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:

@@ -552,11 +552,17 @@ class BlockRun:
 
     def _leave(self, *, ends: bool) -> None:
         """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
-        self.mode = None  # it refers to this run
+        self._end_mode()
         del self.microbatch.runs[self.block]
         self.microbatch.ended = ends
 
+    def _end_mode(self) -> None:
+        if self.mode is not None:
+            self.mode.ended = True
+        self.mode = None  # it refers to this run
+
     def stop(self) -> None:
         """Unwind a suspended forward."""
+        self._end_mode()
         if self.forward is not None:
             self.forward.stop()

@@ -70,7 +70,13 @@ class CrossingMode(TorchFunctionMode):
     """Hands every tensor argument of torch's functions to a forward, which may replace it.
 
     ``autograd.Function.apply`` passes by torch's function modes: see :func:`functions_cross`.
+
+    Attributes:
+        ended: Whether the forward has nothing left to run. Torch takes a mode off while it is called, and after a
+            Ctrl-C it may put it back later, when Python collects what was interrupted: it then does nothing.
     """
+
+    ended = False
 
     def __init__(self, run: Replaces) -> None:
         super().__init__()
@@ -79,6 +85,8 @@ class CrossingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.ended:
+            return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
@@ -131,7 +139,7 @@ def running_mode() -> CrossingMode | None:
     """Return the mode in force."""
     for at in reversed(range(torch._C._len_torch_function_stack())):
         mode = torch._C._get_function_stack_at(at)
-        if isinstance(mode, CrossingMode):
+        if isinstance(mode, CrossingMode) and not mode.ended:
             return mode
     return None
 

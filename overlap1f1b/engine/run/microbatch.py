@@ -128,7 +128,7 @@ class Microbatch:
         """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.
 
         Raises:
-            ValueError: A loss that is not one number, or requires no gradient; ``name`` is the block's.
+            ValueError: A loss that is not one real number, or requires no gradient; ``name`` is the block's.
         """
         if self.loss_fn is None:
             return outs
@@ -138,6 +138,8 @@ class Microbatch:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
+        if loss.is_complex():
+            raise ValueError(f"loss_fn returns a number of {loss.dtype}; allowed: a real one")
         if self.grad and not loss.requires_grad:
             raise ValueError(f"the loss of {name}'s outputs requires no gradient; allowed: a loss that depends on them")
         if self.grad and not self.forwarded:  # a recomputed forward must not replace a gradient that was given since

@@ -90,7 +90,8 @@ def test_killed_and_resumed_as_if_never_killed(
     status, _, err = one.wait(30)
     assert status == 128 + signal.SIGKILL
     assert err.splitlines()[-1] == (
-        "overlap1f1b: error: rank 1 was killed by signal 9 (SIGKILL); the other ranks were stopped"
+        "overlap1f1b: error: rank 1 was killed by signal 9 (SIGKILL), perhaps since memory was full; "
+        "the other ranks were stopped"
     )
     assert "Traceback" not in err
     assert not psutil.wait_procs(ranks, 30 - (time.monotonic() - killed))[1]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
+from overlap1f1b.engine.run.crossing import running_mode
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
 from tests import models
@@ -370,3 +371,38 @@ def test_an_input_that_is_needed_again_may_not_be_changed(recompute: Recompute) 
     inputs, target = models.batch(2)
     with pytest.raises(ValueError, match=r"input of block 1 \(ChangesItsInput\) was changed in place"):
         engine.step(inputs, target=target)
+
+
+def test_a_mode_that_comes_back_after_ctrl_c_does_nothing() -> None:
+    """Torch takes a mode off while it is called, and puts it back when Python collects what was interrupted."""
+    left: list[Any] = []
+
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Parameter(torch.ones(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not left:
+                left.append(running_mode())
+                raise KeyboardInterrupt
+            return F.linear(x * self.scale, self.linear.weight) * self.scale
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Interrupted(), nn.Linear(HIDDEN, HIDDEN)), torch.randn(4, HIDDEN)
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=F.mse_loss)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(x, target=x)
+    assert left[0] is not None
+    torch._C._push_on_torch_function_stack(left[0])
+    try:
+        for part in x.chunk(2):
+            (F.mse_loss(model(part), part) / 2).backward()
+        plain: list[Any] = [p.grad for p in model.parameters()]
+        for _ in range(3):
+            model.zero_grad()
+            engine.step(x, target=x)
+            found: list[Any] = [p.grad for p in model.parameters()]
+            assert all(map(torch.equal, found, plain))
+    finally:
+        torch._C._pop_torch_function_stack()
