@@ -89,11 +89,12 @@ def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
 
 
 def same_batches(given: Any, mesh: Mesh) -> bool:
-    """Return whether all ranks of a pipeline have the same tensors, to the bit; all of them must call this."""
+    """Return whether the ranks of a pipeline that have tensors have the same, to the bit; all must call this."""
     every = [part for part in _flat(given) if isinstance(part, Tensor)]
     sums = torch.stack([_sum_of_bits(part, ordered=True) for part in every]).tolist() if every else []
     own = sums, [part.shape for part in every]
-    return all(other == own for other in mesh.gathered("pp", own))
+    some = [other for other in mesh.gathered("pp", own) if other[1]]
+    return all(other == some[0] for other in some)
 
 
 def _flat(given: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.agreement import calls, check_tensor_group, options, shared_batch, structure, values
+from overlap1f1b.engine.agreement import (
+    calls,
+    check_tensor_group,
+    options,
+    same_batches,
+    shared_batch,
+    structure,
+    values,
+)
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
 from overlap1f1b.engine.checkpoint.background import Saving
@@ -400,6 +409,14 @@ class Engine:
             with self.guarded(lambda: "before its first step"):
                 facts = shared_batch("inputs", inputs if first else None, self.mesh)
                 self.mesh.agree(facts | shared_batch("target", target if last else None, self.mesh))
+                given = {"inputs": inputs, "target": target}
+                other = [name for name, batch in given.items() if not same_batches(batch, self.mesh)]
+            if other:
+                warnings.warn(
+                    f"ranks of one pipeline were given different {' and '.join(other)}: targets may belong to other "
+                    "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
+                    stacklevel=2,
+                )
         return self.play(
             lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
             loss_scale=loss_scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -87,6 +88,33 @@ def test_a_scale_that_differs_in_a_later_step_is_told(ranks4: Ranks) -> None:
     for step, said in ranks4.run(_later, timeout=3 * LIMIT):
         assert step == "4"
         assert "loss_scale is 1.0 on rank pp 0, ep 0 and 2.0 on rank pp 0, ep 1" in said
+
+
+def _rows(rank: int, size: int) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    pp, ep = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
+    (inputs, target), (others, labels) = models.batch(4, seed=ep), models.batch(4, seed=rank + 2)
+    for given in (
+        (inputs, target),
+        (None if pp else inputs, target if pp else None),
+        (others, labels),
+        (others, target),
+    ):
+        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT)
+        with warnings.catch_warnings(record=True) as told, engine:
+            warnings.simplefilter("always")
+            engine.step(given[0], target=given[1])
+            engine.step(given[0], target=given[1])
+        said.append([str(one.message) for one in told if "of one pipeline" in str(one.message)])
+    return said
+
+
+def test_other_rows_on_ranks_of_one_pipeline_are_told_once(ranks4: Ranks) -> None:
+    for same, alone, other, inputs in ranks4.run(_rows, timeout=6 * LIMIT):
+        assert same == alone == []
+        assert ["inputs and target:" in line for line in other] == [True]
+        assert ["different inputs:" in line for line in inputs] == [True]
 
 
 def _refused_alone(rank: int, size: int) -> list[str]:
