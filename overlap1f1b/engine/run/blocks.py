@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
 from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.attributes import ModuleAttributes
+from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
@@ -259,6 +260,8 @@ class Blocks:
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
         """State that each block's forward keeps on modules."""
+        self.buffers = [Buffers(block) for block in self.blocks]
+        """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self.queue = WeightQueue()
