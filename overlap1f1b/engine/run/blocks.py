@@ -269,6 +269,7 @@ class Blocks:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def _find_parameters(self) -> None:
+        _refuse_wrappers(self.blocks, self.names)
         first: dict[nn.Parameter, int] = {}
         for index, name in enumerate(self.names):
             for experts in self.experts_of(index):
@@ -558,6 +559,15 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def _refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
+    for block, name in zip(blocks, names, strict=True):
+        for module in block.modules():
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                kind = type(module).__name__
+                raise ValueError(f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks")
 
 
 def marked_as_slice(parameter: nn.Parameter) -> bool:
