@@ -58,7 +58,7 @@ def spread_grad(
     wide = torch.promote_types(rows.dtype, torch.float32)
     token = order.div(top_k, rounding_mode="floor")
     grad_slots = take_rows(grad, token.masked_fill(order < 0, -1) if partial else token, partial)
-    dots = torch.linalg.vecdot(grad_slots.to(wide), rows.to(wide))
+    dots = torch.linalg.vecdot(grad_slots.to(wide), rows.to(wide)).to(wide)  # narrower in a backward under autocast
     if partial:
         grad_weights = take_rows(dots.unsqueeze(1), inverse, True)
         factor = take_rows(weights.reshape(-1, 1), order, True)

@@ -149,7 +149,6 @@ class Router(AuxiliaryCarrier):
         """Move the bias of each expert by ``rate``: up if its load was below the mean, down if above.
 
         The load counts choices since the last update. It is summed over the ranks of ``group`` and then reset to zero.
-        Recomputed forwards count twice, for every expert.
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.limits import ABORT_S, PROBE_S, WATCHDOG_FACTOR
 
 T = TypeVar("T")
@@ -82,6 +83,9 @@ class Groups:
             gloo: Whether to use gloo on any device.
             sends: Whether this rank sends to the only other rank, or receives from it; None for collectives. NCCL
                 connects each direction by itself.
+
+        Raises:
+            LostRankError: On gloo one of the ranks did not call this within the limit.
         """
         ranks = sorted(ranks)
         name = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
@@ -97,7 +101,10 @@ class Groups:
             options._devices, options._threads = self._devices, 1
             if self.timeout is not None:
                 options._timeout = self.timeout
-            group = backend(store, rank, len(ranks), options)
+            try:
+                group = backend(store, rank, len(ranks), options)
+            except RuntimeError as error:
+                raise LostRankError(f"ranks {ranks} did not meet in group {purpose!r}: {headline(error)}") from error
         self._made[name] = group
         if sends is not None:
             self._sends[name] = sends

@@ -85,7 +85,8 @@ class Forward:
     @staticmethod
     def running() -> Forward | None:
         """Return the forward on whose stack this is called; None outside."""
-        if torch.compiler.is_compiling():  # a graph cannot switch stacks
+        # A graph cannot switch stacks. `is_compiling` would be true while any other thread compiles.
+        if torch.compiler.is_dynamo_compiling():
             return None
         current = getcurrent()
         return current.forward if isinstance(current, Stack) else None

@@ -59,3 +59,15 @@ def test_experts_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("overlap1f1b.moe.experts.build_exchange", lambda group: Three())
     with pytest.raises(ValueError, match=r"^4 experts cannot be divided over 3 ranks; allowed: 1, 2, 4$"):
         GroupedExperts(4, H, 3)
+
+
+def test_a_backward_under_autocast(experts: GroupedExperts) -> None:
+    tokens, weights = (torch.randn_like(t).requires_grad_() for t in (TOKENS, WEIGHTS))
+    found = []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = experts(tokens, INDICES, weights)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            found.append(torch.autograd.grad(y.sum(), (tokens, weights)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=float(one.abs().max()) * 0.02)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import PeerExchange
+from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options, side_by_side
 from tests import models
 from tests.ranks import Ranks, run
@@ -161,6 +162,19 @@ def _unknown_backend(rank: int, size: int) -> None:
 
 def test_a_backend_that_cannot_be_made_is_named(ranks2: Ranks) -> None:
     ranks2.run(_unknown_backend)
+
+
+def _alone(rank: int, size: int) -> str:
+    groups = Groups([0, 1], timedelta(seconds=1))
+    if rank:
+        return ""
+    with pytest.raises(LostRankError) as raised:
+        groups.new([0, 1], "post")
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_told(ranks2: Ranks) -> None:
+    assert ranks2.run(_alone)[0].startswith("ranks [0, 1] did not meet in group 'post': ")
 
 
 def test_groups_are_aborted_side_by_side() -> None:

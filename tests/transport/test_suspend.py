@@ -242,3 +242,12 @@ def test_experts_called_outside_a_step_compute_plainly() -> None:
     with engine.stages[0].installed():
         inside = models.loss_fn(model(inputs), target)
     assert torch.equal(inside, models.loss_fn(model(inputs), target))
+
+
+def test_forwards_are_suspended_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # of the process
+    assert torch.compiler.is_compiling()
+    model = models.build()
+    step(model, build_schedule("combined_1f1b", microbatches=2), 3, models.batch(2))
+    _, expected = models.plain_gradients(models.build(), *models.batch(2), 2)
+    assert not models.equal(models.gradients(model), expected)

@@ -65,8 +65,8 @@ def load_checkpoint(
             difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
-    engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
+        engine.wait_for_checkpoint()
         together = Together(engine.mesh, f"{directory} cannot be searched")
         checkpoint = together.first(lambda: checkpoint_in(Path(directory)))
         if checkpoint is None:

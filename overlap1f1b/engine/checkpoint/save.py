@@ -138,8 +138,8 @@ def save_checkpoint(
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     failed = f"checkpoint {directory / name} cannot be written"
-    engine.wait_for_checkpoint()
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
+        engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
         writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, model)
         writing.accept(together.each(writing.describe))

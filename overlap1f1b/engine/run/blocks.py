@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
 from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.attributes import ModuleAttributes
+from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import eager, functions_cross
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
@@ -259,6 +260,8 @@ class Blocks:
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
         """State that each block's forward keeps on modules."""
+        self.buffers = [Buffers(block) for block in self.blocks]
+        """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
         self.queue = WeightQueue()
@@ -266,6 +269,7 @@ class Blocks:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def _find_parameters(self) -> None:
+        _refuse_wrappers(self.blocks, self.names)
         first: dict[nn.Parameter, int] = {}
         for index, name in enumerate(self.names):
             for experts in self.experts_of(index):
@@ -555,6 +559,15 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def _refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
+    for block, name in zip(blocks, names, strict=True):
+        for module in block.modules():
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                kind = type(module).__name__
+                raise ValueError(f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks")
 
 
 def marked_as_slice(parameter: nn.Parameter) -> bool:

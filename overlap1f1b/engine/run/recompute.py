@@ -9,13 +9,15 @@ Everything else is computed from these without another exchange:
 
 The first forward runs with gradients enabled, so that it takes the same kernels and shows which outputs require a
 gradient, but everything that autograd saves is dropped at once. The second forward is not suspended. It gets the same
-random numbers, the same state of the thread (such as autocast), and the same scale of auxiliary losses as the first:
-in a loop of combined steps these belong to the call that runs the forward, not to the call that runs the backward.
+random numbers, the same buffers, the same state of the thread (such as autocast), and the same scale of auxiliary
+losses as the first: in a loop of combined steps these belong to the call that runs the forward, not to the call that
+runs the backward. What it does to buffers is dropped, so that running means count a microbatch once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,9 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from overlap1f1b.engine.graph.edges import edge_of
 from overlap1f1b.engine.graph.segment import Segment, Sent
 from overlap1f1b.engine.run.block import BlockRun, Brought, Reached
+from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.suspend import ThreadState
@@ -48,14 +51,9 @@ CHECKPOINT = "torch.utils.checkpoint"
 _FORGETTING = (_forget, _forgotten)
 
 
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one that does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _versions(brought: Brought) -> list[int]:
     """Return how often each tensor that exchanges have brought was changed in place."""
-    return [_version(tensor) for _, tensors in brought for tensor in tensors]
+    return [version_of(tensor) for _, tensors in brought for tensor in tensors]
 
 
 class Part(NamedTuple):
@@ -66,6 +64,7 @@ class Part(NamedTuple):
         version: How often the argument had been changed in place.
         state: Of the thread, when it ran first.
         random: Its random numbers.
+        buffers: Of its block, when it ran first.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -73,6 +72,7 @@ class Part(NamedTuple):
     version: int
     state: ThreadState
     random: RandomStream
+    buffers: list[Replacement]
 
 
 class RecomputedRun(BlockRun):
@@ -86,6 +86,8 @@ class RecomputedRun(BlockRun):
         """Inputs, and their versions."""
         self.streams: list[RandomStream] = []
         """Random numbers of each segment."""
+        self.buffers: list[list[Replacement]] = []
+        """Buffers at the start of each segment."""
         self.part_random: RandomStream | None = None
         """Random numbers of the part that runs."""
         self.parts: dict[int, Part] = {}
@@ -108,12 +110,13 @@ class RecomputedRun(BlockRun):
         self.state = ThreadState.capture(self.stage.device)
         self.loss_scales = [(carrier, carrier.loss_scale) for carrier in self.stage.carriers[self.block]]
         if self.drops_own:
-            self.x = [(t, _version(t)) for t in x]
+            self.x = [(t, version_of(t)) for t in x]
         return x
 
     def _start(self, x: Tensors, random: RandomStream) -> Reached:
         if self.again or not self.drops_own:
             return super()._start(x, random)
+        self.buffers.append(self.stage.buffers[self.block].copies())
         self.streams.append(random.again())
         with saved_tensors_hooks(*_FORGETTING):
             return super()._start(x, random)
@@ -131,6 +134,7 @@ class RecomputedRun(BlockRun):
         self.part_random = random.again() if call.feeds_part and not self.again else None
         if self.again or not self.drops_own:
             return super()._resume(brought, random)
+        self.buffers.append(self.stage.buffers[self.block].copies())
         self.streams.append(random.again())
         self.brought.append(None if call.feeds_part else (brought, _versions(brought)))
         with saved_tensors_hooks(*_FORGETTING):
@@ -146,8 +150,10 @@ class RecomputedRun(BlockRun):
         kept = tuple(hook for hook in state.hooks if hook != _FORGETTING)
         if self.drops_experts:
             assert self.part_random is not None
-            state = state._replace(hooks=kept)
-            self.parts[len(self.segments) - 1] = Part(function, rows.detach(), _version(rows), state, self.part_random)
+            state, buffers = state._replace(hooks=kept), self.stage.buffers[self.block].copies()
+            self.parts[len(self.segments) - 1] = Part(
+                function, rows.detach(), version_of(rows), state, self.part_random, buffers
+            )
             kept = (*kept, _FORGETTING)
         with state._replace(hooks=kept).applied(self.name, device=device, grad=True):
             return function(rows)
@@ -159,15 +165,18 @@ class RecomputedRun(BlockRun):
             return function(self.sums.pop(0)[0])
         value = function(None)
         kept = value.detach()
-        self.sums.append((kept, _version(kept)))
+        self.sums.append((kept, version_of(kept)))
         self.brought[-1] = None  # the sum of these rows is kept instead
         return value
 
     def _keep(self, outs: Tensors) -> None:
+        starts = self.buffers or [part.buffers for part in self.parts.values()]
+        if starts and not self.again:
+            self.stage.buffers[self.block].ended(starts[0])
         if self.again or not self.drops_own:
             super()._keep(outs)
         else:
-            if any(_version(kept) != version for kept, version in self.sums):
+            if any(version_of(kept) != version for kept, version in self.sums):
                 raise ValueError(
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
@@ -190,14 +199,18 @@ class RecomputedRun(BlockRun):
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
         part, segment = self.parts.pop(len(self.segments) - 1), self.segments[-1]
-        if _version(part.rows) != part.version:
+        if version_of(part.rows) != part.version:
             raise ValueError(
                 f"{self.name} changes the rows that its experts have received in place, with "
                 f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
             )
         (entry,) = segment.received
         self.stage.queue = segment.queue
-        with part.random, part.state.applied(self.name, device=self.stage.device, grad=True):
+        with (
+            part.random,
+            part.state.applied(self.name, device=self.stage.device, grad=True),
+            replaced(part.buffers),
+        ):
             made = part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor))
             (sent,) = segment.sent
             sent.edges = [edge_of(made) if made.requires_grad else None]
@@ -210,17 +223,19 @@ class RecomputedRun(BlockRun):
         with (
             state.applied(self.name, device=stage.device, grad=True),
             replaced((vars(carrier), "loss_scale", scale) for carrier, scale in self.loss_scales),
+            ExitStack() as buffers,
         ):
-            self._run_again()
+            self._run_again(buffers)
 
-    def _run_again(self) -> None:
+    def _run_again(self, buffers: ExitStack) -> None:
         """Run the whole forward a second time, answer its exchanges with what they brought, and keep its graph."""
-        if any(_version(t) != version for t, version in self.x):
+        if any(version_of(t) != version for t, version in self.x):
             raise ValueError(
                 f"the input of {self.name} was changed in place, with "
                 f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
             )
         first, self.segments = self.segments, []
+        buffers.enter_context(replaced(self.buffers[0]))
         reached = self._start(tuple([t for t, _ in self.x]), self.streams[0])
         for number, old in enumerate(first[:-1]):
             before = [sent.call for sent in old.sent]
@@ -235,12 +250,13 @@ class RecomputedRun(BlockRun):
                     call.tensors.clear()
             else:
                 self._send([old._replace(tensors=new.tensors) for old, new in zip(before, reached, strict=True)])
+            buffers.enter_context(replaced(self.buffers[number + 1]))
             reached = self._resume(self._answer(number, first[number + 1]), self.streams[number + 1])
         if isinstance(reached, list):
             raise ValueError(
                 f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
             )
-        self.forward, self.x, self.brought, self.streams = None, [], [], []
+        self.forward, self.x, self.brought, self.streams, self.buffers = None, [], [], [], []
         self._keep(reached)
 
     def _answer(self, number: int, old: Segment) -> Brought:

@@ -27,7 +27,8 @@ class Stage(Blocks):
         sliced: DTensors of which the ranks that share the experts have different parts.
 
     Raises:
-        ValueError: No block, experts made for another exchange, or an unknown ``recompute``.
+        ValueError: No block, one under ``DistributedDataParallel``, experts made for another exchange, or an unknown
+            ``recompute``.
     """
 
     def microbatch(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.transport.failures import LostRankError
 from tests.engine.checkpoint.test_state import Run, equal
 from tests.ranks import RankError, Ranks, run
 
@@ -87,6 +88,28 @@ def _one_after_another(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_the_next_call_waits(ranks2: Ranks, tmp_path: Path) -> None:
     assert ranks2.run(_one_after_another, tmp_path)[0] == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def _interrupted(rank: int, size: int, folder: Path) -> str:
+    one = Run({"ep": size})
+    with held_back() as event:
+        one.save(folder, 1, background=True)
+        if rank == 1:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                one.load(folder)
+        event.set()
+    if rank == 1:
+        return ""
+    with pytest.raises(LostRankError) as caught:
+        one.load(folder)
+    return "\n".join(caught.value.__notes__)
+
+
+def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks2: Ranks, tmp_path: Path) -> None:
+    """Before its limit of 30 s."""
+    said, _ = ranks2.run(_interrupted, tmp_path, timeout=20)
+    assert "rank ep 1 failed in load_checkpoint: KeyboardInterrupt" in said
 
 
 def _failing(rank: int, size: int, folder: Path) -> list[str]:

@@ -84,6 +84,13 @@ def test_blocks_of_a_model() -> None:
         Stage([])
 
 
+def test_wrappers_that_sum_gradients_are_refused() -> None:
+    """DistributedDataParallel sums in each backward what the engine has not added to the gradients yet."""
+    wrapped = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"^block 1 \(Sequential\) holds a DataParallel; allowed: its module"):
+        Stage([nn.Tanh(), wrapped])
+
+
 @pytest.mark.parametrize("own", models.OWN_CALLS)
 def test_a_sequential_whose_call_does_more_than_call_its_blocks_is_refused(own: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.cli.bench.memory import peak_bytes
@@ -459,3 +460,43 @@ def test_an_output_from_before_the_experts(mode: Recompute) -> None:
     model = build()
     step(model, build_schedule("combined_1f1b", microbatches=3), 3, data, recompute=mode)
     assert not models.equal(models.gradients(model), models.gradients(plain))
+
+
+class Buffered(models.Block):
+    """Batch norm, a mean that the output uses, a number of calls, and experts that count theirs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.batch_norm = spectral_norm(nn.BatchNorm1d(models.H))
+        self.register_buffer("mean", torch.zeros(models.H))
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("table", torch.ones(1000))
+        for experts in self.experts:
+            experts.register_buffer("calls", torch.ones(1))
+            compute = experts.compute
+            experts.compute = lambda *args, e=experts, c=compute: c(*args) * e.calls.add_(1).clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self.batch_norm(x.mT).mT) + self.mean * self.calls.clone()
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_have_the_values_of_the_first_time_and_change_once(mode: Recompute) -> None:
+    plain, model = (models.build(block=Buffered, seams=2) for _ in range(2))
+    engine = Engine(
+        model, build_schedule("combined_1f1b", microbatches=3), loss_fn=models.loss_fn, recompute=mode, costs=COSTS
+    )
+    for number, trains in enumerate((False, True, True)):
+        plain[1].train(trains)
+        model[1].train(trains)
+        data = models.batch(3, seed=number)
+        models.plain_gradients(plain, *data, 3)
+        engine.step(data[0], target=data[1])
+        assert not models.equal(models.gradients(model), models.gradients(plain)), number
+        assert not models.equal(dict(model.named_buffers()), dict(plain.named_buffers())), number
+    held = {name for _, name, _ in engine.stages[0].buffers[1].copies()}
+    assert "table" not in held
+    assert "mean" in held
