@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
-from overlap1f1b.engine.run.crossing import running_mode
+from overlap1f1b.engine.graph.edges import LAST
+from overlap1f1b.engine.run.crossing import eager, functions_cross, running_mode
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
 from tests import models
@@ -406,3 +410,52 @@ def test_a_mode_that_comes_back_after_ctrl_c_does_nothing() -> None:
             assert all(map(torch.equal, found, plain))
     finally:
         torch._C._pop_torch_function_stack()
+
+
+def test_what_ctrl_c_has_left_of_a_step_is_not_undone_in_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finishes a generator when it collects it: Functions were called in C++ again, inside the later step."""
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        with pytest.raises(KeyboardInterrupt), functions_cross():
+            left = [LAST.__dict__["crossing"]]
+            patch.setattr(type(left[0]), "close", interrupted)
+    plain = LAST.__dict__["apply"]
+    with functions_cross():
+        left.clear()
+        gc.collect()
+        assert LAST.__dict__["apply"] is not plain
+    assert "apply" not in LAST.__dict__
+
+
+def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    before = eval_frame._stance
+
+    def interrupted(*_: Any) -> None:
+        del stance.__exit__
+        raise KeyboardInterrupt
+
+    with functions_cross():
+        with pytest.raises(KeyboardInterrupt), eager(mode=True) or nullcontext():
+            stance: Any = LAST.__dict__["crossing"].stance
+            stance.__exit__ = interrupted
+        assert eval_frame._stance != before
+    assert eval_frame._stance == before
+
+
+def test_hooks_that_ctrl_c_has_left_end_with_the_step() -> None:
+    """Later steps met them: with recompute each raised an error."""
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._C._autograd._push_saved_tensors_default_hooks(torch.neg, torch.neg)
+            raise KeyboardInterrupt
+
+    model, x = nn.Sequential(Interrupted(HIDDEN, HIDDEN)), torch.randn(4, HIDDEN)
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=F.mse_loss)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(x, target=x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
