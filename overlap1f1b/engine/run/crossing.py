@@ -233,8 +233,9 @@ def functions_cross() -> Iterator[None]:
     with _CHANGING:
         crossing: Any = LAST.__dict__.get("crossing")
         if crossing is None:
-            LAST.crossing = crossing = _Crossing()
+            crossing = _Crossing()
             _change(crossing)
+            LAST.crossing = crossing  # last: after a Ctrl-C before it the next step makes all changes again
         crossing.users += 1
     try:
         yield

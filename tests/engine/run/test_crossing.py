@@ -6,7 +6,6 @@ import gc
 import importlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine.graph.edges import LAST
+from overlap1f1b.engine.run import crossing
 from overlap1f1b.engine.run.crossing import eager, functions_cross, running_mode
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
@@ -418,16 +418,33 @@ def test_what_ctrl_c_has_left_of_a_step_is_not_undone_in_a_later_one(monkeypatch
     def interrupted(self: Any) -> None:
         raise KeyboardInterrupt
 
+    step = functions_cross()
+    step.__enter__()
+    left = [LAST.__dict__["crossing"]]
     with monkeypatch.context() as patch:
-        with pytest.raises(KeyboardInterrupt), functions_cross():
-            left = [LAST.__dict__["crossing"]]
-            patch.setattr(type(left[0]), "close", interrupted)
+        patch.setattr(type(left[0]), "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.__exit__(None, None, None)
     plain = LAST.__dict__["apply"]
     with functions_cross():
         left.clear()
         gc.collect()
         assert LAST.__dict__["apply"] is not plain
     assert "apply" not in LAST.__dict__
+
+
+def test_changes_that_ctrl_c_has_cut_short_are_made_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step ran without them: tensors of an earlier segment did not enter the later one."""
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crossing, "applying", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            functions_cross().__enter__()
+    with functions_cross():
+        assert "apply" in LAST.__dict__
 
 
 def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
@@ -439,9 +456,12 @@ def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
         raise KeyboardInterrupt
 
     with functions_cross():
-        with pytest.raises(KeyboardInterrupt), eager(mode=True) or nullcontext():
-            stance: Any = LAST.__dict__["crossing"].stance
-            stance.__exit__ = interrupted
+        segment: Any = eager(mode=True)
+        segment.__enter__()
+        stance: Any = LAST.__dict__["crossing"].stance
+        stance.__exit__ = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            segment.__exit__(None, None, None)
         assert eval_frame._stance != before
     assert eval_frame._stance == before
 
