@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import BaseTorchFunctionMode
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine.graph.edges import LAST
@@ -466,12 +467,13 @@ def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
     assert eval_frame._stance == before
 
 
-def test_hooks_that_ctrl_c_has_left_end_with_the_step() -> None:
+def test_hooks_and_modes_that_ctrl_c_has_left_end_with_the_step() -> None:
     """Later steps met them: with recompute each raised an error."""
 
     class Interrupted(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             torch._C._autograd._push_saved_tensors_default_hooks(torch.neg, torch.neg)
+            torch._C._push_on_torch_function_stack(BaseTorchFunctionMode())
             raise KeyboardInterrupt
 
     model, x = nn.Sequential(Interrupted(HIDDEN, HIDDEN)), torch.randn(4, HIDDEN)
@@ -479,3 +481,4 @@ def test_hooks_that_ctrl_c_has_left_end_with_the_step() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.step(x, target=x)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not torch._C._len_torch_function_stack()
