@@ -18,7 +18,7 @@ import overlap1f1b as o1
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-except ImportError:
+except ModuleNotFoundError:
     raise SystemExit("train_hf.py needs transformers; pip install 'overlap1f1b[hf]'") from None
 
 from overlap1f1b.integrations.transformers import split_model

@@ -13,7 +13,7 @@ try:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import HfArgumentParser, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from trl import SFTConfig, SFTTrainer
-except ImportError:
+except ModuleNotFoundError:
     raise SystemExit("train_sft.py needs TRL; pip install trl") from None
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped

@@ -13,7 +13,7 @@ import torch
 
 try:
     from transformers import HfArgumentParser, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
-except ImportError:
+except ModuleNotFoundError:
     raise SystemExit("train_trainer.py needs transformers; pip install 'overlap1f1b[trainer]'") from None
 
 from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer

@@ -20,6 +20,7 @@ from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+from overlap1f1b.transport.suspend import Kept
 
 Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
@@ -93,7 +94,7 @@ def combined_forward_backward_step(
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
     watch = watch_of(stages[0].device)
     player = Player(timedelta(seconds=timeout), Failures(), exchange=stages[0].exchange, watch=watch)
-    with ExitStack() as changed, torch.no_grad():
+    with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
         for stage in stages:
             changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))
         player.play(

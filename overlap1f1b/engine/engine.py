@@ -51,7 +51,7 @@ from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import DATA, Mesh
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspend import Forward, Kept
 
 DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
@@ -569,7 +569,8 @@ class Engine:
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        with contextlib.ExitStack() as installed, torch.no_grad():
+        device = next(iter(self.stages.values())).device
+        with Kept(device), contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(feed.auxiliary))
             self.player.play(nodes, microbatches)

@@ -311,6 +311,23 @@ class ThreadState(NamedTuple):
             outside.restore(inside, name)
 
 
+class Kept:
+    """A context that ends with the thread's state that it began with: a Ctrl-C may come while a forward changes it.
+
+    Not a generator, which Python would finish when it collects it, perhaps inside a later step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.state = ThreadState.capture(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        now = ThreadState.capture(self.device)
+        self.state._replace(fixed=now.fixed).restore(now, "a step")
+
+
 _FIXED = (
     "inference_mode",
     "a functorch transform",

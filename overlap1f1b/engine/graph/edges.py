@@ -6,8 +6,7 @@ microseconds a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -66,17 +65,16 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         torch._C._set_grad_enabled(before)
 
 
-@contextmanager
-def applying(apply: Callable[..., Any]) -> Iterator[None]:
-    """Have Functions call ``apply(function, *args, **kwargs)`` in place of C++, inside the context.
+def applying(apply: Callable[..., Any]) -> Callable[[], None]:
+    """Have Functions call ``apply(function, *args, **kwargs)`` in place of C++; return what changes them back.
 
     It gets all arguments by position if the Function has a ``setup_context``, defaults included. Under transforms of
     ``torch.func`` it gets what these make of a Function. From torch 2.14 on it is passed by where ``MyFunction.apply``
     was given another name: that is C++ itself.
     """
     public: Any = torch.autograd.Function
-    alias = public.__dict__["apply"]
-    direct = alias is torch._C._FunctionBase.__dict__["apply"]  # torch 2.14
+    plain = torch._C._FunctionBase.__dict__["apply"]
+    direct = public.__dict__.get("apply", plain) is plain  # torch 2.14
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, public):
@@ -86,15 +84,15 @@ def applying(apply: Callable[..., Any]) -> Iterator[None]:
                 args, kwargs = _functions._bind_default_args(cls.forward, args, kwargs)
         return apply(cls, *args, **kwargs)
 
-    LAST.apply = classmethod(uncompiled(call if direct else apply))
-    if direct:
-        del public.apply
-    try:
-        yield
-    finally:
+    def back() -> None:
         if direct:
-            public.apply = alias
+            public.apply = plain
         del LAST.apply
+
+    LAST.apply = classmethod(uncompiled(call if direct else apply))
+    if "apply" in public.__dict__ and direct:
+        del public.apply
+    return back
 
 
 def nodes_behind(ends: Iterable[Any]) -> list[Any]:

@@ -461,16 +461,14 @@ class Blocks:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
         self.uses.settle()
-        self.thread, self.stacks = ThreadState.capture(self.device), []
-        modes = torch._C._len_torch_function_stack()
+        stacks: list[Stack] = []
+        self.thread, self.stacks = ThreadState.capture(self.device), stacks
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
             try:
                 yield
             finally:
-                while self.stacks:
-                    self.stacks.pop().end()
-                while torch._C._len_torch_function_stack() > modes:  # Ctrl-C came while a mode changed hands
-                    torch._C._pop_torch_function_stack()
+                while stacks:
+                    stacks.pop().end()
 
     def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:

@@ -179,15 +179,24 @@ class Asking(OpOverloadPacket):
 class _Crossing(ExitStack):
     """The changes of torch that :func:`functions_cross` has made.
 
+    Callbacks change torch back, not generators: a Ctrl-C may come while they run, and Python would finish a generator
+    when it collects it, perhaps inside a later step.
+
     Attributes:
         users: How many steps and stages use them.
         eager: How many segments run in which nothing may be compiled.
-        stance: The compiler's stance in these segments.
+        stance: The compiler's stance in these segments; None outside.
     """
 
     users = 0
     eager = 0
     stance: Any = None
+
+    def compile_again(self) -> None:
+        """Set the compiler's stance to what it was before these segments."""
+        if self.stance is not None:
+            self.stance.__exit__(None, None, None)
+            self.stance = None
 
 
 _CHANGING = Lock()
@@ -212,7 +221,7 @@ def _eagerly() -> Iterator[None]:
         with _CHANGING:
             crossing.eager -= 1
             if not crossing.eager:
-                crossing.stance.__exit__(None, None, None)
+                crossing.compile_again()
 
 
 @contextmanager
@@ -224,8 +233,9 @@ def functions_cross() -> Iterator[None]:
     with _CHANGING:
         crossing: Any = LAST.__dict__.get("crossing")
         if crossing is None:
-            LAST.crossing = crossing = _Crossing()
-            crossing.enter_context(_changed())
+            crossing = _Crossing()
+            _change(crossing)
+            LAST.crossing = crossing  # last: after a Ctrl-C before it the next step makes all changes again
         crossing.users += 1
     try:
         yield
@@ -237,9 +247,8 @@ def functions_cross() -> Iterator[None]:
                 crossing.close()
 
 
-@contextmanager
-def _changed() -> Iterator[None]:
-    """Let torch ask the mode in force.
+def _change(crossing: _Crossing) -> None:
+    """Let torch ask the mode in force, until ``crossing`` is closed.
 
     What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
     torch 2.14 calls directly). The functional all-to-all asks it, too. A function mode is no place to suspend a
@@ -284,14 +293,10 @@ def _changed() -> Iterator[None]:
         finally:
             ASKS.reset(before)
 
-    operations = functional_operations()
-    for namespace, operation in operations:
+    crossing.callback(crossing.compile_again)  # for a Ctrl-C inside a segment
+    crossing.callback(setattr, autograd, "grad", plain)
+    autograd.grad = uncompiled(grad)
+    for namespace, operation in functional_operations():
+        crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.of(operation)
-    try:
-        autograd.grad = uncompiled(grad)
-        with applying(apply):
-            yield
-    finally:
-        autograd.grad = plain
-        for namespace, operation in operations:
-            namespace.all_to_all_single = operation
+    crossing.callback(applying(apply))

@@ -398,8 +398,8 @@ def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool], *, again:
             dist.all_gather(parts, whole, group=experts.group)
             whole = by_expert(torch.cat(parts), columns.get(name, 0), back=True)
         if keeps(value):
-            # A file holds no two tensors with one memory.
-            tensors[name] = whole.clone().cpu().contiguous() if id(value) in seen else whole.cpu().contiguous()
+            # A file holds no two tensors with one memory, as a factor of LoRA and its transpose may have.
+            tensors[name] = whole.to("cpu", copy=again).contiguous()
         seen.add(id(value))
     return tensors
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from overlap1f1b.engine import Stage, blocks_of
@@ -49,12 +48,6 @@ def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:
     with pytest.raises(KeyError):
         fail()
     assert [dict(module.__dict__) for module in model.modules()] == before
-
-
-def test_a_mode_that_ctrl_c_left_behind_ends_with_the_step() -> None:
-    with Stage(models.build()).installed():
-        torch._C._push_on_torch_function_stack(BaseTorchFunctionMode())
-    assert not torch._C._len_torch_function_stack()
 
 
 @pytest.mark.parametrize("change", ["subclass", "frozen", "own forward"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import BaseTorchFunctionMode
 
 from overlap1f1b import Engine, build_schedule
-from overlap1f1b.engine.run.crossing import running_mode
+from overlap1f1b.engine.graph.edges import LAST
+from overlap1f1b.engine.run import crossing
+from overlap1f1b.engine.run.crossing import eager, functions_cross, running_mode
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
 from tests import models
@@ -406,3 +411,74 @@ def test_a_mode_that_comes_back_after_ctrl_c_does_nothing() -> None:
             assert all(map(torch.equal, found, plain))
     finally:
         torch._C._pop_torch_function_stack()
+
+
+def test_what_ctrl_c_has_left_of_a_step_is_not_undone_in_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finishes a generator when it collects it: Functions were called in C++ again, inside the later step."""
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    step = functions_cross()
+    step.__enter__()
+    left = [LAST.__dict__["crossing"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(left[0]), "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step.__exit__(None, None, None)
+    plain = LAST.__dict__["apply"]
+    with functions_cross():
+        left.clear()
+        gc.collect()
+        assert LAST.__dict__["apply"] is not plain
+    assert "apply" not in LAST.__dict__
+
+
+def test_changes_that_ctrl_c_has_cut_short_are_made_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step ran without them: tensors of an earlier segment did not enter the later one."""
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crossing, "applying", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            functions_cross().__enter__()
+    with functions_cross():
+        assert "apply" in LAST.__dict__
+
+
+def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    before = eval_frame._stance
+
+    def interrupted(*_: Any) -> None:
+        del stance.__exit__
+        raise KeyboardInterrupt
+
+    with functions_cross():
+        segment: Any = eager(mode=True)
+        segment.__enter__()
+        stance: Any = LAST.__dict__["crossing"].stance
+        stance.__exit__ = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            segment.__exit__(None, None, None)
+        assert eval_frame._stance != before
+    assert eval_frame._stance == before
+
+
+def test_hooks_and_modes_that_ctrl_c_has_left_end_with_the_step() -> None:
+    """Later steps met them: with recompute each raised an error."""
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._C._autograd._push_saved_tensors_default_hooks(torch.neg, torch.neg)
+            torch._C._push_on_torch_function_stack(BaseTorchFunctionMode())
+            raise KeyboardInterrupt
+
+    model, x = nn.Sequential(Interrupted(HIDDEN, HIDDEN)), torch.randn(4, HIDDEN)
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=F.mse_loss)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(x, target=x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not torch._C._len_torch_function_stack()

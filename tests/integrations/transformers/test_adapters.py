@@ -360,13 +360,15 @@ def _tied(**options: Any) -> Any:
     import peft
 
     torch.manual_seed(11)
-    config = peft.LoraConfig(r=2, ensure_weight_tying=True, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    config = peft.LoraConfig(ensure_weight_tying=True, **options)
     return peft.get_peft_model(tiny.build("mixtral", tie_word_embeddings=True), config)
 
 
 TIED: dict[str, dict[str, Any]] = {
     "modules": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "factors": {"target_modules": ["q_proj", "embed_tokens"]},
+    "factors of rank 1": {"target_modules": ["q_proj", "embed_tokens"], "r": 1},
     "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
 }
 
