@@ -14,7 +14,7 @@ import torch
 try:
     from transformers import HfArgumentParser, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 except ModuleNotFoundError:
-    raise SystemExit("train_trainer.py needs transformers; pip install 'overlap1f1b[trainer]'") from None
+    raise SystemExit("train_trainer.py needs transformers; pip install 'overlap1f1b[hf]'") from None
 
 from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
 
