@@ -194,7 +194,8 @@ def link(timeout: float) -> Finding:
             measured = json.loads(found.read_text())
     if "error" in measured:
         advice = "unset GLOO_SOCKET_IFNAME or name an interface of this machine; see that ranks may open local sockets"
-        if re.search("timed? ?out", measured["error"], re.IGNORECASE):
+        # The rank that reports may be the one whose peer has reached the limit.
+        if re.search("timed? ?out|by peer|broken pipe", measured["error"], re.IGNORECASE):
             advice = f"allow more than --timeout {timeout:g}; {advice}"
         return Finding(name, "fail", measured["error"], advice)
     latency, rate = measured["latency_ms"], measured["gbps"]
@@ -309,8 +310,8 @@ if __name__ == "__main__":
     try:
         measure(Path(sys.argv[1]), float(sys.argv[2]))
     except Exception as error:
-        from overlap1f1b.cli.ranks import lost
+        from overlap1f1b.cli.ranks import lost, one_line
 
-        _write(Path(sys.argv[1]), {"error": lost(error) or " ".join(str(error).split())[:200]})
+        _write(Path(sys.argv[1]), {"error": lost(error) or one_line(error)[:200]})
         os._exit(2)  # the file has the error
     os._exit(0)

@@ -104,9 +104,13 @@ def lost(error: Exception) -> str | None:
 
     The other rank, or the process that started it, says why it ended: a traceback from here would only hide that.
     """
-    text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))  # without gloo's source file
-    found = LOST.match(text)
+    found = LOST.match(one_line(error))
     return found[0] if found else None
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's text in one line, without the name of gloo's source file."""
+    return re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))
 
 
 def out_of_memory(error: RuntimeError) -> str | None:

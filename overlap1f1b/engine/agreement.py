@@ -88,13 +88,20 @@ def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
     return {f"the sum of bits of {name} on {at}": "+".join(f"{int(_sum_of_bits(part)):x}" for part in every)}
 
 
-def same_batches(given: Any, mesh: Mesh) -> bool:
-    """Return whether the ranks of a pipeline that have tensors have the same, to the bit; all must call this."""
-    every = [part for part in _flat(given) if isinstance(part, Tensor)]
-    sums = torch.stack([_sum_of_bits(part, ordered=True) for part in every]).tolist() if every else []
-    own = sums, [part.shape for part in every]
-    some = [other for other in mesh.gathered("pp", own) if other[1]]
-    return all(other == some[0] for other in some)
+def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """Return the names of batches whose tensors differ, in any bit, between ranks of a pipeline that have some.
+
+    All ranks of the pipeline must call this.
+    """
+    own: dict[str, object] = {}
+    for name, batch in given.items():
+        every = [part for part in _flat(batch) if isinstance(part, Tensor)]
+        if every:
+            sums = torch.stack([_sum_of_bits(part, ordered=True) for part in every]).tolist()
+            own[name] = sums, [part.shape for part in every]
+    ranks = mesh.gathered("pp", own)
+    first = {name: value for one in reversed(ranks) for name, value in one.items()}
+    return [name for name in given if any(one.get(name, first.get(name)) != first.get(name) for one in ranks)]
 
 
 def _flat(given: Any) -> Iterator[Any]:

@@ -16,8 +16,8 @@ from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import (
     calls,
     check_tensor_group,
+    different_batches,
     options,
-    same_batches,
     shared_batch,
     structure,
     values,
@@ -409,8 +409,7 @@ class Engine:
             with self.guarded(lambda: "before its first step"):
                 facts = shared_batch("inputs", inputs if first else None, self.mesh)
                 self.mesh.agree(facts | shared_batch("target", target if last else None, self.mesh))
-                given = {"inputs": inputs, "target": target}
-                other = [name for name, batch in given.items() if not same_batches(batch, self.mesh)]
+                other = different_batches({"inputs": inputs, "target": target}, self.mesh)
             if other:
                 warnings.warn(
                     f"ranks of one pipeline were given different {' and '.join(other)}: targets may belong to other "

@@ -82,7 +82,9 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> No
 
 def test_a_limit_that_is_too_short_is_named_first() -> None:
     found = link(0.001)
-    assert (found.status, found.value) == ("fail", "Timed out waiting 1ms for recv operation to complete")
+    assert found.status == "fail"
+    assert re.search("timed? ?out|by peer|broken pipe", found.value, re.IGNORECASE)  # whichever rank is first
+    assert "/" not in found.value
     assert found.advice.startswith("allow more than --timeout 0.001; unset GLOO_SOCKET_IFNAME or ")
 
 

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.agreement import same_batches
+from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.integrations.transformers.adapters import base_of
@@ -323,7 +323,7 @@ class Overlapped(Trainer):
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
-        if self.overlap_args.pp > 1 and not same_batches(list(batches.values()), parts.engine.mesh):
+        if self.overlap_args.pp > 1 and different_batches({"batches": list(batches.values())}, parts.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
