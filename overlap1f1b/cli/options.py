@@ -271,9 +271,10 @@ def _check_model(options: RunOptions) -> None:
         allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
         raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
     if stages > (blocks := model.layers + 2):
+        chunks = "" if options.chunks is None else f" with --chunks {options.chunks}"
         raise ValueError(
-            f"--pp {options.pp} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, head; "
-            "allowed: at most one stage a block"
+            f"--pp {options.pp}{chunks} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, "
+            "head; allowed: at most one stage a block"
         )
 
 
