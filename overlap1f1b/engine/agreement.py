@@ -93,6 +93,8 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
 
     All ranks of the pipeline must call this.
     """
+    if mesh.group("pp") is None:
+        return []
     own: dict[str, object] = {}
     for name, batch in given.items():
         every = [part for part in _flat(batch) if isinstance(part, Tensor)]

@@ -234,8 +234,12 @@ def functions_cross() -> Iterator[None]:
         crossing: Any = LAST.__dict__.get("crossing")
         if crossing is None:
             crossing = _Crossing()
-            _change(crossing)
-            LAST.crossing = crossing  # last: after a Ctrl-C before it the next step makes all changes again
+            try:
+                _change(crossing)
+            except BaseException:  # Ctrl-C: the next step makes all changes again
+                crossing.close()
+                raise
+            LAST.crossing = crossing
         crossing.users += 1
     try:
         yield

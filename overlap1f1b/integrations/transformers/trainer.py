@@ -323,7 +323,7 @@ class Overlapped(Trainer):
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
-        if self.overlap_args.pp > 1 and different_batches({"batches": list(batches.values())}, parts.engine.mesh):
+        if different_batches({"batches": list(batches.values())}, parts.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
