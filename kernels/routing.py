@@ -55,12 +55,32 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
         Indices ``[T, K]`` int64, best first, among equal scores the lower index first; their weights ``[T, K]``; all
         scores ``[T, E]``. Weights and scores are differentiable.
     """
-    scores = logits.softmax(-1) if rule.softmax else logits.sigmoid()
+    scores = _score(logits, rule)
     indices = _choose(scores.detach() + bias, rule)
+    return indices, _weigh(scores, indices, rule), scores
+
+
+def route_in_turn(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each token the next K experts in turn, whatever its scores, so that the load of experts is even.
+
+    Arguments and results are as of :func:`route_tokens`; the groups of ``rule`` are ignored.
+    """
+    tokens, experts = logits.shape
+    scores = _score(logits, rule)
+    indices = torch.arange(tokens * rule.top_k, device=logits.device).remainder(experts).view(tokens, rule.top_k)
+    return indices, _weigh(scores, indices, rule), scores
+
+
+def _score(logits: Tensor, rule: Rule) -> Tensor:
+    return logits.softmax(-1) if rule.softmax else logits.sigmoid()
+
+
+def _weigh(scores: Tensor, indices: Tensor, rule: Rule) -> Tensor:
+    """Return the weights ``[T, K]`` of the chosen experts."""
     weights = scores.gather(1, indices)
     if rule.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return indices, weights * rule.scaling, scores
+    return weights * rule.scaling
 
 
 def route_tokens_backward(

@@ -146,7 +146,7 @@ class Ranks:
                     fine, value = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
                     self._workers[rank].join(GRACE_S)
-                    fine, value = False, f"died, exit code {self._workers[rank].exitcode}"
+                    fine, value = False, f"died, exit code {self._workers[rank].exitcode}\n{self._said(rank)}"
                 if fine:
                     results[rank] = value
                 else:
@@ -155,6 +155,11 @@ class Ranks:
         if failures:
             raise RankError(failures)
         return [results[rank] for rank in range(self.size)]
+
+    def _said(self, rank: int) -> str:
+        """The end of what a rank wrote on standard error: why C++ ended it, and the stack that it had then."""
+        assert self._folder is not None
+        return (self._folder / f"stderr{rank}").read_text(errors="replace")[-4000:]
 
     def _stacks(self, ranks: list[int], timeout: float) -> dict[int, str]:
         """What each of `ranks`, which are late, is doing."""
@@ -203,6 +208,9 @@ def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool) -> No
 def _answer(rank: int, size: int, pipe: Connection, folder: Path) -> None:
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
+    stderr = (folder / f"stderr{rank}").open("w")
+    os.dup2(stderr.fileno(), 2)
+    faulthandler.enable(stderr)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for number in itertools.count():
         try:

@@ -43,6 +43,9 @@ class ModelOptions:
     """Number of blocks without experts, at the model's start."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router; sigmoid balances its load by a correction bias instead of an auxiliary loss."""
+    force_load_balance: bool = False
+    """Give tokens their experts in turn, whatever the router's scores, so that all experts have the same load: for
+    throughput alone."""
     dropout: float = 0.0
     """Dropout probability of a block's output, before it is added to the residual."""
 

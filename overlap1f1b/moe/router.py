@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.routing import TINY, Rule, route
+from overlap1f1b.kernels.routing import TINY, Rule, route, route_in_turn
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, balance_loss, z_loss
 
 Score = Literal["softmax", "sigmoid"]
@@ -33,6 +33,9 @@ class RouterConfig:
         top_groups: Groups per token.
         aux_coefficient: Factor of the load-balancing loss, 0 for none.
         z_coefficient: Factor of the z-loss, 0 for none.
+        force_load_balance: Whether tokens take experts in turn, whatever their scores, so that the load is even: for
+            measurements of throughput, as Megatron-Core's ``moe_router_force_load_balancing``. Weights are still the
+            scores of the experts taken; groups are ignored.
 
     Raises:
         ValueError: A value is not allowed.
@@ -47,6 +50,7 @@ class RouterConfig:
     top_groups: int = 1
     aux_coefficient: float = 0.0
     z_coefficient: float = 0.0
+    force_load_balance: bool = False
 
     def __post_init__(self) -> None:
         if self.experts < 1:
@@ -126,7 +130,10 @@ class Router(AuxiliaryCarrier):
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.to(wide), self.gate.weight.to(wide))
-        indices, weights, scores = route(logits, self.correction_bias, self.config.rule, self.kernels)
+        if self.config.force_load_balance:
+            indices, weights, scores = route_in_turn(logits, self.config.rule)
+        else:
+            indices, weights, scores = route(logits, self.correction_bias, self.config.rule, self.kernels)
         weights = weights.to(tokens.dtype)
         if self.training:
             counts = _count(indices, self.config.experts)

@@ -42,7 +42,7 @@ class MoEConfig:
         rope_theta: Base of the rotary angles.
         rms_eps: Epsilon of the normalisations.
         dropout: Dropout probability of a layer's output, before it is added to the residual.
-        score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient: See
+        score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient, force_load_balance: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
@@ -73,6 +73,7 @@ class MoEConfig:
     top_groups: int = 1
     aux_coefficient: float = 0.01
     z_coefficient: float = 0.0
+    force_load_balance: bool = False
     weights_in: WeightsIn = "combine"
     kernels: Choice = "auto"
 

@@ -78,6 +78,22 @@ def test_choice_and_weights_are_those_of_the_loops(options: dict, score: str, T:
     torch.testing.assert_close(weights, want, rtol=1e-13, atol=0)  # 1e-13: nothing went through float32
 
 
+@pytest.mark.parametrize("T", [0, 1, 21])
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "scaling": 2.5}, {"groups": 7, "top_groups": 3}])
+def test_a_forced_load_is_even_and_weights_are_still_scores(options: dict, T: int) -> None:
+    router = make(RouterConfig(experts=7, top_k=3, force_load_balance=True, **options))
+    tokens = draw(T, H)
+    indices, weights = router(tokens)
+    assert indices.flatten().tolist() == [choice % 7 for choice in range(3 * T)]
+    assert router.load.max() - router.load.min() <= 1
+    logits = tokens @ router.gate.weight.T
+    scores = (logits.sigmoid() if router.config.score == "sigmoid" else logits.softmax(-1)).gather(1, indices)
+    expected = scores / scores.sum(-1, keepdim=True) * router.config.scaling
+    assert torch.allclose(weights, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad((weights * draw(T, 3)).sum(), router.gate.weight)
+    assert bool(gradient.any()) == (T > 0)
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_the_bias_chooses_and_does_not_weigh(score: str) -> None:
     router = make(RouterConfig(6, 2, score=score, normalize=False), bias_seed=None)
