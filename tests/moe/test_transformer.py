@@ -334,6 +334,7 @@ def test_every_router_field_of_the_configuration_arrives() -> None:
         "top_groups": 2,
         "aux_coefficient": 0.25,
         "z_coefficient": 0.125,
+        "force_load_balance": True,
     }
     model = MoETransformer(replace(SMALL, **fields))
     (router,) = (m for m in model.modules() if isinstance(m, Router))
