@@ -1,0 +1,38 @@
+"""Errors of ranks in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap1f1b.cli.ranks import lost
+from overlap1f1b.transport.failures import LostRankError
+
+SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            f"{SOURCE}Connection closed by peer [127.0.0.1]:23437. This is typically caused by a remote worker.",
+            "Connection closed by peer",
+        ),
+        (
+            "dispatch.f[0] m1 on the lane dispatch failed: RuntimeError: "
+            f"{SOURCE}Timed out waiting 3000ms for recv operation to complete (limit 3 s)",
+            "dispatch.f[0] m1 on the lane dispatch failed: RuntimeError: "
+            "Timed out waiting 3000ms for recv operation to complete",
+        ),
+        (
+            "combine.f[1] m2 failed: RuntimeError: Application timeout caused pair closure (limit 3 s)",
+            "combine.f[1] m2 failed: RuntimeError: Application timeout caused pair closure",
+        ),
+        (
+            "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer (limit 3 s)",
+            "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer",
+        ),
+        ("shape '[3, 8]' is invalid for input of size 16", None),
+    ],
+)
+def test_how_another_rank_was_lost(text: str, line: str | None) -> None:
+    assert lost(LostRankError(text)) == line
