@@ -127,7 +127,7 @@ def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
-    from overlap1f1b.cli.ranks import joined, lost, out_of_memory
+    from overlap1f1b.cli.ranks import joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
@@ -144,7 +144,7 @@ def _run_rank(options: RunOptions) -> int:
         except RuntimeError as error:
             if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
                 return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
-            if (refused := out_of_memory(error)) is not None:
+            if (refused := no_room(error)) is not None:
                 return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
             if rank.size == 1 or (how := lost(error)) is None:
                 raise

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.cli.launch import STORE, end_with_agent, under_torchrun
+from overlap1f1b.engine import CapacityOverflowError
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,10 @@ def one_line(error: Exception) -> str:
     return re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))
 
 
-def out_of_memory(error: RuntimeError) -> str | None:
-    """Return that the memory does not suffice, in one line; None for other errors."""
+def no_room(error: RuntimeError) -> str | None:
+    """Return in one line that memory, or the room of exchanges, does not suffice, and what helps; None otherwise."""
+    if isinstance(error, CapacityOverflowError):
+        return f"{one_line(error)}; allowed: a larger --capacity, or --overflow rerun"
     found = re.search(r"(can't allocate memory|out of memory)[^.]*", str(error))
     return f"{found[0]}; allowed: a smaller model, --batch or --sequence, or more --recompute" if found else None
 
