@@ -286,10 +286,10 @@ class Blocks:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
-    def trained(self, block: int, apart: Set[nn.Module]) -> list[nn.Parameter]:
-        """Return the trained parameters of a block's modules, except the modules in ``apart``."""
-        own = (m for m in self.blocks[block].modules() if m not in apart)
-        return [p for m in own for p in m._parameters.values() if p is not None and p.requires_grad]
+    def trained(self, apart: Set[nn.Module]) -> list[list[nn.Parameter]]:
+        """Return the trained parameters of each block's modules, except the modules in ``apart``."""
+        every = ([m for m in block.modules() if m not in apart] for block in self.blocks)
+        return [[p for m in own for p in m._parameters.values() if p is not None and p.requires_grad] for own in every]
 
     def check_trained(self, before: Sequence[Sequence[nn.Parameter]], apart: Set[nn.Module]) -> None:
         """Check that each block trains the same parameters as before: others would not be summed over ranks.
@@ -297,11 +297,10 @@ class Blocks:
         Raises:
             ValueError: They were frozen, unfrozen or replaced since.
         """
-        for block, known in enumerate(before):
-            now = self.trained(block, apart)
+        for name, known, now in zip(self.names, before, self.trained(apart), strict=True):
             if len(now) != len(known) or not all(map(is_, now, known)):
                 raise ValueError(
-                    f"{self.names[block]} trains other parameters than when the Engine was made; allowed on several "
+                    f"{name} trains other parameters than when the Engine was made; allowed on several "
                     "ranks: a new Engine after parameters are frozen, unfrozen or replaced"
                 )
 
