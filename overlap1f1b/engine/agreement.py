@@ -211,11 +211,8 @@ def _is_copied(tensor: Tensor, mesh: Mesh) -> bool:
 def _sampled(tensor: Tensor) -> Tensor:
     """Return up to 64 entries, evenly spread, in float64."""
     flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    return (
-        flat[torch.linspace(0, max(0, flat.numel() - 1), min(64, flat.numel()), dtype=torch.float64).long()]
-        .double()
-        .cpu()
-    )
+    places = torch.linspace(0, max(0, flat.numel() - 1), min(64, flat.numel()), dtype=torch.float64).long()
+    return flat[places].double().cpu()
 
 
 def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:

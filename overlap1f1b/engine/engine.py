@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b import plan as planning
@@ -191,12 +191,12 @@ class Engine:
                     experts_over=self.mesh.experts_over,
                 )
             )
-            # 2. Groups of ranks: for exchanges, and for sums of gradients.
+            # 2. Groups of ranks: for exchanges, and for sums of gradients over ranks that hold the same stages.
             self.mesh.check(program)
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
-            replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own, experts = self._communicators.sums(replicas) if reduce else (None, None)
+            self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
+            own, experts = self._communicators.sums(self._replicas) if reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
@@ -241,10 +241,10 @@ class Engine:
                 Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
             ]
-            self.reductions = self._new_reductions(replicas, own, experts)
+            self.reductions = self._new_reductions(own, experts)
             if reduce:  # the first to set gradients aside, and the last to add to them
                 self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
-            self._first_replica, self._trained = replicas[0], self._trained_now()
+            self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, and the plans that it plays.
             self.player = Player(
@@ -266,19 +266,18 @@ class Engine:
             for stage in self.stages.values():
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
-    def _new_reductions(self, replicas: Sequence[int], dense: Group | None, experts: Group | None) -> list[Reduction]:
+    def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
         """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
 
         Args:
-            replicas: Pipeline ranks that hold the same stages as this rank.
             dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
             experts: Ranks that hold the same experts.
         """
         sharded: ShardedReducer | None = None
         if self.sharding.groups:
-            if len(replicas) > 1:  # these play other plans
+            if len(self._replicas) > 1:  # these play other plans
                 self.sharding.ahead = None
-            ranks, copies = (self.mesh.ranks(pp=replicas, over=over) for over in (DATA, self.mesh.expert_copies))
+            ranks, copies = (self.mesh.ranks(pp=self._replicas, over=over) for over in (DATA, self.mesh.expert_copies))
             with self.sharding.gathered():
                 sharded = ShardedReducer(self.sharding, self.stages, self._lanes[1], ranks=ranks, expert_ranks=copies)
         tensors = TensorGradients(self.stages, self.mesh, sharded)
@@ -287,13 +286,6 @@ class Engine:
         found: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
         found += [] if sharded is None else [sharded]
         return found + ([own] if own.reduces else [])
-
-    def _trained_now(self) -> dict[int, list[list[nn.Parameter]]]:
-        """Return the trained parameters of every block of every stage, without FSDP2's."""
-        return {
-            number: [stage.trained(block, self.sharding.holders) for block in range(len(stage.blocks))]
-            for number, stage in self.stages.items()
-        }
 
     def _new_plans(self, costs: NodeCosts | None, plan: Plan | None = None) -> Plans:
         return Plans(
@@ -564,7 +556,7 @@ class Engine:
         # 1. Set gradients of earlier steps aside; post the first receives.
         reductions = self.reductions if grad else []
         for reduction in reductions:
-            reduction.begin(plan.ranks[self._first_replica])
+            reduction.begin(plan.ranks[self._replicas[0]])
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.

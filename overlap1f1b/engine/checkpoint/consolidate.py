@@ -40,8 +40,7 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     if others := sorted(folder.glob("model*.safetensors*")):
         raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
     contents = read_contents(path)
-    files, added = contents.files, contents.added
-    columns = added.get("columns", {}) if isinstance(added, dict) else {}  # as save.py has turned them
+    files, columns = contents.files, contents.added.get("columns", {})  # which save.py has turned
     check_files(path, files, files)
     index = {name: meta for name, meta in read_index(path, files).items() if name.startswith("model.")}
     if not index:

@@ -5,8 +5,8 @@
     contents = read_contents(latest(folder), config={"hidden": 128})
     check_files(checkpoint, contents.files, contents.files)
 
-A checkpoint is a folder ``step-00000100`` with a ``config.json`` that holds the step, the configuration, optional data
-of the writer, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when its bytes
+A checkpoint is a folder ``step-00000100`` with a ``config.json`` that holds the step, the configuration, data of the
+writer, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when its bytes
 are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only hidden folders. They are
 ignored, and the next :func:`begin` removes them.
 """
@@ -40,12 +40,12 @@ class Contents(NamedTuple):
     Args:
         step: Number of training steps.
         files: Size and CRC-32 of every other file, by file name.
-        added: Data of the writer, or None.
+        added: Data of the writer.
     """
 
     step: int
     files: dict[str, Fingerprint]
-    added: Any
+    added: dict[str, Any]
 
 
 def name_of(step: int) -> str:
@@ -93,7 +93,7 @@ def publish(
     config: Mapping[str, Any],
     keep: int,
     files: Mapping[str, Fingerprint] = MappingProxyType({}),
-    added: Any = None,
+    added: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 
@@ -114,7 +114,7 @@ def publish(
     if absent := sorted(files.keys() - there):
         raise OSError(f"{unfinished} lacks {absent[0]}, which another rank wrote; allowed: a folder that all ranks see")
     every = dict(files) | fingerprints(unfinished, sorted(there - files.keys()))
-    content = {"step": step, "config": dict(config), "files": every} | ({} if added is None else {"added": added})
+    content = {"step": step, "config": dict(config), "files": every, "added": dict(added)}
     with (unfinished / CONFIG).open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
@@ -146,8 +146,8 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise damaged(checkpoint, "it is not a folder")
     try:
         content = _json(checkpoint / CONFIG)
-        step, there, files = content["step"], content["config"], content["files"]
-        if not isinstance(there, dict):
+        step, there, files, added = (content[key] for key in ("step", "config", "files", "added"))
+        if not isinstance(there, dict) or not isinstance(added, dict):
             raise TypeError
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
@@ -162,7 +162,7 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         if key not in here or key not in there or here[key] != there[key]:
             values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
             raise of_another_run(checkpoint, quoted(key, plain=True), *values)
-    return Contents(step, files, content.get("added"))
+    return Contents(step, files, added)
 
 
 def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:

@@ -96,47 +96,38 @@ class _Reading:
     ) -> None:
         self.engine, self.optimizer, self.checkpoint, self.contents = engine, optimizer, checkpoint, contents
         self.state = state
-        self._groups: StoredGroups | None = None
-        self._chosen: list[dict[str, Any] | None] | None = None
 
     def compare(self) -> int:
         """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""
         self.held = held = Held(self.engine, self.optimizer)
         added = self.contents.added
-        self.tensors = held.tensors(added.get("model", "all") if isinstance(added, dict) else "all")
+        self.tensors = held.tensors(added.get("model", "all"))
         self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
         for name in held.parameters:
             self._copies.setdefault(held.stored_name(name), []).append(name)
         self._state: dict[str, State] = {name: {} for name in held.parameters}
-        numbers: dict[str, dict[str, Json]] = {}
-        if added is not None:  # absent in checkpoints of early versions
-            try:
-                self._groups, numbers = StoredGroups.read(added["groups"]), dict(added["state"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._unreadable(error) from None
+        try:
+            self._groups = StoredGroups.read(added["groups"])
+            numbers, self._layout = dict(added["state"]), dict(added["layout"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from None
         stored = read_index(self.checkpoint, self.contents.files)
-        # Early versions stored a block that stands in two places under its first name alone.
-        again = held.model._modules.keys() - dict(held.model.named_children())
-        self.tensors = {key: t for key, t in self.tensors.items() if key in stored or key.split(".")[1] not in again}
         self._make_state(stored, numbers)
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)
 
     def check_groups(self, counts: list[int]) -> None:
         """Compare the numbers of all ranks' parameter groups with the checkpoint's, with one outcome on all ranks."""
-        if self._groups is not None:
-            with self._naming_checkpoint():
-                self._groups.check_count(counts)
+        with self._naming_checkpoint():
+            self._groups.check_count(counts)
 
     def prepare(self) -> None:
         """Find the numbers of this rank's parameter groups, and read the run's states."""
-        mesh, added = self.held.mesh, self.contents.added
-        stored = added.get("layout", {}) if isinstance(added, dict) else {}
+        held = self.held
         with self._naming_checkpoint():
-            if self._groups is not None:
-                self._chosen = self._groups.chosen(self.optimizer, self.held.stored_names)
+            self._chosen = self._groups.chosen(self.optimizer, held.stored_names)
             self._states = with_random(self.state)
-            files = choose_files(self._states, self.contents.files, self.held.number, mesh.layout, stored)
+            files = choose_files(self._states, self.contents.files, held.number, held.mesh.layout, self._layout)
         self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
 
     def fill(self) -> None:
@@ -154,8 +145,7 @@ class _Reading:
         for group, before in zip(self.optimizer.param_groups, own, strict=True):
             # load_state_dict would replace tensors by copies, but a captured graph may read the tensors.
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
-        if self._chosen is not None:
-            set_groups(self.optimizer, self._chosen)
+        set_groups(self.optimizer, self._chosen)
 
     def fill_states(self) -> None:
         """Give the run's objects their states."""
@@ -211,8 +201,6 @@ class _Reading:
         if not any(self._state.values()):
             return
         # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
-        with_state = {stored_name for stored_name, (first, *_) in self._copies.items() if self._state[first]}
-        known = with_state if self._groups is None else self._groups.of.keys()
         for stored_name, (first, *_) in self._copies.items():
-            if stored_name not in known:
+            if stored_name not in self._groups.of:
                 raise of_another_run(self.checkpoint, f"optimizer.{first}", "none", "a state")

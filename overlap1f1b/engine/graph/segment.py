@@ -88,7 +88,7 @@ class Layout(NamedTuple):
         count, parts = len(tensors[0]), []
         for kind, tensor in zip(self.rows, tensors, strict=True):
             packed = tensor.new_zeros(count, _padded(kind.bytes), dtype=torch.uint8)
-            packed[:, : kind.bytes] = _as_bytes(tensor.to(kind.dtype), kind.bytes)
+            packed[:, : kind.bytes] = tensor.to(kind.dtype).reshape(-1).view(torch.uint8).view(count, kind.bytes)
             parts.append(packed)
         return torch.cat(parts, 1)
 
@@ -101,10 +101,6 @@ class Layout(NamedTuple):
             part[:, : kind.bytes].contiguous().view(kind.dtype).view(len(rows), *kind.shape)
             for kind, part in zip(self.rows, rows.split(widths, 1), strict=True)
         ]
-
-
-def _as_bytes(tensor: Tensor, size: int) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8).view(len(tensor), size)
 
 
 def _padded(size: int) -> int:

@@ -32,8 +32,10 @@ class Watch(NamedTuple):
     hold: Callable[[], object] = lambda: None
 
 
-def cuda_watch(device: torch.device) -> Watch:
-    """Return a clock of CUDA events on the current stream."""
+def watch_of(device: torch.device) -> Watch | None:
+    """Return a clock of CUDA events on the current stream; None for a CPU, where the thread itself computes."""
+    if not streams.is_queued(device):
+        return None
 
     def stamp() -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -46,11 +48,6 @@ def cuda_watch(device: torch.device) -> Watch:
         lambda: torch.cuda.synchronize(device),
         lambda: torch.cuda._sleep(HOLD_CYCLES),
     )
-
-
-def watch_of(device: torch.device) -> Watch | None:
-    """Return the clock of a device on which the thread only queues work; None for a CPU."""
-    return cuda_watch(device) if streams.is_queued(device) else None
 
 
 class StepTimes:

@@ -83,8 +83,7 @@ class Plans:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
-        planning.check(plan)
-        self._plan = self._met(plan, self._costs or NodeCosts())
+        self._plan = self._checked(plan, self._costs or NodeCosts())
 
     @property
     def of_evaluation(self) -> Plan:
@@ -100,8 +99,7 @@ class Plans:
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
-        planning.check(plan)
-        return self._met(plan, costs)
+        return self._checked(plan, costs)
 
     def _found(self, costs: NodeCosts) -> Plan:
         placement = self.program.placement
@@ -114,10 +112,11 @@ class Plans:
             seconds=self.program.search_seconds,
             counts_block=self.counts_block,
         )
-        planning.check(plan)
-        return self._met(plan, costs)
+        return self._checked(plan, costs)
 
-    def _met(self, plan: Plan, costs: NodeCosts) -> Plan:
+    def _checked(self, plan: Plan, costs: NodeCosts) -> Plan:
+        """Check a plan; return it with both ends of its transfers at one place if the device needs that."""
+        planning.check(plan)
         if not self.rendezvous:
             return plan
         plan = planning.with_rendezvous(plan, costs, counts_block=self.counts_block)

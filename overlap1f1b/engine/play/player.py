@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -89,9 +90,11 @@ class Player:
         fills: bool = True,
         carveout: bool = False,
     ) -> None:
+        abort = partial(exchange.abort, ending=True)
+
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
-            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=_ending(exchange))
+            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=abort)
 
         back = lane("combine")
         self.lanes = {
@@ -303,10 +306,6 @@ class Player:
             return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *landed))
 
         return spans
-
-
-def _ending(exchange: Exchange) -> Callable[[], None]:
-    return lambda: exchange.abort(ending=True)
 
 
 def _outside_autocast(around: Around | None) -> Around | None:

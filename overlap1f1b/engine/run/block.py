@@ -11,7 +11,7 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,7 @@ from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
-from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, splits_of, suspend_for
+from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
@@ -69,7 +69,7 @@ class BlockRun:
         self.met = 0
         """Exchanges that Functions have made so far, in the first step."""
         self.is_last = block == len(stage.blocks) - 1
-        self.learns = not stage.uses.learned(block)
+        self.learns = block not in stage.uses.known
         self.queue = WeightQueue()
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
@@ -275,7 +275,7 @@ class BlockRun:
             if not self.is_last:
                 self._check_differs(outs)
             self._keep(outs)
-            self.stage.uses.learn(self.block)
+            self.stage.uses.known.add(self.block)
             self.stage.attributes[self.block].learning = self.seen is not None
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
@@ -426,26 +426,6 @@ class BlockRun:
         if call is not None:
             self._note((calls[0].input,), calls[0].splits, call)
 
-    def exchanged(
-        self,
-        tensor: Tensor,
-        send: Any,
-        receive: Any,
-        group: dist.ProcessGroup,
-        alone: Callable[[Splits], bool] | None = None,
-    ) -> Tensor | None:
-        """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
-
-        ``alone`` returns whether it is one and no more.
-        """
-        forward = Forward.running()
-        splits = splits_of(len(tensor), send, receive, group.size())
-        if forward is not self.forward or forward is None or not self.hides((tensor,), splits, group):
-            return None
-        if alone is not None and not alone(splits):
-            return None
-        return suspend_for([tensor], splits)[0]
-
     # ---------------------------------------------------------------------------------------------- backward
 
     def run_backward(self, received: Mapping[Place, Any]) -> None:
@@ -521,14 +501,11 @@ class BlockRun:
         else:
             self.queue.keep(parameter, grad)
 
-    def _sums_of(self, parameter: Parameter) -> Gradients:
-        return self.microbatch.tied if parameter in self.stage.tied else self._summed
-
     def _add_tied(self, segment: Segment) -> None:
         """Begin the walk of a segment with the gradients of later uses of its parameters."""
         stage, number = self.stage, len(self.segments) - 1
         for parameter, crossing in segment.parameters.items():
-            sums = self._sums_of(parameter)
+            sums = self.microbatch.tied if parameter in stage.tied else self._summed
             if parameter in sums and (entered := crossing.entered) is not None:
                 segment.add_root(entered, sums.pop(parameter))
         for sums in (self._summed, self.microbatch.tied):

@@ -79,6 +79,11 @@ class MicrobatchBlock(nn.Module):
     keeps: bool = False
 
 
+def options_of(block: nn.Module) -> MicrobatchBlock | type[MicrobatchBlock]:
+    """Return what has a block's attributes: itself, or the class with its defaults for one of another class."""
+    return block if isinstance(block, MicrobatchBlock) else MicrobatchBlock
+
+
 class ParameterUses:
     """The segments that use the parameters of each block, as its first forward has shown.
 
@@ -89,6 +94,7 @@ class ParameterUses:
         apart: The same, without weights that no layer uses in this way.
         first: For each block the first segment that uses a parameter.
         several: For each block the parameters of ``apart`` that are used in several segments or in another way, too.
+        known: Blocks that have run forward.
     """
 
     def __init__(self, apart: Sequence[set[nn.Parameter]]) -> None:
@@ -97,26 +103,18 @@ class ParameterUses:
         self.several: list[set[nn.Parameter]] = [set() for _ in apart]
         self._entering: list[set[nn.Parameter]] = [set() for _ in apart]
         self._left: list[set[nn.Parameter]] = [set() for _ in apart]
-        self._known: set[int] = set()
+        self.known: set[int] = set()
 
     def watches(self, block: int) -> bool:
         """Return whether the first segment of a block has to be watched."""
-        return block not in self._known or bool(self._entering[block])
-
-    def learned(self, block: int) -> bool:
-        """Return whether a block has run forward."""
-        return block in self._known
-
-    def learn(self, block: int) -> None:
-        """Note that a block has run forward."""
-        self._known.add(block)
+        return block not in self.known or bool(self._entering[block])
 
     def settle(self) -> None:
         """Treat weights that no layer has left to a queue as any other parameter, from the next step on.
 
         Within a step the way of a gradient must not change: microbatches would be added in another order.
         """
-        for block in self._known:
+        for block in self.known:
             idle = self.apart[block] - self._left[block]
             self.first[block] |= dict.fromkeys(idle & self._entering[block], 0)
             for known in (self.apart[block], self.several[block], self._entering[block]):
@@ -137,7 +135,7 @@ class ParameterUses:
 
     def forget(self, block: int) -> None:
         """Forget a block, which is cut in another way from now on."""
-        self._known.discard(block)
+        self.known.discard(block)
         for known in (self.first[block], self.several[block], self._entering[block]):
             known.clear()
 
@@ -201,8 +199,7 @@ class Blocks:
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
-        first_block = self.blocks[0]
-        self.input_names = first_block.input_names if isinstance(first_block, MicrobatchBlock) else ()
+        self.input_names = options_of(self.blocks[0]).input_names
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         parameter = next((p for block in self.blocks for p in block.parameters()), None)
@@ -218,9 +215,7 @@ class Blocks:
             [
                 m
                 for m in block.modules()
-                if _splits(m)
-                and m.weight not in self.tied
-                and not (isinstance(block, MicrobatchBlock) and m in block.whole)
+                if _splits(m) and m.weight not in self.tied and m not in options_of(block).whole
             ]
             for block in self.blocks
         ]
@@ -230,7 +225,7 @@ class Blocks:
         self.shape: StageShape = tuple(
             BlockShape(
                 seams=len(self.experts_of(index)),
-                split=bool(self.linears[index] or self._apart_of(index)) or self._delays(index),
+                split=bool(self.linears[index] or self._apart_of(index)) or options_of(block).delays,
                 reduced=bool(
                     (reduce_own and self.own_parameters(index))
                     or (reduce_experts and self.expert_parameters_of(index))
@@ -238,12 +233,12 @@ class Blocks:
                         isinstance(p, DTensor) for p in (*self.own_parameters(index), *self.expert_parameters_of(index))
                     )
                 ),
-                recompute=parse_recompute("none" if self._keeps(index) else recompute),
+                recompute=parse_recompute("none" if options_of(block).keeps else recompute),
                 parts=parts if self.experts_of(index) else 1,
                 experts_split=not self.experts_of(index)
                 or any(p.requires_grad for m in self.experts_of(index) for p in m.weights()),
             )
-            for index in range(len(self.blocks))
+            for index, block in enumerate(self.blocks)
         )
         self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
         self._find_exchanges()
@@ -291,10 +286,10 @@ class Blocks:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
-    def trained(self, block: int, apart: Set[nn.Module]) -> list[nn.Parameter]:
-        """Return the trained parameters of a block's modules, except the modules in ``apart``."""
-        own = (m for m in self.blocks[block].modules() if m not in apart)
-        return [p for m in own for p in m._parameters.values() if p is not None and p.requires_grad]
+    def trained(self, apart: Set[nn.Module]) -> list[list[nn.Parameter]]:
+        """Return the trained parameters of each block's modules, except the modules in ``apart``."""
+        every = ([m for m in block.modules() if m not in apart] for block in self.blocks)
+        return [[p for m in own for p in m._parameters.values() if p is not None and p.requires_grad] for own in every]
 
     def check_trained(self, before: Sequence[Sequence[nn.Parameter]], apart: Set[nn.Module]) -> None:
         """Check that each block trains the same parameters as before: others would not be summed over ranks.
@@ -302,25 +297,15 @@ class Blocks:
         Raises:
             ValueError: They were frozen, unfrozen or replaced since.
         """
-        for block, known in enumerate(before):
-            now = self.trained(block, apart)
+        for name, known, now in zip(self.names, before, self.trained(apart), strict=True):
             if len(now) != len(known) or not all(map(is_, now, known)):
                 raise ValueError(
-                    f"{self.names[block]} trains other parameters than when the Engine was made; allowed on several "
+                    f"{name} trains other parameters than when the Engine was made; allowed on several "
                     "ranks: a new Engine after parameters are frozen, unfrozen or replaced"
                 )
 
     def _apart_of(self, block: int) -> set[nn.Parameter]:
-        module = self.blocks[block]
-        return set(module.apart) - self.tied.keys() if isinstance(module, MicrobatchBlock) else set()
-
-    def _delays(self, block: int) -> bool:
-        module = self.blocks[block]
-        return isinstance(module, MicrobatchBlock) and module.delays
-
-    def _keeps(self, block: int) -> bool:
-        module = self.blocks[block]
-        return isinstance(module, MicrobatchBlock) and module.keeps
+        return set(options_of(self.blocks[block]).apart) - self.tied.keys()
 
     def _find_exchanges(self) -> None:
         self.segments = [
@@ -408,9 +393,9 @@ class Blocks:
 
     def state_of(self, block: int) -> CarriedState | None:
         """Return what a block's forward keeps on modules while it is suspended; None if it keeps nothing."""
-        module, attributes = self.blocks[block], self.attributes[block]
-        if isinstance(module, MicrobatchBlock) and module.state is not None:
-            return module.state
+        state, attributes = options_of(self.blocks[block]).state, self.attributes[block]
+        if state is not None:
+            return state
         return attributes if attributes.learning or attributes.known else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:

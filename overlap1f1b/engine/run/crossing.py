@@ -22,9 +22,9 @@ from overlap1f1b.engine.foreign.functions import Form, Known, form_of
 from overlap1f1b.engine.foreign.watched import Watched, functional_operations, group_named, watched, watched_parts
 from overlap1f1b.engine.graph.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.graph.edges import ASKS, LAST, applying
-from overlap1f1b.transport.calls import Splits
+from overlap1f1b.transport.calls import Splits, splits_of, suspend_for
 from overlap1f1b.transport.functions import plain_apply
-from overlap1f1b.transport.suspend import uncompiled
+from overlap1f1b.transport.suspend import Forward, uncompiled
 
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (SplitLinear, SplitGroupedMM)
@@ -38,10 +38,12 @@ class Replaces(Protocol):
         exchanging: Functions of its model that are an all-to-all, by the forms of their calls.
         watching: Calls of ``all_to_all_single`` and ``all_to_all`` inside the Function that runs; None if nobody looks
             for new ones.
+        forward: What an exchange may suspend; None if nothing.
     """
 
     exchanging: dict[Form, Known]
     watching: list[Watched] | None
+    forward: Forward | None
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
@@ -51,19 +53,6 @@ class Replaces(Protocol):
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
-
-    def exchanged(
-        self,
-        tensor: Tensor,
-        send: Any,
-        receive: Any,
-        group: dist.ProcessGroup,
-        alone: Callable[[Splits], bool] | None = None,
-    ) -> Tensor | None:
-        """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
-
-        ``alone`` returns whether it is one and no more.
-        """
 
 
 class CrossingMode(TorchFunctionMode):
@@ -157,6 +146,28 @@ def applied_outside(mode: CrossingMode, function: type[torch.autograd.Function],
             torch._C._push_on_torch_function_stack(mode)
 
 
+def _exchanged(
+    run: Replaces,
+    tensor: Tensor,
+    send: Any,
+    receive: Any,
+    group: dist.ProcessGroup,
+    alone: Callable[[Splits], bool] | None = None,
+) -> Tensor | None:
+    """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
+
+    ``alone`` returns whether it is one and no more.
+    """
+    forward = Forward.running()
+    splits = splits_of(len(tensor), send, receive, group.size())
+    if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
+        return None
+    if alone is not None and not alone(splits):
+        return None
+    brought: Tensor = suspend_for([tensor], splits)[0]
+    return brought
+
+
 class Asking(OpOverloadPacket):
     """The functional all-to-all, which first asks the mode in force."""
 
@@ -170,7 +181,7 @@ class Asking(OpOverloadPacket):
     def __call__(self, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
         mode = running_mode()
         if mode is not None and torch.is_grad_enabled():
-            brought = mode.run.exchanged(input, input_split_sizes, output_split_sizes, group_named(group_name))
+            brought = _exchanged(mode.run, input, input_split_sizes, output_split_sizes, group_named(group_name))
             if brought is not None:
                 return brought
         return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
@@ -272,7 +283,7 @@ def _change(crossing: _Crossing) -> None:
         run = mode.run
         known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
-            brought = run.exchanged(*known.at.of(args), partial(known.hides, cls, args))
+            brought = _exchanged(run, *known.at.of(args), partial(known.hides, cls, args))
             if brought is not None:
                 return brought if known.at.output is None else args[known.at.output].copy_(brought)
         if run.watching is None or cls in _OWN:

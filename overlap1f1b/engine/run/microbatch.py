@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,6 @@ Place = tuple[Op, int]
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
-
-
-class Run(Protocol):
-    """One block's run for one microbatch, as far as the microbatch knows it."""
-
-    def stop(self) -> None:
-        """Unwind a suspended forward."""
 
 
 class Microbatch:
@@ -79,8 +72,8 @@ class Microbatch:
         self.input_grads: OptionalTensors = ()
         self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
         self.after: Microbatch | None = None
-        self.runs: dict[int, Run] = {}
-        """Blocks between their first node and their last, by position."""
+        self.runs: dict[int, Any] = {}
+        """The :class:`~overlap1f1b.engine.run.block.BlockRun` of each block between its first node and its last."""
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
         self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way

@@ -28,8 +28,7 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
         return
-    run = microbatch.runs.get(node.block) or _begun(microbatch, node.block)
-    assert isinstance(run, BlockRun)
+    run: BlockRun = microbatch.runs.get(node.block) or _begun(microbatch, node.block)
     again = _RECOMPUTE.get(node.op)
     if again is None:
         _COMPUTE[node.kind](run, received)

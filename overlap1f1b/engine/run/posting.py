@@ -26,8 +26,8 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     All exchanges that a library carries out go one way, in one order.
     """
-    run, stage, op, kind = microbatch.runs[node.block], microbatch.stage, node.op, node.kind
-    assert isinstance(run, BlockRun)
+    run: BlockRun = microbatch.runs[node.block]
+    stage, op, kind = microbatch.stage, node.op, node.kind
     if node.microbatch != microbatch.index or node.stage != stage.number:  # tags outlive a step's plan
         node = node._replace(microbatch=microbatch.index, stage=stage.number)
     if op is Op.COUNTS:
@@ -97,8 +97,7 @@ def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
     if before is None or (before[0] != run.block and not run.stage.alike):
         return None
     block, op, seam = before
-    other = run.microbatch.runs[block]
-    assert isinstance(other, BlockRun)
+    other: BlockRun = run.microbatch.runs[block]
     sent = other.sent[op, seam]
     if sent.library is not None:
         return None

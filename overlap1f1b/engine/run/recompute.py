@@ -200,10 +200,7 @@ class RecomputedRun(BlockRun):
         """Compute the experts again from the rows that they received."""
         part, segment = self.parts.pop(len(self.segments) - 1), self.segments[-1]
         if version_of(part.rows) != part.version:
-            raise ValueError(
-                f"{self.name} changes the rows that its experts have received in place, with "
-                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
-            )
+            raise self._in_place(f"{self.name} changes the rows that its experts have received in place")
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with (
@@ -230,10 +227,7 @@ class RecomputedRun(BlockRun):
     def _run_again(self, buffers: ExitStack) -> None:
         """Run the whole forward a second time, answer its exchanges with what they brought, and keep its graph."""
         if any(version_of(t) != version for t, version in self.x):
-            raise ValueError(
-                f"the input of {self.name} was changed in place, with "
-                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
-            )
+            raise self._in_place(f"the input of {self.name} was changed in place")
         first, self.segments = self.segments, []
         buffers.enter_context(replaced(self.buffers[0]))
         reached = self._start(tuple([t for t, _ in self.x]), self.streams[0])
@@ -265,12 +259,12 @@ class RecomputedRun(BlockRun):
         if kept is not None:
             brought, versions = kept
             if _versions(brought) != versions:
-                raise ValueError(
-                    f"{self.name} changes in place what an exchange has brought, with "
-                    f"recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy"
-                )
+                raise self._in_place(f"{self.name} changes in place what an exchange has brought")
             return brought
         return [(sent, _unread(sent)) for sent, _ in old.taken]
+
+    def _in_place(self, what: str) -> ValueError:
+        return ValueError(f"{what}, with recompute={self.stage.shape[self.block].recompute!r}; allowed: a copy")
 
 
 def _unread(sent: Sent) -> list[Tensor]:

@@ -60,11 +60,16 @@ class Shell:
     """A model around its layers: runs the model's own forward with stand-ins for the layers.
 
     So on every stage the model's own code computes masks, rotary embeddings and other arguments of a layer, and also
-    norm, head and loss.
+    norm, head and loss. A first run, on a few tokens, shows what it calls.
+
+    Raises:
+        ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called; a
+            layer gets another argument that depends on parameters; or the config asks for hidden states or attentions
+            of layers.
 
     Attributes:
         config: The model's configuration; of a model that also takes images, of its text.
-        around: The modules outside the layers.
+        around: The modules outside the layers, which it calls before and after them.
         returned: Number of values that a layer returns; the first are its hidden states.
         carried: For each layer the values that later layers need of it and of earlier ones, beside hidden states.
     """
@@ -73,23 +78,11 @@ class Shell:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
         self.prefix = found.prefix
         self.config = model.config.get_text_config()
-        self.around = Around({}, {})
-        self.returned = 1
-        self.carried: list[list[Handed]] = []
-
-    def trace(self) -> Around:
-        """Run the forward on a few tokens; return the modules that it calls before and after the layers.
-
-        Raises:
-            ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called;
-                a layer gets another argument that depends on parameters; or the config asks for hidden states or
-                attentions of layers.
-        """
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
-            walk = _Walk(self, until=None, result=None)
             try:
-                return self._trace(walk)
+                self.around, self.carried = self._trace(_Walk(self, until=None, result=None))
+                return
             except _UnpackedError as error:  # a batch of one is never unpacked as several values
                 refusal = error
         raise ValueError(
@@ -97,7 +90,8 @@ class Shell:
             "hidden states, alone or with values that it gives to later layers unchanged"
         ) from refusal
 
-    def _trace(self, walk: _Walk) -> Around:
+    def _trace(self, walk: _Walk) -> tuple[Around, list[list[Handed]]]:
+        """Return what the attributes ``around`` and ``carried`` are to be."""
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
         outside = {
             name: module
@@ -160,13 +154,11 @@ class Shell:
         both = sorted(before.keys() & after.keys())
         if both:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
-        self.around = Around(before, after)
         needed = [{leaf for leaf in call.leaves if isinstance(leaf, Handed)} for call in walk.calls]
-        self.carried = [
+        return Around(before, after), [
             sorted(value for value in set().union(*needed[number + 1 :]) if value.layer <= number)
             for number in range(len(needed))
         ]
-        return self.around
 
     @property
     def owner_name(self) -> str:

@@ -270,7 +270,7 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
     pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
-    around = shell.trace()
+    around = shell.around
     # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
     parts = split_blocks(found.layers, placement.stages, weights)

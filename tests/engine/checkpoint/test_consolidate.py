@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b import consolidate
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.checkpoint.held import Held
 from overlap1f1b.schedule import build_schedule
 from tests.engine.checkpoint.test_save import Dense, Slice, Tiny, flip, joined, save_on
 from tests.ranks import Ranks
@@ -126,19 +125,3 @@ def test_frozen_parameters_of_a_second_place_are_not_trained(tmp_path: Path) -> 
     save_checkpoint(model.engine(None), tmp_path / "run", 1, model.optimizer, model="trained")
     found = load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors")
     assert found.keys() == {name for name in model.state_dict() if not name.endswith("frozen")}
-
-
-def test_early_checkpoints_have_a_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, loaded = Again(), Again(seed=1)
-    with monkeypatch.context() as patch:
-        tensors = Held.tensors
-        patch.setattr(
-            Held,
-            "tensors",
-            lambda held, stored: {
-                name: t for name, t in tensors(held, stored).items() if name.split(".")[1] not in ("2", "3")
-            },
-        )
-        save_checkpoint(saved.engine(None), tmp_path, 1, saved.optimizer)
-    load_checkpoint(loaded.engine(None), tmp_path, loaded.optimizer)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())

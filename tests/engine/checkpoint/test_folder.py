@@ -126,6 +126,7 @@ def rewrite(path: Path, **changes: object) -> None:
         (CONFIG, lambda path: path.write_text("{}"), "config.json cannot be read (KeyError)"),
         (CONFIG, lambda path: path.write_bytes(b"\xff"), "config.json cannot be read (UnicodeDecodeError)"),
         (CONFIG, lambda path: rewrite(path, config=[["hidden", 5]]), "config.json cannot be read (TypeError)"),
+        (CONFIG, partial(rewrite, added=None), "config.json cannot be read (TypeError)"),
         (CONFIG, lambda path: path.write_text("[" * 10**6), "config.json cannot be read (RecursionError)"),
         (CONFIG, lambda path: path.write_text('{"step": 1' + "0" * 5000), "config.json cannot be read (ValueError)"),
         (CONFIG, lambda path: os.truncate(path, 1 << 40), "config.json cannot be read (ValueError)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -339,26 +338,6 @@ def test_other_groups_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
     assert re.search(
         r"rank pp 0: checkpoint .*: group 0 of the optimizer has .* for which the checkpoint has lr=0.02 and lr", one
     )
-
-
-def test_a_checkpoint_of_before_the_groups_were_stored(tmp_path: Path) -> None:
-    first = Run({})
-    first.train(2)
-    config = first.save(tmp_path) / checkpoint_folder.CONFIG
-    unbroken = first.train(1)
-    content = json.loads(config.read_text())
-    del content["added"]
-    config.write_text(json.dumps(content))
-    again = Run({}, lr=3.0)
-    with pytest.raises(ValueError, match=r"this run has optimizer\.1\.spare=a state"):  # as it was refused then
-        again.load(tmp_path)
-    group = again.optimizer.param_groups[0]
-    group["params"] = [p for p in group["params"] if p.shape != (3, 2)]
-    again.load(tmp_path)
-    assert again.rates == [3.0, 0.75, 0.375]
-    for group, rate in zip(again.optimizer.param_groups, first.rates, strict=True):
-        group["lr"] = rate
-    assert again.train(1) == unbroken
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:

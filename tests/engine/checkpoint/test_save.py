@@ -242,6 +242,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     fresh = Tiny()
     fresh.save(tmp_path, 0)
     other = Tiny(seed=1)
+    assert other.load(tmp_path / "empty") == 0
     assert other.load(latest(tmp_path)) == 0
     assert same(other.state(), fresh.state())
     assert same(other.train_steps(0, 2).state(), Tiny().train_steps(0, 2).state())

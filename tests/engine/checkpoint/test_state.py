@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
 from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.checkpoint.folder import CONFIG
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -192,22 +189,3 @@ def test_other_names_on_another_rank(ranks2: Ranks, tmp_path: Path) -> None:
     one, other = ranks2.run(_other_names, tmp_path)
     assert one == other
     assert one.endswith("only one of ranks 0 and 1 has state['loader']; allowed: the same names on all ranks")
-
-
-def test_a_checkpoint_of_before_the_states(tmp_path: Path) -> None:
-    first = Run({})
-    first.train(2)
-    path = first.save(tmp_path, state=None)
-    content = json.loads((path / CONFIG).read_text())
-    del content["added"]["layout"]
-    for file in [*path.glob("state-*")]:
-        del content["files"][file.name]
-        file.unlink()
-    (path / CONFIG).write_text(json.dumps(content))
-    again = Run({}, seed=7)
-    before = torch.get_rng_state()
-    assert again.load(tmp_path, state=None) == 3
-    assert torch.equal(torch.get_rng_state(), before)
-    assert equal(again.whole(), first.whole())
-    shutil.rmtree(path)
-    assert again.load(tmp_path) == 0
