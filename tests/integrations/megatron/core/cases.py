@@ -115,6 +115,7 @@ CASES: dict[str, Case] = {
     "fused weight gradients": Case(fused=True),
     "fused weight gradients, shared expert": Case(SHARED, fused=True),
     "fused weight gradients, DDP": Case(fused=True, ddp=OVERLAP_REDUCE),
+    "fused weight gradients, biases": Case({"add_qkv_bias": True}, fused=True),
     "MTP": Case({**MTP, **Z_LOSS}),
     "MTP twice": Case({"mtp_num_layers": 2}),
     "MTP, tied": Case(MTP, tied=True, ddp=DDP),
@@ -138,6 +139,8 @@ CASES: dict[str, Case] = {
     ),
     "tp 2, ep 2, shared expert, overlapped": Case(OVERLAPPED, tp=2, ddp=DDP),
     "tp 2, ep 2, aux loss and capacity": Case({**AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP),
+    "tp 2, ep 2, fused weight gradients": Case(tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True),
+    "tp 2, ep 2, MTP, fused weight gradients": Case(MTP, tp=2, fused=True, ddp=DDP),
     "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),
     # libraries that dispatch
     "DeepEP": Case(DEEPEP, quick=True),
