@@ -229,6 +229,16 @@ class OverlapDPOTrainer(Overlapped, DPOTrainer):
 
 def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
     """Train by preferences; return the log, or the message of what was refused."""
+    with launched(rank, size):
+        trainer = of_preferences(folder, layout, lora)
+        try:
+            trainer.train()
+        except (ValueError, LostRankError) as error:
+            return str(error)
+        return list(trainer.state.log_history)
+
+
+def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(5)
@@ -261,13 +271,7 @@ def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | No
     else:
         more["ref_model"] = tiny.build("qwen3_moe", seed=4)
     kind = DPOTrainer if layout is None else OverlapDPOTrainer
-    with launched(rank, size):
-        trainer = kind(tiny.build("qwen3_moe"), args=args, processing_class=words(), train_dataset=data, **more)
-        try:
-            trainer.train()
-        except (ValueError, LostRankError) as error:
-            return str(error)
-        return list(trainer.state.log_history)
+    return kind(tiny.build("qwen3_moe"), args=args, processing_class=words(), train_dataset=data, **more)
 
 
 @pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
