@@ -249,7 +249,7 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
     args = DPOConfig(
         str(folder),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2 if layout is None or layout.ep == 1 else 1,
+        gradient_accumulation_steps=1 if layout is not None and layout.ep == 2 else 2,
         max_steps=3,
         learning_rate=3e-3,
         adam_epsilon=1e-5,
