@@ -235,7 +235,7 @@ class Overlapped(Trainer):
                 self._parts.engine.close()
             device = _unnumbered(self.args.device)
             self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
-            self.model.register_forward_pre_hook(self._refuse_part)
+            self._parts.given.register_forward_pre_hook(self._refuse_part)
         elif count != self._parts.engine.program.microbatches:
             self._parts.play(parallel.program(count), self._mesh, parallel)
         return self._parts
