@@ -168,6 +168,7 @@ class Overlapped(Trainer):
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
         self._computing = False
+        self._finishing = False  # whether the model that a loss has got runs
         self._said: dict[str, float] = {}  # logged while a loss was computed
         self._met = False  # whether the line that is being logged is on all ranks
         self._evaluating = False
@@ -234,9 +235,19 @@ class Overlapped(Trainer):
                 self._parts.engine.close()
             device = _unnumbered(self.args.device)
             self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
+            self._parts.given.register_forward_pre_hook(self._refuse_part)
         elif count != self._parts.engine.program.microbatches:
             self._parts.play(parallel.program(count), self._mesh, parallel)
         return self._parts
+
+    def _refuse_part(self, *_: Any) -> None:
+        """Refuse a loss that calls the trainer's own model, of which a rank has a part."""
+        mesh = self.engine.mesh
+        if self._computing and not self._finishing and mesh.size("pp") * mesh.size("ep") > 1:
+            raise ValueError(
+                f"{type(self).__name__} calls its own model in a loss, of which a rank has a part; allowed: the model "
+                "that compute_loss gets, another whole model, or precompute_ref_log_probs=True of TRL"
+            )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the whole model where it is: each rank moves its part."""
@@ -323,6 +334,8 @@ class Overlapped(Trainer):
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
+            if batch.get(names[0]) is None:  # as losses have it that join columns of their own
+                raise ValueError(f"a batch of {', '.join(map(str, batch))}; allowed: a mapping with input_ids")
         if different_batches({"batches": list(batches.values())}, parts.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
@@ -650,8 +663,12 @@ class _Rest(nn.Module):
         allowed = (*names, *OF_LOSS)
         for name in (arguments.keys() & batch.keys()) - {*allowed}:  # layers ran without it
             raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
-        with trainer.accelerator.autocast():
-            output = finish(arguments)
+        trainer._finishing = True
+        try:
+            with trainer.accelerator.autocast():
+                output = finish(arguments)
+        finally:
+            trainer._finishing = False
         return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
 

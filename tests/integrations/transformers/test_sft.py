@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer under the mixin, against itself on one process; skipped without TRL."""
+"""TRL's SFTTrainer and DPOTrainer under the mixin, against themselves on one process; skipped without TRL."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import launched, weights
@@ -64,6 +65,16 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def words() -> Any:
+    """Return a tokenizer of numbers."""
+    model = models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{str(n): n for n in range(3, tiny.V)}}, "3")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
 def built(case: Case) -> Any:
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -74,11 +85,6 @@ def built(case: Case) -> Any:
     columns = {"input_ids": ids, "labels": [[-100, -100, *row[2:]] for row in ids]}
     data = Dataset(InMemoryTable.from_pydict(columns), fingerprint="rows")
     eval_data = Dataset(InMemoryTable.from_pydict({name: rows[:16] for name, rows in columns.items()}), fingerprint="e")
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{str(n): n for n in range(3, tiny.V)}}, "3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
     args = SFTConfig(
         str(case.folder),
         per_device_train_batch_size=2,
@@ -112,7 +118,7 @@ def built(case: Case) -> Any:
         more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", target_parameters=targets)
     model = tiny.build(case.model, seed=3 if case.resume is None else 4)
     kind = SFTTrainer if case.layout is None else OverlapSFTTrainer
-    return kind(model, args, processing_class=tokenizer, train_dataset=data, eval_dataset=eval_data, **more)
+    return kind(model, args, processing_class=words(), train_dataset=data, eval_dataset=eval_data, **more)
 
 
 def trained(rank: int, size: int, case: Case) -> list[dict[str, float]]:
@@ -215,3 +221,71 @@ def test_packing_that_wraps(tmp_path: Path) -> None:
     """Its batches are as others."""
     case = Case(tmp_path, layout=OverlapArguments(), options={"packing": True, "packing_strategy": "wrapped"})
     assert built(case).args.packing
+
+
+class OverlapDPOTrainer(Overlapped, DPOTrainer):
+    pass
+
+
+def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
+    """Train by preferences; return the log, or the message of what was refused."""
+    with launched(rank, size):
+        trainer = of_preferences(folder, layout, lora)
+        try:
+            trainer.train()
+        except (ValueError, LostRankError) as error:
+            return str(error)
+        return list(trainer.state.log_history)
+
+
+def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(3, tiny.V, (16, 9), generator=generator).tolist()
+    parts = {"prompt": (0, 3), "chosen": (3, 5), "rejected": (5, 9)}
+    texts = {name: [" ".join(map(str, row[begin:end])) for row in rows] for name, (begin, end) in parts.items()}
+    data = Dataset.from_dict(texts)
+    args = DPOConfig(
+        str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1 if layout is not None and layout.ep == 2 else 2,
+        max_steps=3,
+        learning_rate=3e-3,
+        adam_epsilon=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        router_aux_loss_coef=0.0,
+    )
+    more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
+    if lora:
+        import peft
+
+        more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    else:
+        more["ref_model"] = tiny.build("qwen3_moe", seed=4)
+    kind = DPOTrainer if layout is None else OverlapDPOTrainer
+    return kind(tiny.build("qwen3_moe"), args=args, processing_class=words(), train_dataset=data, **more)
+
+
+@pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
+def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
+    """A reference model of its own runs whole on each rank."""
+    expected = preferring(0, 1, tmp_path, None, False)
+    for found in ranks2.run(preferring, tmp_path, layout, False):
+        same(found, expected, SHOWN)
+
+
+@pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
+def test_preferences_without_a_reference_model(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
+    """With adapters the reference would be the trainer's own model, of which a rank has a part."""
+    pytest.importorskip("peft")
+    for found in ranks2.run(preferring, tmp_path, layout, True):
+        assert "OverlapDPOTrainer calls its own model in a loss, of which a rank has a part; allowed: " in found
+        assert "\n" not in found

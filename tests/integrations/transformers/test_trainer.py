@@ -152,6 +152,28 @@ def test_the_routers_loss_of_an_evaluation(ranks2: Ranks, ranks4: Ranks, layout:
         close(shown(found), expected)
 
 
+def classifying() -> Any:
+    torch.manual_seed(3)
+    config = tiny.configuration("mixtral", num_labels=3)
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def pad_with_class(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    batch = pad(rows)
+    return {**batch, "labels": batch["input_ids"][:, 0] % 3}
+
+
+def test_the_loss_of_a_classifier(ranks2: Ranks, tmp_path: Path) -> None:
+    """Trainer over two processes shows twice the mean in an evaluation; the step is that of one process."""
+    trainer = {"model_init": classifying, "data_collator": pad_with_class}
+    spec = Spec(tmp_path, None, rows=40, arguments=EVALUATES, trainer=trainer, layout=OverlapArguments(ep=2))
+    alone = history(plain(spec, 2))
+    expected = shown(ranks2.run(train, replace(spec, kind=transformers.Trainer, layout=None))[0])
+    for found in ranks2.run(train, spec):
+        close(shown(found), expected)
+        close(shown(found), [{n: v * (1 + (n == "eval_loss")) for n, v in line.items()} for line in alone], 5e-5)
+
+
 # ------------------------------------------------------------------------------------------------------------- resume
 
 
@@ -600,6 +622,14 @@ class Sampling(OverlapTrainer):
 def test_batches_that_are_lists_are_refused(tmp_path: Path) -> None:
     trainer = Spec(tmp_path, kind=Sampling).build()
     with pytest.raises(ValueError, match=r"^a batch of type list; allowed: a mapping with input_ids\b"):
+        trainer.train()
+
+
+def test_batches_without_tokens_are_refused(tmp_path: Path) -> None:
+    """As of losses that join columns of their own."""
+    batch = {"data_collator": lambda rows: {"chosen_input_ids": torch.ones(len(rows), 3, dtype=torch.int64)}}
+    trainer = Spec(tmp_path, trainer=batch).build()
+    with pytest.raises(ValueError, match=r"^a batch of chosen_input_ids; allowed: a mapping with input_ids\b"):
         trainer.train()
 
 
