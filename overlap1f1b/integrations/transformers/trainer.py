@@ -334,7 +334,8 @@ class Overlapped(Trainer):
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
             if batch.get(names[0]) is None:  # as losses have it that join columns of their own
-                raise ValueError(f"a batch of {', '.join(map(str, batch))}; allowed: a mapping with input_ids")
+                columns = ", ".join(map(str, batch)) or "nothing"
+                raise ValueError(f"a batch of {columns}; allowed: a mapping with input_ids")
         if different_batches({"batches": list(batches.values())}, parts.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
