@@ -63,7 +63,8 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
 def route_in_turn(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Give each token the next K experts in turn, whatever its scores, so that the load of experts is even.
 
-    Arguments and results are as of :func:`route_tokens`; the groups of ``rule`` are ignored.
+    Arguments and results are as of :func:`route_tokens`, but a token's experts are listed in turn, not best first. The
+    groups of ``rule`` are ignored.
     """
     tokens, experts = logits.shape
     scores = _score(logits, rule)

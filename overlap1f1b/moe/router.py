@@ -33,9 +33,10 @@ class RouterConfig:
         top_groups: Groups per token.
         aux_coefficient: Factor of the load-balancing loss, 0 for none.
         z_coefficient: Factor of the z-loss, 0 for none.
-        force_load_balance: Whether tokens take experts in turn, whatever their scores, so that the load is even: for
-            measurements of throughput, as Megatron-Core's ``moe_router_force_load_balancing``. Weights are still the
-            scores of the experts taken; groups are ignored.
+        force_load_balance: Whether tokens take experts in turn, whatever their scores: for measurements of throughput
+            with an even load, as Megatron-Core's ``moe_router_force_load_balancing``. Each call begins with the first
+            expert, so loads of a call differ by one choice at most. Weights are still the scores of the experts taken;
+            groups are ignored.
 
     Raises:
         ValueError: A value is not allowed.

@@ -388,7 +388,7 @@ class BlockRun:
         if parameter not in segment.here:
             stage.uses.enters(self.block, parameter, number)
             segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
-            entered.__dict__ = parameter.__dict__  # its backward may set an attribute, such as grad_added_to_main_grad
+            entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
         return segment.here[parameter]
 

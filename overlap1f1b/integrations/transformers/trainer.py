@@ -235,7 +235,6 @@ class Overlapped(Trainer):
                 self._parts.engine.close()
             device = _unnumbered(self.args.device)
             self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
-            self._parts.given.register_forward_pre_hook(self._refuse_part)
         elif count != self._parts.engine.program.microbatches:
             self._parts.play(parallel.program(count), self._mesh, parallel)
         return self._parts
@@ -243,7 +242,7 @@ class Overlapped(Trainer):
     def _refuse_part(self, *_: Any) -> None:
         """Refuse a loss that calls the trainer's own model, of which a rank has a part."""
         mesh = self.engine.mesh
-        if self._computing and not self._finishing and mesh.size("pp") * mesh.size("ep") > 1:
+        if not self._finishing and mesh.size("pp") * mesh.size("ep") > 1:
             raise ValueError(
                 f"{type(self).__name__} calls its own model in a loss, of which a rank has a part; allowed: the model "
                 "that compute_loss gets, another whole model, or precompute_ref_log_probs=True of TRL"
@@ -335,7 +334,8 @@ class Overlapped(Trainer):
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
             if batch.get(names[0]) is None:  # as losses have it that join columns of their own
-                raise ValueError(f"a batch of {', '.join(map(str, batch))}; allowed: a mapping with input_ids")
+                columns = ", ".join(map(str, batch)) or "nothing"
+                raise ValueError(f"a batch of {columns}; allowed: a mapping with input_ids")
         if different_batches({"batches": list(batches.values())}, parts.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
@@ -363,12 +363,15 @@ class Overlapped(Trainer):
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
             return zero
         rest = _Rest(self, batch, finish)
+        # No longer than the loss: callbacks copy and save the model, with what hangs on it.
+        refusal = self._built().given.register_forward_pre_hook(self._refuse_part)
         self._computing = True
         try:
             with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
                 return compute(rest, dict(batch))
         finally:
             self._computing = False
+            refusal.remove()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_gradients(self.args.max_grad_norm)

@@ -330,6 +330,65 @@ def test_an_error_of_torch_behind_an_exchange_ends_in_an_error(ranks2: Ranks) ->
     assert all(any("shapes cannot be multiplied" in lines[case] for lines in every) for case in range(2)), every
 
 
+class AddsToMain(torch.autograd.Function):
+    """Product with a weight, to whose ``main_grad`` its backward adds, as Megatron's fused accumulation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        weight.main_grad += (x * grads[0]).sum((0, 1))
+        weight.grad_added_to_main_grad = True
+        return grads[0] * weight, torch.full_like(weight, torch.nan)
+
+
+class UsedTwice(models.Block):
+    """Uses the weight of an ``nn.Linear`` on both sides of its experts, without a call of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(models.H, 1, bias=False)
+        self.scale: Any = self.layer.weight
+        self.scale.main_grad, self.scale.grad_added_to_main_grad = torch.zeros(1, models.H), False
+        self.scale.register_post_accumulate_grad_hook(self._let_go)
+        self.told: list[bool] = []
+
+    def _let_go(self, scale: Any) -> None:
+        self.told.append(scale.grad_added_to_main_grad)
+        scale.grad, scale.grad_added_to_main_grad = None, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddsToMain.apply(super().forward(AddsToMain.apply(x, self.scale)), self.scale)
+
+
+@pytest.mark.parametrize("overlap", ["serial", 2])
+def test_a_backward_may_set_an_attribute_of_a_weight(overlap: Overlap) -> None:
+    """Hooks of the weight see it, though what has entered a segment is another tensor."""
+
+    def built() -> tuple[nn.Sequential, UsedTwice]:
+        embedding, *rest = models.build()
+        torch.manual_seed(1)
+        block = UsedTwice()
+        return nn.Sequential(embedding, block, *rest), block
+
+    data = models.batch(3)
+    plain, expected = built()
+    models.plain_gradients(plain, *data, 3)
+    model, block = built()
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=3), loss_fn=models.loss_fn, overlap=overlap)
+    for _ in range(2):
+        block.scale.main_grad.zero_()
+        engine.step(data[0], target=data[1])
+        torch.testing.assert_close(block.scale.main_grad, expected.scale.main_grad)
+    assert all(block.told)
+    assert block.told
+
+
 class ChangesItsInput(nn.Module):
     """Changes its input in place before anything else."""
 

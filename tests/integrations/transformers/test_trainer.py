@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import multiprocessing
 import re
 import time
@@ -833,6 +835,25 @@ def _events(rank: int, size: int, spec: Spec) -> list[str]:
         trainer = spec.build()
         trainer.train()
         return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Events)).names
+
+
+class Averages(transformers.TrainerCallback):
+    """Copies and saves the model after each step, as averages of weights do."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        torch.save(model, io.BytesIO())
+        self.copies.append(copy.deepcopy(model))
+
+
+def test_callbacks_may_copy_the_model(tmp_path: Path) -> None:
+    averages = Averages()
+    trainer = Spec(tmp_path, steps=2, trainer={"callbacks": [averages]}).build()
+    trainer.train()
+    for name, value in averages.copies[1].state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name])
 
 
 def test_a_model_without_memory_is_read_from_its_folder(ranks2: Ranks, tmp_path: Path) -> None:
