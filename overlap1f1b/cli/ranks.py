@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.cli.launch import STORE, end_with_agent, under_torchrun
-from overlap1f1b.engine import CapacityOverflowError
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,8 @@ def one_line(error: Exception) -> str:
 
 def no_room(error: RuntimeError) -> str | None:
     """Return in one line that memory, or the room of exchanges, does not suffice, and what helps; None otherwise."""
+    from overlap1f1b.engine import CapacityOverflowError  # here: ranks of doctor run where the engine refuses this torch
+
     if isinstance(error, CapacityOverflowError):
         return f"{one_line(error)}; allowed: a larger --capacity, or --overflow rerun"
     found = re.search(r"(can't allocate memory|out of memory)[^.]*", str(error))
