@@ -116,7 +116,8 @@ def one_line(error: Exception) -> str:
 
 def no_room(error: RuntimeError) -> str | None:
     """Return in one line that memory, or the room of exchanges, does not suffice, and what helps; None otherwise."""
-    from overlap1f1b.engine import CapacityOverflowError  # here: ranks of doctor run where the engine refuses this torch
+    # Not at the top: ranks of doctor run where the engine refuses this torch.
+    from overlap1f1b.engine import CapacityOverflowError
 
     if isinstance(error, CapacityOverflowError):
         return f"{one_line(error)}; allowed: a larger --capacity, or --overflow rerun"
