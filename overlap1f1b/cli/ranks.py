@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.cli.launch import STORE, end_with_agent, under_torchrun
+from overlap1f1b.transport.failures import LostRankError, is_loss
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,11 @@ def lost(error: Exception) -> str | None:
 
     The other rank, or the process that started it, says why it ended: a traceback from here would only hide that.
     """
-    found = LOST.match(one_line(error))
-    return found[0] if found else None
+    text, cause = one_line(error), error.__cause__
+    if found := LOST.match(text):
+        return found[0]
+    others = cause is None or isinstance(cause, ConnectionError | TimeoutError) or is_loss(cause)
+    return text if isinstance(error, LostRankError) and others else None
 
 
 def one_line(error: Exception) -> str:

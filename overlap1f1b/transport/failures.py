@@ -142,13 +142,13 @@ class Failures:
         error.add_note(message)
         if self._store is not None:
             word = f"{message}: {headline(error)}"
-            if not _is_loss(error):
+            if not is_loss(error):
                 self._store.claim("cause", word)
             self._store.set(f"word/{self._rank}", word)
 
     def explain(self, error: BaseException) -> None:
         """Add to an error caused by another rank: the first cause, or else the ranks that are silent or have ended."""
-        if self._store is None or not _is_loss(error):
+        if self._store is None or not is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
         deadline, words = time.monotonic() + ROLL_CALL_S, self._words({})
@@ -200,7 +200,7 @@ def _ended(store: Store, key: str, process: int) -> None:
         store.set(key, f"ended by {headline(error)}")
 
 
-def _is_loss(error: BaseException) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Return whether another rank may have caused an error: in a wait here, or by a connection that torch lost."""
     return isinstance(error, LostRankError | dist.DistError) or (
         type(error) is RuntimeError and ("gloo" in str(error) or "pair closure" in str(error))

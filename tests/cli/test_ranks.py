@@ -31,8 +31,19 @@ SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
             "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer (limit 3 s)",
             "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer",
         ),
-        ("shape '[3, 8]' is invalid for input of size 16", None),
+        (
+            "dispatch.f[0] m1 on the lane dispatch failed: rank ep 1 failed at experts.f[0] m1: KeyError: 'x'",
+            "dispatch.f[0] m1 on the lane dispatch failed: rank ep 1 failed at experts.f[0] m1: KeyError: 'x'",
+        ),
     ],
 )
-def test_how_another_rank_was_lost(text: str, line: str | None) -> None:
+def test_how_another_rank_was_lost(text: str, line: str) -> None:
     assert lost(LostRankError(text)) == line
+
+
+def test_an_error_of_this_rank_keeps_its_traceback() -> None:
+    own = ValueError("shape '[3, 8]' is invalid for input of size 16")
+    assert lost(own) is None
+    error = LostRankError(f"dispatch.f[0] m1 on the lane dispatch failed: ValueError: {own}")
+    error.__cause__ = own
+    assert lost(error) is None
