@@ -203,7 +203,8 @@ def _ended(store: Store, key: str, process: int) -> None:
 def is_loss(error: BaseException) -> bool:
     """Return whether another rank may have caused an error: in a wait here, or by a connection that torch lost."""
     return isinstance(error, LostRankError | dist.DistError) or (
-        type(error) is RuntimeError and ("gloo" in str(error) or "pair closure" in str(error))
+        type(error) is RuntimeError
+        and any(text in str(error) for text in ("gloo", "pair closure", "Operation timed out"))
     )
 
 

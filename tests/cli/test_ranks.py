@@ -28,6 +28,10 @@ SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
             "combine.f[1] m2 failed: RuntimeError: Application timeout caused pair closure",
         ),
         (
+            "combine.f[1] m2 on the lane combine failed: RuntimeError: Operation timed out! (limit 3 s)",
+            "combine.f[1] m2 on the lane combine failed: RuntimeError: Operation timed out",
+        ),
+        (
             "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer (limit 3 s)",
             "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer",
         ),
