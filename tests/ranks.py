@@ -159,7 +159,8 @@ class Ranks:
     def _said(self, rank: int) -> str:
         """The end of what a rank wrote on standard error: why C++ ended it, and the stack that it had then."""
         assert self._folder is not None
-        return (self._folder / f"stderr{rank}").read_text(errors="replace")[-4000:]
+        path = self._folder / f"stderr{rank}"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else "(never started)"
 
     def _stacks(self, ranks: list[int], timeout: float) -> dict[int, str]:
         """What each of `ranks`, which are late, is doing."""

@@ -96,7 +96,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
 LOST = re.compile(
     r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms"
-    r"|Application timeout caused pair closure|Operation timed out|TimeoutError: no answer)"
+    r"|Application timeout caused pair closure|Operation timed out)"
 )
 """Messages of gloo and NCCL when another rank is gone or does not answer within ``--timeout``."""
 

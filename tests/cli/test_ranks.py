@@ -33,7 +33,7 @@ SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         ),
         (
             "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer (limit 3 s)",
-            "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer",
+            "combine.f[1] m2 on the lane combine failed: TimeoutError: no answer (limit 3 s)",
         ),
         (
             "dispatch.f[0] m1 on the lane dispatch failed: rank ep 1 failed at experts.f[0] m1: KeyError: 'x'",

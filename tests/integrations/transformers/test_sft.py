@@ -65,6 +65,17 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+ON_CPU: dict[str, Any] = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+}
+"""What all of TRL's configurations here have."""
+
+
 def words() -> Any:
     """Return a tokenizer of numbers."""
     model = models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{str(n): n for n in range(3, tiny.V)}}, "3")
@@ -99,12 +110,7 @@ def built(case: Case) -> Any:
         eval_steps=2,
         save_strategy="steps" if case.saves else "no",
         save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
+        **ON_CPU,
         loss_type=case.loss,
         dataset_kwargs={"skip_prepare_dataset": True},
         router_aux_loss_coef=0.0 if case.even else 0.01,
@@ -255,12 +261,7 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
         adam_epsilon=1e-5,
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
+        **ON_CPU,
         router_aux_loss_coef=0.0,
     )
     more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
