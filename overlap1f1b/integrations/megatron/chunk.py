@@ -55,7 +55,7 @@ class Chunk(MicrobatchBlock):
     def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         changed = (
-            exchanging(self._dispatchers),
+            exchanging(self._dispatchers, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),
         )

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.calls import exchange, exchange_by
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
@@ -37,21 +39,26 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     return [one for one in held if kinds & {kind.__name__ for kind in type(one).__mro__}]
 
 
-def exchanging(dispatchers: Iterable[Any]) -> Iterator[Replacement]:
+def exchanging(dispatchers: Iterable[Any], device: torch.device) -> Iterator[Replacement]:
     """Yield what lets dispatchers exchange rows by :func:`exchange`: tokens and probabilities together.
 
     Flex dispatchers call their library by :func:`exchange_by`. Of Megatron-Core's modules only the functions by which
     they do so change, and one that orders autograd's nodes, which does nothing; else only these instances.
+
+    On a GPU shared experts with ``moe_shared_expert_overlap`` compute on the current stream: memory of their own stream
+    is safe only while one microbatch is open, and weight gradients are computed on the current stream.
     """
     by_kind: dict[bool, list[Any]] = {True: [], False: []}
     for dispatcher in dispatchers:
+        if streams.is_queued(device) and (shared := getattr(dispatcher, "shared_experts", None)) is not None:
+            yield vars(shared), "stream", torch.cuda.current_stream(device)
         by_kind[any(kind.__name__ == FLEX for kind in type(dispatcher).__mro__)].append(dispatcher)
     for dispatcher in by_kind[False]:
         for name in METHODS:
             yield vars(dispatcher), name, _collecting(getattr(dispatcher, name))
-    shared = sys.modules.get(SHARED_EXPERTS)
-    if by_kind[False] and hasattr(shared, ORDER):
-        yield vars(shared), ORDER, lambda *_: None
+    module = sys.modules.get(SHARED_EXPERTS)
+    if by_kind[False] and hasattr(module, ORDER):
+        yield vars(module), ORDER, lambda *_: None
     module = sys.modules.get(MODULE)
     for name in LIBRARIES if by_kind[True] else ():
         function = getattr(module, name, None)
