@@ -286,8 +286,8 @@ class CollectiveExchange(Exchange):
         rows = torch.zeros(self.ranks, device=device)  # NCCL connects pairs of ranks in their first exchange
         received = torch.empty_like(rows)
         for group in self._groups:
-            work = dist.all_to_all_single(received, rows, group=group, async_op=True)
-            assert work is not None, "a rank exchanges with members of its group alone"
+            work = _all_to_all(received, rows, group, ([], []), at_once=False)
+            assert work is not None
             work.wait()
 
     def abort(self, *, ending: bool = False) -> None:
@@ -318,14 +318,11 @@ class CollectiveExchange(Exchange):
         self, lane: int, splits: tuple[list[int], list[int]] | None, result: Tensor, source: Tensor
     ) -> Transfer[Tensor]:
         """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
-        receive, send = splits or (None, None)
-        exchange = partial(
-            dist.all_to_all_single, output_split_sizes=receive, input_split_sizes=send, group=self._groups[lane]
-        )
+        exchange = partial(_all_to_all, group=self._groups[lane], splits=splits or ([], []))
         streams = self._streams_of(source)
         if streams is None:
-            work = exchange(result, source, async_op=True)
-            assert work is not None, "a rank exchanges with members of its group alone"
+            work = exchange(result, source, at_once=False)
+            assert work is not None
             return Transfer(result, [work], source=source)
         # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source))
@@ -335,6 +332,28 @@ class CollectiveExchange(Exchange):
             rows, counts = (side_stream(tensor.device, name, failed=self._failed) for name in ("rows", "counts"))
             self._streams = rows, counts
         return self._streams
+
+
+def _all_to_all(
+    result: Tensor,
+    source: Tensor,
+    group: dist.ProcessGroup,
+    splits: tuple[list[int], list[int]],
+    *,
+    at_once: bool = True,
+) -> dist.Work | None:
+    """Call a group as ``torch.distributed.all_to_all_single`` does; ``at_once`` on the current stream.
+
+    After an error torch's function asks which backend the group has. It does not know groups of :class:`Groups`, and so
+    would raise another error, from which nobody learns that a rank was lost.
+    """
+    options = dist.AllToAllOptions()
+    options.asyncOp = not at_once
+    result, source = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (result, source))
+    work = group.alltoall_base(result, source, *splits, options)
+    if at_once and work is not None:  # a backend that knows no option asyncOp
+        work.wait()
+    return work
 
 
 DEFAULT_CTAS = 16

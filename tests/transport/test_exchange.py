@@ -106,3 +106,26 @@ def test_a_header_does_not_delay_the_end_of_a_transfer() -> None:
     transfer.release()
     assert waited == ["header", "payload"]
     assert not Transfer(None, sends=[work("header", False)]).done
+
+
+class Lost(dist.ProcessGroup):
+    """A group that torch does not know, whose other rank is gone."""
+
+    def alltoall_base(self, *_: Any) -> Any:
+        raise dist.DistBackendError("NCCL error: ncclRemoteError")
+
+    all_to_all_single = alltoall_base
+
+
+def _lost(rank: int, size: int) -> str:
+    group, source = Lost(rank, size), torch.ones(size, H)
+    try:
+        CollectiveExchange(group, group).rows(source, [1] * size, [1] * size)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_error_of_a_collective_stays_what_it_is(ranks2: Ranks) -> None:
+    """Torch looks up the group after an error, and would raise that it does not know it."""
+    assert ranks2.run(_lost) == ["DistBackendError: NCCL error: ncclRemoteError"] * 2
