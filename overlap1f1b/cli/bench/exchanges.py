@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.wire import parse_loopback
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import Exchange, Transfer, build_exchange, lane_groups
 from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
 
 
 def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:
@@ -71,16 +74,25 @@ class RecordingExchange:
 
 
 class AnsweringExchange(Exchange):
-    """An exchange that answers at once, with as many rows of zeros as a recorded step received."""
+    """An exchange that answers at once, with as many rows of zeros as a recorded step received.
+
+    From a device the host gets counts as in a real exchange, by a stream beside compute: else it would wait for all
+    compute before them, and the device then for the host.
+    """
 
     def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
         self.ranks, self.rank, self._counts = ranks, rank, counts
+        self._copying: SideStream | None = None
 
     def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
         return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
 
-    def counts(self, counts: Tensor, tag: int = 0, *_: Any) -> Transfer[Tensor]:
-        return Transfer(self._counts[tag])
+    def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
+        received = self._counts[tag]
+        if not (read and streams.is_queued(counts.device)):
+            return Transfer(received)
+        self._copying = self._copying or side_stream(counts.device, "counts")
+        return Transfer(received, host=HostCopy.on(self._copying, counts.view(self.ranks, -1), received))
 
 
 def settle(device: torch.device) -> None:
@@ -96,18 +108,21 @@ class Replay:
         self.real, self.sizes, self.device, self.depth = real, sizes, device, depth
         width = max((sum(s.send) for s in sizes), default=0)
         self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
+        # Else compute of another thread would wait for the exchanges, and they for it.
+        self._current = torch.cuda.Stream(device) if streams.is_queued(device) else None
 
     def run(self) -> float:
         """Return the seconds from the first launch to the last arrival."""
         start = time.perf_counter()
         flying: deque[Transfer[Tensor]] = deque()
-        for size in self.sizes:
-            if len(flying) == self.depth:
-                flying.popleft().finish()
-            source = self._sources[size.row, size.dtype][: sum(size.send)]
-            flying.append(self.real.rows(source, size.send, size.receive))
-        for transfer in flying:
-            transfer.finish()
+        with nullcontext() if self._current is None else torch.cuda.stream(self._current):
+            for size in self.sizes:
+                if len(flying) == self.depth:
+                    flying.popleft().finish()
+                source = self._sources[size.row, size.dtype][: sum(size.send)]
+                flying.append(self.real.rows(source, size.send, size.receive))
+            for transfer in flying:
+                transfer.finish()
         settle(self.device)
         return time.perf_counter() - start
 

@@ -1,0 +1,55 @@
+"""What the benchmark measures beside an engine on a device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from overlap1f1b.cli.bench.exchanges import AnsweringExchange, Replay, Sizes
+from overlap1f1b.transport.exchange import CollectiveExchange
+from tests.device.model import Entry
+from tests.device.standin import World, here
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def _replayed(rank: int, size: int) -> list[Entry]:
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = [Sizes((1,) * size, (1,) * size, (3,), torch.float32)] * 6
+    replay = Replay(CollectiveExchange(group, group), sizes, CPU, depth=2)
+    begin = len(here().log)
+    replay.run()
+    return here().log[begin:]
+
+
+def _compute(rank: int, size: int) -> list[int]:
+    """What a replay gives to the stream of compute, on each rank, and how many exchanges it makes."""
+    found = []
+    for log in World(2).run(_replayed):
+        found.append(sum(entry.kind in ("wait", "record", "comm") and entry.args[0] == (0, 0) for entry in log))
+        found.append(sum(entry.kind == "comm" for entry in log))
+    return found
+
+
+def test_replayed_exchanges_and_compute_do_not_wait_for_each_other(alone: Ranks) -> None:
+    assert alone.run(_compute) == [[0, 6, 0, 6]]
+
+
+def _answered(rank: int, size: int) -> tuple[list[list[int]], list[Entry]]:
+    answers = AnsweringExchange(2, 0, {7: torch.tensor([[1, 2], [3, 4]])})
+    transfer = answers.counts(torch.tensor([5, 6, 7, 8]), 7)
+    assert transfer.host is not None
+    copies = [tensor.flatten().tolist() for tensor in transfer.host.read()]
+    assert answers.counts(torch.tensor([5, 6, 7, 8]), 7, None, False).host is None
+    return copies, [entry for entry in here().log if entry.kind == "block"]
+
+
+def _read(rank: int, size: int) -> list[object]:
+    ((copies, blocked),) = World(1).run(_answered)
+    return [copies, len(blocked)]
+
+
+def test_the_host_reads_answered_counts_from_a_copy(alone: Ranks) -> None:
+    assert alone.run(_read) == [[[[5, 6, 7, 8], [1, 2, 3, 4]], 1]]
