@@ -54,6 +54,7 @@ from overlap1f1b.engine.checkpoint.state import States, file_of, pack, with_rand
 from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
 
@@ -151,7 +152,11 @@ def save_checkpoint(
         together.each(writing.copy)
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
+    device = engine.boundary.device
+
     def write() -> Path:
+        if streams.is_queued(device):  # a thread begins on the first GPU, where DCP's streams would take memory
+            torch.cuda.set_device(device)
         try:
             return _finish(writing, aside)
         except LostRankError as error:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.failures import LostRankError
 from tests.engine.checkpoint.test_state import Run, equal
 from tests.ranks import RankError, Ranks, run
@@ -68,6 +70,18 @@ def test_the_same_bits_as_at_once(ranks4: Ranks, tmp_path: Path) -> None:
     for name in ("at once", "later"):
         files = [path.name for path in sorted((tmp_path / "four" / name / "step-00000003").iterdir())]
         assert len(files) == 4 + 2 * 4 + 3  # tensors; random numbers and loaders; schedule, index, config
+
+
+def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, found = Run({}), list[tuple[bool, torch.device]]()
+
+    def note(device: torch.device) -> None:
+        found.append((threading.current_thread() is threading.main_thread(), device))
+
+    monkeypatch.setattr(streams, "is_queued", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    one.save(tmp_path, background=True).result()
+    assert found == [(False, torch.device("cpu"))]
 
 
 def _one_after_another(rank: int, size: int, folder: Path) -> list[str]:
