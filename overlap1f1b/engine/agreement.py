@@ -99,7 +99,7 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
     for name, batch in given.items():
         every = [part for part in _flat(batch) if isinstance(part, Tensor)]
         if every:
-            sums = torch.stack([_sum_of_bits(part, ordered=True) for part in every]).tolist()
+            sums = torch.stack([_sum_of_bits(part, ordered=True).cpu() for part in every]).tolist()
             own[name] = sums, [part.shape for part in every]
     ranks = mesh.gathered("pp", own)
     first = {name: value for one in reversed(ranks) for name, value in one.items()}
