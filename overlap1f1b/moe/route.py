@@ -16,6 +16,7 @@ from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows,
 from overlap1f1b.kernels.slots import invert, pack_slots, place_slots, sort_slots
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
+from overlap1f1b.transport.streams import Failed
 
 
 class Route(Splits):
@@ -84,7 +85,7 @@ class Route(Splits):
         """Whether sent rows include padding."""
         return self.dropped is not None
 
-    def arrive(self, counts: Tensor, timeout: timedelta | None = None) -> None:
+    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
         """Take the received ``counts [ranks, E / ranks]``; wait for them if the host must know sizes."""
         self._arrived = counts
         if self.padded:
@@ -94,7 +95,7 @@ class Route(Splits):
                 torch._assert_async(self.counts.sum() == self.order.shape[0], "indices name an expert that is none")
             self.send = self.receive = [self.order.shape[0]]
             return
-        sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout)
+        sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout, failed)
         self.send = sent.view(self.ranks, -1).sum(1).tolist()
         if sum(self.send) != self.order.shape[0]:  # a slot without a row would be lost silently
             raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.counts.numel() - 1}")

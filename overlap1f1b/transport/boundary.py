@@ -350,7 +350,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now(), self._failures.read).synchronize(self.timeout)
+            CudaMark(self.device, None, now()).synchronize(self.timeout, self._failures.read)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:

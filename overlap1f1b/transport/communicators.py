@@ -83,7 +83,7 @@ class Communicators:
         exchange = self._given
         if exchange is None:
             lanes = [] if group is None else lane_groups(group, 3, ctas, timeout=self.timeout, device=kind)
-            exchange = build_exchange(group, *lanes, ctas=ctas, device=kind, failed=self.mesh.failures.read)
+            exchange = build_exchange(group, *lanes, ctas=ctas, device=kind)
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
@@ -138,7 +138,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            CudaMark(self._device, None, self._stamp(), failures.read).synchronize(self.timeout)
+            CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.read)
         except (TimeoutError, ConnectionError) as error:
             why = failures.read(wait=True) or f"no answer within {self.timeout.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
-from overlap1f1b.transport.streams import Failed, HostCopy, Mark, SideStream, side_stream
+from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -262,7 +262,6 @@ class CollectiveExchange(Exchange):
         counts_group: Group of the same ranks with a queue of its own.
         streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
         sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`lane_groups`.
-        failed: Asked while the thread waits for counts, see :class:`~overlap1f1b.transport.streams.CudaMark`.
     """
 
     def __init__(
@@ -271,10 +270,8 @@ class CollectiveExchange(Exchange):
         counts_group: dist.ProcessGroup,
         streams: tuple[SideStream, SideStream] | None = None,
         sms: int = 0,
-        failed: Failed | None = None,
     ) -> None:
         self.rows_group, self.counts_group, self._streams, self.sms = rows_group, counts_group, streams, sms
-        self._failed = failed
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
     @property
@@ -329,7 +326,7 @@ class CollectiveExchange(Exchange):
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
         if self._streams is None and streams.is_queued(tensor.device):
-            rows, counts = (side_stream(tensor.device, name, failed=self._failed) for name in ("rows", "counts"))
+            rows, counts = (side_stream(tensor.device, name) for name in ("rows", "counts"))
             self._streams = rows, counts
         return self._streams
 
@@ -391,7 +388,6 @@ def build_exchange(
     *lanes: dist.ProcessGroup,
     ctas: int = DEFAULT_CTAS,
     device: str | None = None,
-    failed: Failed | None = None,
 ) -> Exchange:
     """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
 
@@ -402,14 +398,13 @@ def build_exchange(
         ctas: See :func:`lane_groups`.
         device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
             for it.
-        failed: See :class:`CollectiveExchange`.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     up, down, control = lanes or (group, group, group)
     if backend_of(group, device or _carried_by(group)) == "gloo":
         return PeerExchange((up, down, control))
-    return CollectiveExchange(up, control, sms=ctas if lanes else 0, failed=failed)
+    return CollectiveExchange(up, control, sms=ctas if lanes else 0)
 
 
 def _carried_by(group: dist.ProcessGroup) -> str:

@@ -61,8 +61,13 @@ class Mark(Protocol):
         """Order all later computation after the mark. On CUDA the thread does not block."""
         ...
 
-    def synchronize(self, timeout: timedelta | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
         """Block the thread until the mark is reached.
+
+        Args:
+            timeout: Limit of the wait.
+            failed: Asked while the thread waits for a device: a rank that has failed sends nothing, and the device
+                would wait forever.
 
         Raises:
             TimeoutError: The mark was not reached within the limit.
@@ -95,16 +100,15 @@ class CudaMark:
         device: The device.
         begun: Event before the job.
         ended: Event behind the job.
-        failed: Asked while the thread waits: a rank that has failed sends nothing, and the device would wait forever.
     """
 
-    def __init__(self, device: torch.device, begun: Any, ended: Any, failed: Failed | None = None) -> None:
-        self.device, self.begun, self.ended, self._failed = device, begun, ended, failed
+    def __init__(self, device: torch.device, begun: Any, ended: Any) -> None:
+        self.device, self.begun, self.ended = device, begun, ended
 
     def wait(self, timeout: timedelta | None = None) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.ended)
 
-    def synchronize(self, timeout: timedelta | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
         look = (start := time.monotonic()) + LOOK_S
         deadline = None if timeout is None else start + timeout.total_seconds()
@@ -114,7 +118,7 @@ class CudaMark:
                 raise TimeoutError("no answer")
             if now > look:
                 look = now + LOOK_S
-                if self._failed is not None and self._failed() is not None:
+                if failed is not None and failed() is not None:
                     raise ConnectionError("another rank failed")
             time.sleep(0)
 
@@ -129,14 +133,12 @@ class CudaStream:
     Args:
         device: Device of the tensors.
         priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
-        failed: See :class:`CudaMark`.
     """
 
-    def __init__(self, device: torch.device, *, priority: int = -1, failed: Failed | None = None) -> None:
+    def __init__(self, device: torch.device, *, priority: int = -1) -> None:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other; unset it", stacklevel=2)
         self.device, self.stream = device, torch.cuda.Stream(device, priority=priority)
-        self._failed = failed
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> CudaMark:
         if after is None:
@@ -149,7 +151,7 @@ class CudaStream:
             begun.record(self.stream)
             job(*tensors)
             ended.record(self.stream)
-        return CudaMark(self.device, begun, ended, self._failed)
+        return CudaMark(self.device, begun, ended)
 
 
 class ThreadMark:
@@ -168,7 +170,7 @@ class ThreadMark:
     def wait(self, timeout: timedelta | None = None) -> None:
         self.synchronize(timeout)
 
-    def synchronize(self, timeout: timedelta | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
         if not self._reached.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError("no answer")
         if self.error is not None:
@@ -273,13 +275,13 @@ class HostCopy:
 
         return cls(host, stream.run(copy, *tensors))
 
-    def read(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        """Wait for the copy and return the tensors."""
+    def read(self, timeout: timedelta | None = None, failed: Failed | None = None) -> Sequence[Tensor]:
+        """Wait for the copy as :meth:`Mark.synchronize` does, and return the tensors."""
         if self.mark is not None:
-            self.mark.synchronize(timeout)
+            self.mark.synchronize(timeout, failed)
         return self.tensors
 
 
-def side_stream(device: torch.device, name: str, *, priority: int = -1, failed: Failed | None = None) -> SideStream:
+def side_stream(device: torch.device, name: str, *, priority: int = -1) -> SideStream:
     """Return a new side stream of a device: CUDA's, or a thread."""
-    return CudaStream(device, priority=priority, failed=failed) if is_queued(device) else ThreadStream(name)
+    return CudaStream(device, priority=priority) if is_queued(device) else ThreadStream(name)

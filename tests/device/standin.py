@@ -532,8 +532,8 @@ def _noting_meetings_of_experts(meet: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_reads(read: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: HostCopy, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        tensors: Sequence[Tensor] = read(self, timeout)
+    def noted(self: HostCopy, *limits: Any) -> Sequence[Tensor]:
+        tensors: Sequence[Tensor] = read(self, *limits)
         rank = here()
         rank.write("host", "the host reads", [access for t in tensors for access in rank.accesses(reads=t)])
         return tensors
@@ -542,9 +542,9 @@ def _noting_reads(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _blocking(synchronize: Callable[..., Any]) -> Callable[..., Any]:
-    def blocks(self: CudaMark, timeout: timedelta | None = None) -> None:
+    def blocks(self: CudaMark, *limits: Any) -> None:
         here().blocking = True
-        synchronize(self, timeout)
+        synchronize(self, *limits)
 
     return blocks
 

@@ -191,7 +191,7 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
     return {
         "compute waits for rows": (both, [(CudaMark, "wait", _no_wait)]),
         "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
-        "the host waits for the copies of counts": (both, [(CudaMark, "synchronize", lambda self, limit=None: None)]),
+        "the host waits for the copies of counts": (both, [(CudaMark, "synchronize", lambda self, *limits: None)]),
         "counts are copied behind their exchange": (both, [(HostCopy, "on", classmethod(_copied_apart))]),
         "a sent tensor is freed when it is sent": (both, [(Transfer, "release", _not_released)]),
         "compute waits for a received tensor": (both, [(Transfer, "receive", _receive_unwaited)]),

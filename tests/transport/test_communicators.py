@@ -79,12 +79,11 @@ def test_a_wait_for_a_device_looks_for_failures(monkeypatch: pytest.MonkeyPatch)
         def query(self) -> bool:
             return False
 
-    mark = CudaMark(GPU, None, Never(), lambda: "rank 1 failed")
+    mark = CudaMark(GPU, None, Never())
     with pytest.raises(ConnectionError, match="another rank failed"):
-        mark.synchronize(timedelta(seconds=60))
-    mark = CudaMark(GPU, None, Never(), lambda: None)
+        mark.synchronize(timedelta(seconds=60), lambda: "rank 1 failed")
     with pytest.raises(TimeoutError):
-        mark.synchronize(timedelta(seconds=0.01))
+        mark.synchronize(timedelta(seconds=0.01), lambda: None)
 
 
 def _closes(rank: int, size: int) -> None:

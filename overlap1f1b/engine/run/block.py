@@ -101,7 +101,7 @@ class BlockRun:
                 sent = self.sent[place]
                 if place in self.counts:
                     flight = self.counts.pop(place)
-                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout)
+                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.read)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
         if isinstance(reached, list):

@@ -1,0 +1,42 @@
+"""Launch of a segment's exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+import overlap1f1b as o1
+from overlap1f1b.transport.exchange import LocalExchange, Transfer
+from overlap1f1b.transport.streams import HostCopy
+from tests import models
+
+
+def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failures() -> None:
+    """Also over an exchange that was given to the engine, which knows neither."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Copies(HostCopy):
+        def read(self, *limits: Any) -> Sequence[Tensor]:
+            asked.append(limits)
+            return self.tensors
+
+    class OfADevice(LocalExchange):
+        def counts(self, counts: Tensor, tag: int = 0, *rest: Any) -> Transfer[Tensor]:
+            return Transfer(counts.view(1, -1), host=Copies([counts, counts.view(1, -1)]))
+
+    model, (x, target) = models.build(None), models.batch(2)
+    engine = o1.Engine(
+        model,
+        o1.build_schedule("sequential", microbatches=2),
+        exchange=OfADevice(),
+        loss_fn=models.loss_fn,
+        timeout=7,
+    )
+    engine.step(x, target=target)
+    assert asked
+    for timeout, failed in asked:
+        assert timeout == timedelta(seconds=7)
+        assert failed == engine.failures.read
