@@ -40,12 +40,14 @@ class Seen(NamedTuple):
         receive: Rows from each rank.
         kinds: Dtype of each of its tensors, and shape of a row.
         call: The call of a Function that made it; None if no Function did.
+        by_library: Whether a library carried it out.
     """
 
     send: list[int]
     receive: list[int]
     kinds: Kinds
     call: Call | None = None
+    by_library: bool = False
 
 
 class ForeignExchange(NamedTuple):
@@ -98,6 +100,8 @@ class Foreign:
         tried: Functions of the step, by their text.
         seen: Exchanges of the step, by block and microbatch; None if nobody looks for them.
         hidden: Exchanges that are hidden, by block.
+        library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
+            must be the same on all ranks, so they are all hidden or none.
     """
 
     def __init__(self) -> None:
@@ -106,6 +110,7 @@ class Foreign:
         self.tried: dict[str, Trial] = {}
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
+        self.library_stands = False
 
     def look(
         self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
@@ -132,9 +137,11 @@ class Foreign:
         """Return how many calls exchange over the ranks that share the experts."""
         return sum(list(self.ranks) == dist.get_process_group_ranks(call.group) for call in calls)
 
-    def _hides(self, call: Call) -> bool:
-        known = self.functions.get(call.form)
-        return known is not None and bool(known.verdict(call.texts))
+    def _hides(self, one: Seen) -> bool:
+        if one.call is None:
+            return not (one.by_library and self.library_stands)
+        known = self.functions.get(one.call.form)
+        return known is not None and bool(known.verdict(one.call.texts))
 
     def shown(self) -> dict[int, Shown]:
         """Return what this rank's microbatches have shown of each block."""
@@ -142,10 +149,7 @@ class Foreign:
         return {
             block: reduce(
                 and_,
-                [
-                    Shown.by([one for one in every if one.call is None or self._hides(one.call)])
-                    for every in by_microbatch.values()
-                ],
+                [Shown.by([one for one in every if self._hides(one)]) for every in by_microbatch.values()],
             )
             for block, by_microbatch in seen.items()
             if by_microbatch
@@ -157,6 +161,9 @@ def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, i
 
     Sizes that are symmetric by chance, on one rank, tell nothing.
     """
+    library_stands = any(one.library_stands for one in stages.values())
+    for one in stages.values():
+        one.library_stands = library_stands
     mine = {(number, block): shown for number, one in stages.items() for block, shown in one.shown().items()}
     return mesh.combined(
         mine,

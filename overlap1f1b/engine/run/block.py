@@ -399,24 +399,34 @@ class BlockRun:
 
         One without a gradient, or over other ranks, runs where it stands; so do all in the first step, which notes
         them.
+
+        Raises:
+            ValueError: A library's exchange has no gradient, and others of the library are hidden.
         """
-        if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
-            return False
+        foreign, library = self.stage.foreign, isinstance(splits, LibrarySplits)
         ranks = dist.get_process_group_ranks(group)
-        if isinstance(splits, LibrarySplits):
-            if not set(self.stage.foreign.ranks) <= set(ranks):
-                return False
-        elif list(self.stage.foreign.ranks) != ranks:
+        if not set(foreign.ranks) <= set(ranks) if library else list(foreign.ranks) != ranks:
+            return False
+        if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
+            if library and self.seen is not None:
+                foreign.library_stands = True
+            elif library and self.foreign and not foreign.library_stands:
+                raise ValueError(
+                    f"{self.name} exchanges rows without a gradient by a library; "
+                    "allowed: with one, as in the first step"
+                )
             return False
         if self.seen is not None:
             self._note(tensors, splits)
-        return bool(self.foreign)
+        return bool(self.foreign) and not (library and foreign.library_stands)
 
     def _note(self, tensors: Sequence[Tensor], splits: Splits, call: Call | None = None) -> None:
         assert self.seen is not None
         if isinstance(self._state, ModuleAttributes):
             self._state.look()
-        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, kinds_of(tensors), call))
+        self.seen[self.microbatch.index].append(
+            Seen(splits.send, splits.receive, kinds_of(tensors), call, isinstance(splits, LibrarySplits))
+        )
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
@@ -42,6 +43,11 @@ class Chunk(MicrobatchBlock):
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.name = f"chunk of stage {stage} ({type(model).__name__})"
+        if any(isinstance(module, FSDPModule) for module in model.modules()):  # it gathers and sums in whole backwards
+            raise ValueError(
+                f"{self.name} under FSDP2; allowed: Megatron-Core's DistributedDataParallel, "
+                "or a finalize_model_grads_func that sums gradients"
+            )
         self.step: ChunkStep | None = None
         self._dispatchers = dispatchers_of(model) if exchanges else []
         self.state = ModuleState(model) if self._dispatchers else None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import overlap1f1b as o1
 from overlap1f1b.integrations.megatron import (
@@ -437,6 +438,22 @@ def test_bad_calls_are_named(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(**{**given, **more})
     assert len(function(**{**given, "data_iterator": iter(items(3))})) == 3  # and it goes on
+
+
+def _sharded(rank: int, size: int) -> str:
+    (part,) = build(1)
+    fully_shard(part.layers[0], mesh=init_device_mesh("cpu", (size,)))
+    with pytest.raises(ValueError, match="FSDP2") as caught:
+        call(get_forward_backward_func(pg_collection=ProcessGroups(dp=dist.group.WORLD), costs=COSTS), [part], items(3))
+    return str(caught.value)
+
+
+def test_a_chunk_under_fsdp2_is_refused(ranks2: Ranks) -> None:
+    for message in ranks2.run(_sharded):
+        assert message.endswith(
+            "(Part) under FSDP2; allowed: Megatron-Core's DistributedDataParallel, or a finalize_model_grads_func "
+            "that sums gradients"
+        )
 
 
 def test_bad_choices_are_named() -> None:

@@ -26,6 +26,7 @@ class Case:
         linears: "own" for Megatron-Core's linear layers, "te" for stand-ins of TransformerEngine's, which delay their
             weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
+        frozen: How names of parameters begin that are not trained.
         quick: Whether the case is one of the few that are not marked slow.
     """
 
@@ -43,6 +44,7 @@ class Case:
     ddp: Fields | None = None
     linears: str = "own"
     aligned: bool = False
+    frozen: tuple[str, ...] = ()
     quick: bool = False
 
     @property
@@ -76,6 +78,7 @@ MTP = {"mtp_num_layers": 1}
 DDP: Fields = {"overlap_grad_reduce": False}
 OVERLAP_REDUCE: Fields = {"overlap_grad_reduce": True, "bucket_size": 4000}
 Z_LOSS = {"moe_z_loss_coeff": 0.1}
+FIRST = ("embedding", "decoder.layers.0.")
 
 CASES: dict[str, Case] = {
     # one stage
@@ -112,6 +115,7 @@ CASES: dict[str, Case] = {
     "MoE layers recomputed": Case(selective("moe")),
     "layers recomputed": Case(FULL, quick=True),
     "first layer recomputed": Case(BLOCKS),
+    "first layer frozen": Case(AUX, layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE),
     "fused weight gradients": Case(fused=True),
     "fused weight gradients, shared expert": Case(SHARED, fused=True),
     "fused weight gradients, DDP": Case(fused=True, ddp=OVERLAP_REDUCE),
@@ -153,6 +157,8 @@ CASES: dict[str, Case] = {
     "DeepEP, DDP, fused weight gradients": Case(DEEPEP, fused=True, ddp=OVERLAP_REDUCE),
     "DeepEP, tp 2, ep 2": Case(DEEPEP, tp=2, ddp=DDP),
     "DeepEP, pp 2": Case(DEEPEP, layers=4, pp=2, microbatches=4),
+    "DeepEP, first layer frozen": Case(DEEPEP, layers=3, frozen=FIRST, quick=True),
+    "DeepEP, vp 2, first layer frozen": Case(DEEPEP, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST),
     "DeepEP, vp 2": Case({**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
     "HybridEP": Case(HYBRIDEP, layers=3, quick=True),
     "HybridEP, ep 4": Case({**HYBRIDEP, "num_moe_experts": 8}, ep=4),

@@ -88,6 +88,9 @@ def _prepared(case: Case, *, delayed: bool) -> list[Any]:
     )  # fmt: skip
     config.delay_wgrad_compute = delayed  # its constructor allows this with bf16 alone
     chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(not parameter.place.startswith(case.frozen))
     if case.ddp is not None:
         options = DistributedDataParallelConfig(
             use_distributed_optimizer=False, delay_wgrad_compute=delayed, **case.ddp

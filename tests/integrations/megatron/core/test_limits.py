@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, ForwardBackward
-from tests.integrations.megatron.core import models, shim
+from tests.integrations.megatron.core import flex, models, shim
+from tests.integrations.megatron.core.cases import DEEPEP
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -47,3 +49,24 @@ def test_the_limit_holds_in_collectives_of_layers(megatron: Callable[[int], Rank
     assert "no disk" in mine
     assert "Timed out waiting 2000ms" in others
     assert "the first to fail: rank ep 0 failed at dense.f[0] m0" in others
+
+
+def _bare_later(rank: int, size: int) -> str:
+    """Return the message of a step without gradients in its layers, after steps with them."""
+    shim.apply()
+    flex.apply()
+    with models.init_parallel(ep=size):
+        (chunk,) = models.build(models.config_of(layers=1, ep=size, **DEEPEP))
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=10)
+        for _ in range(2):
+            _step(function, chunk)
+        whole, chunk.forward = chunk.forward, torch.no_grad()(chunk.forward)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            _step(function, chunk)
+        chunk.forward = whole
+        return str(caught.value)
+
+
+def test_a_library_exchanges_without_a_gradient_later(megatron: Callable[[int], Ranks]) -> None:
+    messages = megatron(2).run(_bare_later)
+    assert any("exchanges rows without a gradient by a library; allowed: with one" in message for message in messages)
