@@ -109,7 +109,9 @@ class OwnParallelism:
             from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
             from transformers.utils.logging import disable_progress_bar
         except ImportError as error:
-            raise ValueError(f"--peers with --hf-config: {error}; allowed: transformers 5.23 and accelerate") from None
+            raise ValueError(
+                f"--peers with --hf-config: {error}; allowed: transformers 5.23 or newer, and accelerate"
+            ) from None
         disable_progress_bar()
         spread = DistributedConfig(fsdp_size=rank.size, ep_size=rank.size, ep_implementation="all_to_all")
         with _shared_folder(rank) as folder:

@@ -148,7 +148,7 @@ class Shell:
                 label = f"{name}.{next(iter(dict(module.named_parameters())))}".lstrip(".")
                 raise ValueError(
                     f"parameter {label} belongs to {type(module).__name__}, which "
-                    f"{'holds the layers' if holds else 'is not called'}; allowed: "
+                    f"{'holds the layers' if holds else 'a call with tokens alone does not use'}; allowed: "
                     "beside the layers, parameters of modules that are called before or after them"
                 )
         both = sorted(before.keys() & after.keys())

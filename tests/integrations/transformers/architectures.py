@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {**_FULL_HEADS, "indexer_types": ["full", "shared", "shared", "full"]},  # shared over stages
     "granitemoehybrid": {"mamba_chunk_size": 8},
     "hy_v4": {"indexer_types": ["full", "shared", "shared", "full"]},
+    "inkling2_loop_text": {
+        **_INKLING,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+    },
     "inkling2_text": _INKLING,
     "inkling_text": _INKLING,
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4},
@@ -88,6 +95,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {**_FULL_HEADS, "zero_expert_num": 2},
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
+    "sarvam_mla": _FULL_HEADS,
     "zaya": {"num_experts_per_tok": 1},
 }
 """Sizes for models that need others."""
@@ -96,10 +104,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
 def names() -> list[str]:
     """Return the model types whose modelling code defines experts."""
     found, models = [], Path(transformers.models.__path__[0])
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for name, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if name in CONFIG_MAPPING:
-            folder = models / model_type_to_module_name(name)
-            if any(EXPERTS.search(file.read_text()) for file in folder.glob("modeling_*.py")):
+            files = [*(models / model_type_to_module_name(name)).glob("modeling_*.py")]
+            if not files:  # the class belongs to another model
+                files = [Path(inspect.getfile(getattr(transformers, class_name)))]
+            if any(EXPERTS.search(file.read_text()) for file in files):
                 found.append(name)
     return found
 

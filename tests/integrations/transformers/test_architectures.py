@@ -29,6 +29,8 @@ INSTALLED = architectures.names()
 REFUSED = {
     # Experts are rows of two embeddings, of which a token looks up many.
     "doge": r"looked for a module called with \(tokens, indices, weights\).*; found DogeCDMoE\(hidden_states\) instead",
+    # The model runs some of its layers more than once.
+    "inkling2_loop_text": "calls its layer 1 after 3 others; allowed: each once, in order",
     # The model joins states of earlier layers, and the embedding.
     "inkling2_text": "gives its layer 1 a second tensor that requires a gradient, which it has computed itself",
     # The model scales the embedding by parameters of its own.
@@ -36,7 +38,7 @@ REFUSED = {
 }
 """Pattern of the message for each refused architecture."""
 
-SINGLE = {"inkling2_text"}  # its own forward fails in float64
+SINGLE = {"inkling2_loop_text", "inkling2_text"}  # their own forwards fail in float64
 OLD = {"aria_text", "dbrx", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 """Architectures that in transformers 5.17 have other experts, or whose own forward fails with a router's loss."""
 ROUNDED = {"beam", "hy_v4", "nemotron_h"}  # compute partly in float32, whatever the model's dtype
@@ -45,11 +47,11 @@ CUT = {
     "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note", "dots3_note_text", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "flint", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
     "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "hy_v4", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4",
+    "hy_v4", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4",
     "llama4_text", "longcat_flash", "mellum",
     "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
-    "solar_open",
+    "sarvam_mla", "sarvam_moe", "solar_open",
 }  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
@@ -17,10 +19,12 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM
 
+from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers import register, split_model
 from overlap1f1b.integrations.transformers.experts import find
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
+from tests.integrations.transformers.test_split import problems_of
 from tests.ranks import Ranks
 
 ONE = build_schedule("sequential", microbatches=1)
@@ -79,15 +83,47 @@ def test_a_wrapper() -> None:
     assert "DataParallel has no config; allowed: a causal LM" in refusal(nn.DataParallel(tiny.build("mixtral")))
 
 
-def test_a_model_that_takes_images() -> None:
-    """The router's loss, which the model would compute of stand-ins, stands in the configuration of its text."""
+def takes_images() -> Any:
+    """Return a model of text and images with a router's loss, which stands in the configuration of its text."""
+    torch.manual_seed(3)
+    sizes = tiny.configuration("qwen3_moe", output_router_logits=True).to_dict()
+    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     config = transformers.Qwen3VLMoeConfig(
-        text_config={**tiny.configuration("qwen3_moe").to_dict(), "output_router_logits": True},
+        text_config=sizes,
         vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32},
     )
-    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    message = refusal(transformers.Qwen3VLMoeForConditionalGeneration(config))
-    assert "parameter model.visual.patch_embed.proj.weight belongs to Conv3d, which is not called" in message
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def test_a_model_that_takes_images() -> None:
+    message = refusal(takes_images())
+    assert "model.visual.patch_embed.proj.weight belongs to Conv3d, which a call with tokens alone does not" in message
+
+
+def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
+    """Train the text alone; the weights are read from a folder of the whole model."""
+    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
+    with torch.device("meta"):
+        empty = takes_images()
+    whole = takes_images()
+    for model in (empty, whole):
+        model.model.visual = None
+    program = build_schedule("1f1b", ranks=pp, microbatches=4)
+    stages = split_model(empty, program, mesh)
+    stages.load_pretrained(folder)
+    shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
+    every = [tiny.own_gradients(whole, {"input_ids": x}, y, 4, 1 / ep) for x, y in shards]
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    at = mesh["ep"].get_local_rank()
+    result = engine.step(shards[at][0], target=shards[at][1])
+    torch.testing.assert_close(list(result.losses), every[at][0] if result.losses else [], rtol=1e-5, atol=0)
+    return problems_of(stages, every[-1][1], 1e-5)
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2)])
+def test_text_of_a_model_that_takes_images(ranks2: Ranks, tmp_path: Path, pp: int, ep: int) -> None:
+    save_file(takes_images().state_dict(), tmp_path / "model.safetensors")
+    assert ranks2.run(_text, pp, ep, tmp_path) == [[]] * 2
 
 
 def test_quantised_weights() -> None:
@@ -161,7 +197,7 @@ def test_parameters_beside_the_layers() -> None:
     assert "parameter model.scale belongs to MixtralModel, which holds the layers" in refusal(model)
     del model.model.scale
     model.model.unused = nn.Linear(2, 2)
-    assert "parameter model.unused.weight belongs to Linear, which is not called" in refusal(model)
+    assert "model.unused.weight belongs to Linear, which a call with tokens alone does not use" in refusal(model)
 
 
 def _gradients(rank: int, size: int, folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
