@@ -214,7 +214,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
 
     def __init__(self, stages: Mapping[int, Blocks], placement: Placement, feed: Feed, *, grad: bool) -> None:
         self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad
-        self._seed = int(torch.randint(2**62, ())) if grad else 0
+        self._seed = int(torch.randint(2**62, (), device="cpu")) if grad else 0
 
     def __missing__(self, key: MicrobatchKey) -> Microbatch:
         number, index = key

@@ -197,8 +197,10 @@ class GroupedExperts(Experts):
         """Draw normal weights: all E experts, of which this rank keeps its own, so the seed alone gives the model."""
         mine = self.exchange.rank
         for weight in (self.gate_up, self.down):
+            where = "meta" if weight.is_meta else "cpu"
             for expert in range(self.experts):  # one draw each: normal_ fills in blocks, so parts would differ
-                drawn = torch.empty(weight.shape[1:], dtype=torch.float32).normal_(std=std, generator=generator)
+                drawn = torch.empty(weight.shape[1:], dtype=torch.float32, device=where)
+                drawn.normal_(std=std, generator=generator)
                 if expert // self.local_experts == mine:
                     weight[expert % self.local_experts].copy_(drawn)
 

@@ -132,8 +132,8 @@ class Rotary(nn.Module):
         self.register_buffer("table", self._build(torch.empty(0, dtype=dtype, device=device)), persistent=False)
 
     def _build(self, like: Tensor) -> Tensor:
-        frequency = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
-        angle = torch.outer(torch.arange(self.sequence, dtype=torch.float64), frequency)
+        frequency = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device="cpu") / self.size)
+        angle = torch.outer(torch.arange(self.sequence, dtype=torch.float64, device="cpu"), frequency)
         return torch.stack([angle.cos(), angle.sin()]).to(like.device, torch.promote_types(like.dtype, torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -256,7 +256,8 @@ class MoETransformer(nn.Sequential):
         for module in self.modules():
             match module:
                 case nn.Linear() | nn.Embedding():
-                    drawn = torch.empty(module.weight.shape, dtype=torch.float32)
+                    where = "meta" if module.weight.is_meta else "cpu"
+                    drawn = torch.empty(module.weight.shape, dtype=torch.float32, device=where)
                     module.weight.copy_(drawn.normal_(std=INIT_STD, generator=generator))
                 case GroupedExperts():
                     module.reset_parameters(generator, INIT_STD)

@@ -106,7 +106,7 @@ def encode(specs: Specs) -> Tensor:
         sizes = (*spec.shape, *[0] * (MOST_DIMS - len(spec.shape)))
         parts = spec.sharded, spec.whole
         fields += [_DTYPES.index(spec.dtype), int(spec.differentiable), *parts, len(spec.shape), *sizes]
-    return torch.tensor(fields + [0] * (_HEADER - len(fields)), dtype=torch.int64)
+    return torch.tensor(fields + [0] * (_HEADER - len(fields)), dtype=torch.int64, device="cpu")
 
 
 def decode(header: Tensor) -> Specs:
@@ -270,7 +270,7 @@ class Boundary:
         return Transfer(received, works)
 
     def _read(self, link: _Link) -> Specs:
-        header = torch.empty(_HEADER, dtype=torch.int64)
+        header = torch.empty(_HEADER, dtype=torch.int64, device="cpu")
         link.header.recv([header], link.header_peer, 0).wait(self.timeout)
         return decode(header)
 

@@ -261,7 +261,7 @@ def abort(group: Group) -> None:
     other = (gloo.rank() + 1) % gloo.size()
     for context in range(len(_interfaces()) or 1):  # gloo has one context for each interface; the tag chooses it
         with suppress(RuntimeError):
-            gloo.recv([torch.empty(1)], other, _ABORT_TAG + context).wait(timedelta(seconds=PROBE_S))
+            gloo.recv([torch.empty(1, device="cpu")], other, _ABORT_TAG + context).wait(timedelta(seconds=PROBE_S))
 
 
 def nccl_options(ctas: int | None) -> Any:
@@ -302,7 +302,7 @@ def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
 def gather_objects(group: Group, value: T) -> list[T]:
     """Return the picklable values of all ranks of a group on gloo, by rank."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in _gather(group, torch.tensor([len(mine)]))]
+    sizes = [int(size) for size in _gather(group, torch.tensor([len(mine)], device="cpu"))]
     padded = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
     return [
         pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(_gather(group, padded), sizes, strict=True)

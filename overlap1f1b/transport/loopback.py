@@ -57,7 +57,9 @@ class LoopbackExchange(Exchange):
             side_stream(device, "counts"),
         )
         pinned = device.type == "cuda"
-        self._slots = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(CHUNKS)]
+        self._slots = [
+            torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(CHUNKS)
+        ]
         self._free: list[Mark | None] = [None] * CHUNKS  # marks after which a slot may be written again
         self._next = 0
         self._again = 0.0  # how many more times each chunk is copied out

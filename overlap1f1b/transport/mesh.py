@@ -324,7 +324,7 @@ class Mesh:
         The function returns the same on all ranks. It raises a LostRankError if a rank failed, or did not answer within
         the limit.
         """
-        ends = torch.tensor([number, -number], dtype=torch.float64)
+        ends = torch.tensor([number, -number], dtype=torch.float64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         groups = iter(self._control.items())
@@ -376,7 +376,7 @@ class Mesh:
         Raises:
             LostRankError: A rank failed, or did not answer within the limit.
         """
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         for dimension, group in self._control.items():
             with _naming(dimension):
                 group.allreduce([total]).wait()
@@ -455,7 +455,7 @@ def grid_of(
             raise ValueError(
                 f"pipelines {lines} of ranks {column} that share experts; allowed: a grid, one rank of each"
             )
-    ranks = torch.tensor(lines).T  # [pp, ep]
+    ranks = torch.tensor(lines, device="cpu").T  # [pp, ep]
     names, groups = zip(*named, strict=True)
     return DeviceMesh.from_group(
         list(groups), device.type, mesh=ranks if len(named) == 2 else ranks.flatten(), mesh_dim_names=names

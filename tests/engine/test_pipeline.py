@@ -213,3 +213,23 @@ def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", SORTS)
 def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
+
+
+def _under_default_device(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    x, y = models.batch(3)
+    found = []
+    for device in ("cpu", "meta"):  # the latter stands for a GPU
+        model = models.build(choose=[models.top_k])
+        program = build_schedule("combined_1f1b", ranks=size, microbatches=3)
+        with torch.device(device):
+            engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, timeout=20)
+            loss = engine.mean_loss(engine.step(x, target=y))
+            norm = engine.clip_gradients(0.1)
+            engine.close()
+        found.append({"loss": torch.tensor(loss), "norm": norm, **models.gradients(model)})
+    return models.equal(*found)
+
+
+def test_what_ranks_tell_each_other_is_on_the_host_under_any_default_device(ranks2: Ranks) -> None:
+    assert ranks2.run(_under_default_device) == [[]] * 2

@@ -256,6 +256,13 @@ def test_a_model_made_without_memory_is_complete_after_reset() -> None:
     assert torch.equal(model.eval()(tokens()), MoETransformer(SMALL).eval()(tokens()))
 
 
+def test_values_are_those_of_the_cpu_under_another_default_device() -> None:
+    with torch.device("meta"):  # stands for a GPU
+        model = MoETransformer(SMALL, device="cpu")
+    assert states_equal(model, MoETransformer(SMALL))
+    assert torch.equal(model.eval()(tokens()), MoETransformer(SMALL).eval()(tokens()))
+
+
 def test_deviations() -> None:
     config = MoEConfig(layers=2, hidden=64, heads=2, experts=4, intermediate=96, shared_intermediate=80, dense_layers=1)
     for name, parameter in MoETransformer(config).named_parameters():

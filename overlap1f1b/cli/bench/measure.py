@@ -63,17 +63,26 @@ class Bench:
         options: From the command line.
         rank: This process.
         report: Function that is called with the name of each measurement as it begins.
+
+    Raises:
+        ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.
     """
 
     shared_costs = True
     """Whether all programs have the same nodes, so that one measurement of their costs serves them all."""
 
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
+        if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
+            raise ValueError(
+                f"--wire {options.wire} and --compute {options.compute} on {rank.device.type}; allowed: on a CPU alone "
+                "(CUDA_VISIBLE_DEVICES= hides GPUs)"
+            )
         self.options, self.rank, self.report = options, rank, report
         self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
-        self.inputs, self.target = Corpus.load(options.text, sequence=options.sequence).batch(
+        batch = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
+        self.inputs, self.target = (tokens.to(rank.device) for tokens in batch)
         self.real, self.loopback_rate = real_exchange(options, rank)
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)

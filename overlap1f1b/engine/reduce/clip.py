@@ -59,7 +59,7 @@ def clip(
     shards = [summed(grad) for grad in grads if isinstance(grad, DTensor)]
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
     square, double = mesh.sums(_square(whole) + _square_of_shards(shards), has_double)
-    norm = torch.tensor(math.sqrt(square), dtype=torch.float64 if double else torch.float32)
+    norm = torch.tensor(math.sqrt(square), dtype=torch.float64 if double else torch.float32, device="cpu")
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
         over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None

@@ -288,5 +288,5 @@ def _reseeded(state: Any, seed: int) -> Any:
     digest = hashlib.blake2b(state.numpy().tobytes() + seed.to_bytes(16, "big", signed=True), digest_size=7).digest()
     number = int.from_bytes(digest, "big")
     if state.numel() == 16:  # of CUDA: a seed and an offset, 8 bytes each
-        return torch.tensor([number, 0], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor([number, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.Generator().manual_seed(number).get_state()

@@ -77,7 +77,7 @@ def _adding(weight: Any) -> Callable[[Tensor, Tensor], Tensor | None]:
         kernels: Any = sys.modules[MODULE]
         kernels = kernels.fused_weight_gradient_mlp_cuda
         kernel = kernels.wgrad_gemm_accum_fp32 if main.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
-        kernel(rows, grad, main)
+        kernel(rows.contiguous(), grad.contiguous(), main)  # it reads memory without looking at strides
         return added_to_main(weight)
 
     return add

@@ -78,6 +78,10 @@ def _refuse(model: nn.Module) -> None:
         raise ValueError(f"{kind} has no config; allowed: a causal LM of transformers, as it was built or loaded")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder model; allowed: a causal LM, whose layers form one chain")
+    if len(devices := dict.fromkeys(map(str, (getattr(model, "hf_device_map", None) or {}).values()))) > 1:
+        raise ValueError(  # accelerate's hooks would move what layers are given, also when the layers have moved
+            f"{kind} has device_map over {', '.join(devices)}; allowed: one device, each rank moves its part to its own"
+        )
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{kind} has been split before, or has experts of this library; allowed: an unchanged model")
     if (quantised := _quantised(model)) is not None:

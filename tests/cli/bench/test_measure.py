@@ -1,13 +1,16 @@
-"""Gradients of two rows are equal only if torch.equal says so."""
+"""Gradients of two rows are equal only if torch.equal says so; what a benchmark computes is on the rank's device."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from overlap1f1b.cli.bench.measure import compare
+from overlap1f1b.cli.bench.measure import Bench, compare
+from overlap1f1b.cli.options import BenchOptions
+from overlap1f1b.cli.ranks import Rank
 
 NAN, INF = float("nan"), float("inf")
 
@@ -40,3 +43,20 @@ def test_the_last_bit_counts() -> None:
 def test_other_parameters_are_no_comparison() -> None:
     with pytest.raises(ValueError, match="zip"):
         compare([torch.ones(1)], [])
+
+
+def on_a_device(**options: Any) -> Bench:
+    """A benchmark on the device "meta", which stands for a GPU."""
+    return Bench(BenchOptions(ep=1, **options), Rank(0, 1, torch.device("meta"), None), lambda _: None)
+
+
+def test_the_batch_is_on_the_device_of_the_model() -> None:
+    bench = on_a_device()
+    assert {tensor.device.type for tensor in (bench.inputs, bench.target, *bench.model.parameters())} == {"meta"}
+
+
+@pytest.mark.parametrize("option", [{"wire": "1gbit"}, {"compute": "timed"}])
+def test_a_gpu_has_neither_a_wire_nor_timed_compute(option: dict[str, str]) -> None:
+    (name, value) = next(iter(option.items()))
+    with pytest.raises(ValueError, match=rf"--{name} {value}.*on meta; allowed: on a CPU alone"):
+        on_a_device(**option)

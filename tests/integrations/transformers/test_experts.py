@@ -139,6 +139,12 @@ def test_a_quantizer() -> None:
     assert "quantised weights (Int4Quantizer)" in refusal(model)
 
 
+def test_a_device_map() -> None:
+    model = tiny.build("mixtral")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, "lm_head": "cpu"}
+    assert "has device_map over 0, 1, cpu; allowed: one device" in refusal(model)
+
+
 def test_more_stages_than_layers() -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=5)
     assert refusal(tiny.build("mixtral"), program=program).startswith("4 layers for 5 stages")

@@ -122,14 +122,17 @@ def apply() -> None:
     multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
 
 
+def add_weight_gradient(rows: torch.Tensor, grad: torch.Tensor, main: torch.Tensor) -> None:
+    """Add a weight's gradient ``[O, I]`` as Apex's kernel does, which reads memory without looking at strides."""
+    dense_rows, dense_grad = (matrix.as_strided(matrix.shape, (matrix.shape[1], 1)) for matrix in (rows, grad))
+    main.add_(dense_grad.t() @ dense_rows)
+
+
 def fuse_weight_gradients() -> None:
     """Replace Apex's kernel of ``gradient_accumulation_fusion``: backwards add to ``main_grad`` (layers.py:569)."""
     from megatron.core.tensor_parallel import layers
 
-    def add(rows: torch.Tensor, grad: torch.Tensor, main: torch.Tensor) -> None:
-        main.add_(grad.t() @ rows)
-
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
     layers._grad_accum_fusion_available = True
 
 
