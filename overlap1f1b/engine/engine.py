@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
@@ -56,6 +57,8 @@ from overlap1f1b.transport.suspend import Forward, Kept
 DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
+LONE_STEPS = 4
+"""Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
 
 
@@ -68,8 +71,9 @@ class Engine:
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
-    The first two steps, on a GPU four, run serially and measure every node; then the plan is compiled, the same on all
-    ranks. In the first, whose times are not used, ``kernels="auto"`` compiles and chooses.
+    The first two steps, on a GPU four, run serially and measure every node; with a single microbatch there are three
+    more. Then the plan is compiled, the same on all ranks. In the first step, whose times are not used,
+    ``kernels="auto"`` compiles and chooses.
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
@@ -124,6 +128,7 @@ class Engine:
 
     saving: Saving | None = None
     """The checkpoint that is written in the background, or the last one."""
+    _measured: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured so far
     _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
     def __init__(
@@ -478,28 +483,30 @@ class Engine:
                 self.mesh.agree(calls(self.stages))
                 if self._check_parameters:
                     check_tensor_group(self.stages, self.mesh)
-            # 4. The times of the second step, on a device of a later one, are the costs of the plan to come.
+            # 4. The times of the second step, on a device of the fourth, are the costs of the plan to come.
             if looks:
                 self._adopt_exchanges()
             self._warm += 1
             if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
-                nodes, spans = plan.ranks[self.rank], played.result.overlap.spans
-                self._adopt_costs(
-                    measured_costs(
-                        nodes,
-                        spans,
-                        self.mesh,
-                        shared_links=self._shared_links,
-                        launches=self.player.launches,
-                        transfers=self.boundary.timed(self.mesh),
-                    )
-                )
+                self._adopt_costs(plan, played.result.overlap.spans)
             self._steps += 1
         return played
 
-    def _adopt_costs(self, costs: NodeCosts) -> None:
-        """Play by measured costs from the next step on, or measure another number of parts first."""
-        self.costs, choice = costs, self.parts_choice
+    def _adopt_costs(self, measured: Plan, spans: Sequence[Span]) -> None:
+        """Play by measured costs from the next step on, unless other steps or numbers of parts are measured first."""
+        steps, self._measured = (*self._measured, spans), ()
+        if self.program.microbatches == 1 and len(steps) < LONE_STEPS:
+            self._measured = steps
+            return
+        choice = self.parts_choice
+        self.costs = measured_costs(
+            measured.ranks[self.rank],
+            chain.from_iterable(steps),
+            self.mesh,
+            shared_links=self._shared_links,
+            launches=self.player.launches,
+            transfers=self.boundary.timed(self.mesh),
+        )
         if not choice.open:
             return
         before, best = choice.parts, choice.note(self._plans)

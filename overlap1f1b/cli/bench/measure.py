@@ -73,9 +73,9 @@ class Bench:
 
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
+            given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(
-                f"--wire {options.wire} and --compute {options.compute} on {rank.device.type}; allowed: on a CPU alone "
-                "(CUDA_VISIBLE_DEVICES= hides GPUs)"
+                f"{given} on {rank.device.type}; allowed: on a CPU alone (CUDA_VISIBLE_DEVICES= hides GPUs)"
             )
         self.options, self.rank, self.report = options, rank, report
         self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())

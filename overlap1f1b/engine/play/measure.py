@@ -56,7 +56,7 @@ def measured_costs(
     launches: Iterable[Span] = (),
     transfers: Mapping[CostKey, float] = MappingProxyType({}),
 ) -> NodeCosts:
-    """Return costs in seconds, the same on all ranks: of each node the median over microbatches.
+    """Return costs in seconds, the same on all ranks: of each node the median over microbatches and steps.
 
     A single compilation or allocation does not count in a median.
 
@@ -65,14 +65,16 @@ def measured_costs(
     costs what ``transfers`` says, or the time from its announcement to its arrival. A launch costs the median over
     blocks, too, on the slowest rank; ``launches`` has the times in which the thread launched nodes on a device.
     """
-    took = {span.node: span.end - span.start for span in spans}
+    took: dict[Node, list[float]] = {}
+    for span in spans:
+        took.setdefault(span.node, []).append(span.end - span.start)
     by_key: dict[CostKey, list[float]] = {}
     for node in nodes:
         if node.op is Op.RECEIVE:  # the receiver sees how long a transfer takes, from its announcement on
             sender = node._replace(op=Op.SEND, stage=node.stage + (-1 if node.kind is Kind.F else 1))
-            by_key.setdefault(cost_key(sender), []).append(took[node])
+            by_key.setdefault(cost_key(sender), []).extend(took[node])
         elif node.op is not Op.SEND:
-            by_key.setdefault(cost_key(node), []).append(took.get(node, 0.0))
+            by_key.setdefault(cost_key(node), []).extend(took.get(node, (0.0,)))
     mine: _Links = {key: (median(times),) for key, times in by_key.items()}
     mine |= {key: (seconds,) for key, seconds in transfers.items()}
     by_op: dict[tuple[Op, Kind], list[float]] = {}

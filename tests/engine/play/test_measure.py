@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from overlap1f1b.engine import Engine
+from overlap1f1b.engine.engine import LONE_STEPS
 from overlap1f1b.engine.play.measure import measured_costs
 from overlap1f1b.plan import Node, Op, Span, cost_key
-from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
+from tests import models
 
 
 @pytest.mark.parametrize(("kind", "sender", "receiver"), [(Kind.F, 0, 1), (Kind.I, 1, 0)])
@@ -27,6 +30,23 @@ def test_one_compilation_is_no_cost() -> None:
     nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in range(5)]
     spans = [Span(node, 10 * m, 10 * m + (9 if m == 0 else 2)) for m, node in enumerate(nodes)]
     assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[0]) == 2.0
+
+
+def test_a_node_takes_the_median_over_steps() -> None:
+    node = Node(Op.EXPERTS, Kind.F, 0, block=1)
+    spans = [Span(node, 10 * step, 10 * step + took) for step, took in enumerate((1, 9, 3))]
+    assert measured_costs([node], spans, Mesh(None), shared_links=False)(node) == 3.0
+
+
+def test_a_single_microbatch_is_measured_in_several_steps() -> None:
+    """The first step only warms up; with two microbatches the second one gives the costs."""
+    for microbatches, steps in ((1, 1 + LONE_STEPS), (2, 2)):
+        program = build_schedule("sequential", microbatches=microbatches)
+        engine = Engine(models.build(None), program, loss_fn=models.loss_fn)
+        x, target = models.batch(2)
+        for step in range(1, steps + 1):
+            engine.step(x, target=target)
+            assert (engine.costs is not None) == (step == steps)
 
 
 def test_a_launch_takes_the_median_over_microbatches_and_blocks() -> None:
