@@ -128,7 +128,7 @@ class Engine:
 
     saving: Saving | None = None
     """The checkpoint that is written in the background, or the last one."""
-    _measured: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured so far
+    _measured: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
     _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
     def __init__(
@@ -355,7 +355,7 @@ class Engine:
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._plans.costs = costs
+        self._plans.costs, self._measured = costs, ()
 
     @property
     def plan(self) -> Plan:
@@ -483,7 +483,8 @@ class Engine:
                 self.mesh.agree(calls(self.stages))
                 if self._check_parameters:
                     check_tensor_group(self.stages, self.mesh)
-            # 4. The times of the second step, on a device of the fourth, are the costs of the plan to come.
+            # 4. The times of the second step, on a device of the fourth, are the costs of the plan to come; with a
+            #    single microbatch three more steps count, too.
             if looks:
                 self._adopt_exchanges()
             self._warm += 1
@@ -492,21 +493,20 @@ class Engine:
             self._steps += 1
         return played
 
-    def _adopt_costs(self, measured: Plan, spans: Sequence[Span]) -> None:
+    def _adopt_costs(self, plan: Plan, spans: Sequence[Span]) -> None:
         """Play by measured costs from the next step on, unless other steps or numbers of parts are measured first."""
-        steps, self._measured = (*self._measured, spans), ()
-        if self.program.microbatches == 1 and len(steps) < LONE_STEPS:
-            self._measured = steps
+        self._measured += (spans,)
+        if self.program.microbatches == 1 and len(self._measured) < LONE_STEPS:
             return
-        choice = self.parts_choice
         self.costs = measured_costs(
-            measured.ranks[self.rank],
-            chain.from_iterable(steps),
+            plan.ranks[self.rank],
+            chain.from_iterable(self._measured),
             self.mesh,
             shared_links=self._shared_links,
             launches=self.player.launches,
             transfers=self.boundary.timed(self.mesh),
         )
+        choice = self.parts_choice
         if not choice.open:
             return
         before, best = choice.parts, choice.note(self._plans)

@@ -7,7 +7,7 @@ import pytest
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.engine import LONE_STEPS
 from overlap1f1b.engine.play.measure import measured_costs
-from overlap1f1b.plan import Node, Op, Span, cost_key
+from overlap1f1b.plan import Node, NodeCosts, Op, Span, cost_key
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
@@ -47,6 +47,19 @@ def test_a_single_microbatch_is_measured_in_several_steps() -> None:
         for step in range(1, steps + 1):
             engine.step(x, target=target)
             assert (engine.costs is not None) == (step == steps)
+
+
+def test_steps_from_before_costs_were_set_do_not_count() -> None:
+    engine = Engine(models.build(None), build_schedule("sequential", microbatches=1), loss_fn=models.loss_fn)
+    x, target = models.batch(2)
+    for _ in range(LONE_STEPS):  # one less than needed
+        engine.step(x, target=target)
+    for costs in (NodeCosts(), None):
+        engine.costs = costs
+    for _ in range(LONE_STEPS):
+        assert engine.costs is None
+        engine.step(x, target=target)
+    assert engine.costs is not None
 
 
 def test_a_launch_takes_the_median_over_microbatches_and_blocks() -> None:
