@@ -15,7 +15,7 @@ from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
-from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
+from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
 from overlap1f1b.integrations.megatron.state import ModuleState
 from overlap1f1b.integrations.megatron.step import ChunkStep
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
@@ -51,6 +51,7 @@ class Chunk(MicrobatchBlock):
         self.step: ChunkStep | None = None
         self._dispatchers = dispatchers_of(model) if exchanges else []
         self.state = ModuleState(model) if self._dispatchers else None
+        self._overlapped = overlapped_of(model)
         self._linears = linears_of(model)
         self.apart = [layer.weight for layer in self._linears]
         self._delayed = delayed_of(model)
@@ -61,7 +62,8 @@ class Chunk(MicrobatchBlock):
     def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         changed = (
-            exchanging(self._dispatchers, self.device),
+            exchanging(self._dispatchers),
+            on_one_stream(self._overlapped, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),
         )

@@ -22,6 +22,7 @@ METHODS = ("token_dispatch", "token_combine")
 """Methods of the dispatcher that exchange rows along "ep", and do nothing else with them."""
 MODULE = "megatron.core.transformer.moe.token_dispatcher"
 SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts"
+SHARED_KIND = "SharedExpertMLP"
 ORDER = "set_tensor_grad_fn_sequence_sr"
 """Function of :data:`SHARED_EXPERTS` that changes when autograd runs a node, by the number that tells its age."""
 
@@ -39,31 +40,42 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     return [one for one in held if kinds & {kind.__name__ for kind in type(one).__mro__}]
 
 
-def exchanging(dispatchers: Iterable[Any], device: torch.device) -> Iterator[Replacement]:
+def exchanging(dispatchers: Iterable[Any]) -> Iterator[Replacement]:
     """Yield what lets dispatchers exchange rows by :func:`exchange`: tokens and probabilities together.
 
     Flex dispatchers call their library by :func:`exchange_by`. Of Megatron-Core's modules only the functions by which
     they do so change, and one that orders autograd's nodes, which does nothing; else only these instances.
-
-    On a GPU shared experts with ``moe_shared_expert_overlap`` compute on the current stream: memory of their own stream
-    is safe only while one microbatch is open, and weight gradients are computed on the current stream.
     """
     by_kind: dict[bool, list[Any]] = {True: [], False: []}
     for dispatcher in dispatchers:
-        if streams.is_queued(device) and (shared := getattr(dispatcher, "shared_experts", None)) is not None:
-            yield vars(shared), "stream", torch.cuda.current_stream(device)
         by_kind[any(kind.__name__ == FLEX for kind in type(dispatcher).__mro__)].append(dispatcher)
     for dispatcher in by_kind[False]:
         for name in METHODS:
             yield vars(dispatcher), name, _collecting(getattr(dispatcher, name))
-    module = sys.modules.get(SHARED_EXPERTS)
-    if by_kind[False] and hasattr(module, ORDER):
-        yield vars(module), ORDER, lambda *_: None
+    shared = sys.modules.get(SHARED_EXPERTS)
+    if by_kind[False] and hasattr(shared, ORDER):
+        yield vars(shared), ORDER, lambda *_: None
     module = sys.modules.get(MODULE)
     for name in LIBRARIES if by_kind[True] else ():
         function = getattr(module, name, None)
         if function is not None and not isinstance(function, _ByLibrary):  # another chunk may have changed it
             yield vars(module), name, _ByLibrary(function, by_kind[True][0].tp_ep_group)
+
+
+def overlapped_of(model: nn.Module) -> list[Any]:
+    """Return the shared experts of a model that have a stream of their own, by ``moe_shared_expert_overlap``."""
+    shared = (one for one in model.modules() if SHARED_KIND in {kind.__name__ for kind in type(one).__mro__})
+    return [one for one in shared if getattr(one, "stream", None) is not None]
+
+
+def on_one_stream(shared: Iterable[Any], device: torch.device) -> Iterator[Replacement]:
+    """Yield what lets shared experts compute on the current stream of a GPU.
+
+    Memory of their own stream is safe only while one microbatch is open, and weight gradients are computed on the
+    current stream.
+    """
+    for one in shared if streams.is_queued(device) else ():
+        yield vars(one), "stream", torch.cuda.current_stream(device)
 
 
 class _ByLibrary:
