@@ -211,13 +211,13 @@ def _is_copied(tensor: Tensor, mesh: Mesh) -> bool:
 def _sampled(tensor: Tensor) -> Tensor:
     """Return up to 64 entries, evenly spread, in float64."""
     flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    places = torch.linspace(0, max(0, flat.numel() - 1), min(64, flat.numel()), dtype=torch.float64).long()
-    return flat[places].double().cpu()
+    last, count = max(0, flat.numel() - 1), min(64, flat.numel())
+    return flat[torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()].double().cpu()
 
 
 def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:
     """Return ``[ranks, entries]``, with zeros for ranks that have no gradient."""
-    known = next((grad for grad in grads if grad is not None), torch.zeros(0))
+    known = next((grad for grad in grads if grad is not None), torch.zeros(0, device="cpu"))
     return torch.stack([torch.zeros_like(known) if grad is None else grad for grad in grads])
 
 

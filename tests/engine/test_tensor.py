@@ -830,3 +830,9 @@ def test_linear_layers_split_over_the_ranks_of_the_experts_are_refused(
 def test_entries_of_large_gradients_are_compared() -> None:
     """In float32 the last index would be rounded up."""
     assert _sampled(torch.zeros(2**24 + 4)).shape == (64,)
+
+
+def test_entries_are_taken_on_the_host_under_another_default_device() -> None:
+    with torch.device("meta"):  # stands for a GPU
+        found = _sampled(torch.arange(127, device="cpu"))
+    assert found.tolist() == list(range(0, 127, 2))
