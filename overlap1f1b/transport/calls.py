@@ -192,6 +192,10 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
         function: The library's exchange; called with tensors without a history.
         tensors: Sent tensors, which are taken out of the list.
         group: Ranks of the exchange, all of which play the same plan.
+
+    Raises:
+        ValueError: No tensor requires a gradient, and the engine hides the library's exchanges, which the first step
+            has made with one each.
     """
     forward, splits = Forward.running(), LibrarySplits(function)
     if forward is not None and forward.hides(tensors, splits, group):

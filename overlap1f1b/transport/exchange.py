@@ -341,6 +341,8 @@ def _all_to_all(
 ) -> dist.Work | None:
     """Call a group as ``torch.distributed.all_to_all_single`` does; ``at_once`` on the current stream.
 
+    ``splits`` are the rows from each rank and the rows to each rank, or two empty lists for equal parts.
+
     After an error torch's function asks which backend the group has. It does not know groups of :class:`Groups`, and so
     would raise another error, from which nobody learns that a rank was lost.
     """

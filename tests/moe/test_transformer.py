@@ -256,7 +256,7 @@ def test_a_model_made_without_memory_is_complete_after_reset() -> None:
     assert torch.equal(model.eval()(tokens()), MoETransformer(SMALL).eval()(tokens()))
 
 
-def test_values_are_those_of_the_cpu_under_another_default_device() -> None:
+def test_values_are_the_same_under_another_default_device() -> None:
     with torch.device("meta"):  # stands for a GPU
         model = MoETransformer(SMALL, device="cpu")
     assert states_equal(model, MoETransformer(SMALL))

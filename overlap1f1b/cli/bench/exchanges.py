@@ -109,13 +109,13 @@ class Replay:
         width = max((sum(s.send) for s in sizes), default=0)
         self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
         # Else compute of another thread would wait for the exchanges, and they for it.
-        self._current = torch.cuda.Stream(device) if streams.is_queued(device) else None
+        self._stream = torch.cuda.Stream(device) if streams.is_queued(device) else None
 
     def run(self) -> float:
         """Return the seconds from the first launch to the last arrival."""
         start = time.perf_counter()
         flying: deque[Transfer[Tensor]] = deque()
-        with nullcontext() if self._current is None else torch.cuda.stream(self._current):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for size in self.sizes:
                 if len(flying) == self.depth:
                     flying.popleft().finish()

@@ -255,9 +255,9 @@ def split_model(
         The stages of this rank by their number.
 
     Raises:
-        ValueError: The model is dense, quantised or an encoder-decoder; its experts or layers are not recognised; there
-            are more stages than layers; the experts are not divisible by the ranks; experts for the engine have an
-            adapter; or its config asks for hidden states or attentions of layers.
+        ValueError: The model is dense, quantised, on several devices or an encoder-decoder; its experts or layers are
+            not recognised; there are more stages than layers; the experts are not divisible by the ranks; experts for
+            the engine have an adapter; or its config asks for hidden states or attentions of layers.
     """
     # 1. Find layers and experts, and the modules around the layers.
     model = unwrapped(model)
