@@ -458,7 +458,7 @@ class Engine:
         with (
             self.guarded(lambda: self._at(plan)),
             contextlib.nullcontext() if self.player.recorder is None else self.player.recorder.step(),
-            choosing(blocks) if first else contextlib.nullcontext(),
+            choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
         ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
