@@ -39,8 +39,9 @@ class Kernels:
     only while the object is :attr:`open`: an :class:`~overlap1f1b.engine.Engine` closes it at the end of its first
     step, whose times are no costs, so that no later step compiles or waits; a class that is new then runs by the twin.
     Ranks may choose differently: an op exchanges nothing, positions of rows are integers and equal for both choices,
-    and sums differ only by rounding. Two models are bit-equal if they share one object, or have the same ``choice``
-    other than ``"auto"``.
+    and sums differ only by rounding. Where ranks compute the same, in a tensor group, roundings would choose other
+    experts and drive copies of parameters apart: there an engine lets ``"auto"`` be torch. Two models are bit-equal if
+    they share one object, or have the same ``choice`` other than ``"auto"``.
 
     The twin runs without the package triton, on a CPU (except with ``"triton"`` and ``TRITON_INTERPRET=1``, for tests),
     for float64, and with ``"auto"`` for empty tensors.
@@ -107,8 +108,7 @@ def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
 @contextmanager
 def choosing(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let the kernels of these models choose in the body, and never after it."""
-    found = [getattr(module, "kernels", None) for model in models for module in model.modules()]
-    held = [kernels for kernels in found if isinstance(kernels, Kernels)]
+    held = _kernels_of(models)
     for kernels in held:
         kernels.open = True
     try:
@@ -116,6 +116,18 @@ def choosing(models: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for kernels in held:
             kernels.open = False
+
+
+def choose_nothing(models: Iterable[nn.Module]) -> None:
+    """Let ``"auto"`` of these models' kernels be torch, whatever they have chosen before."""
+    for kernels in _kernels_of(models):
+        kernels.open = False
+        kernels.chosen.clear()
+
+
+def _kernels_of(models: Iterable[nn.Module]) -> list[Kernels]:
+    found = [getattr(module, "kernels", None) for model in models for module in model.modules()]
+    return [kernels for kernels in found if isinstance(kernels, Kernels)]
 
 
 def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -102,6 +102,8 @@ def _route(
         score = tl.sigmoid(x)
     tl.store(scores + place, score, mask=inside)
     choice = tl.where(real, score + tl.load(bias + expert, mask=expert < E, other=0.0)[None, :], low)
+    # Like torch, take what is not a number for the largest: no comparison finds it, but padding behind the experts.
+    choice = tl.where(choice >= low, choice, float("inf"))
     if TOP_GROUPS < GROUPS:
         size = E // GROUPS
         group = expert // size

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import (
@@ -457,7 +458,7 @@ class Engine:
         with (
             self.guarded(lambda: self._at(plan)),
             contextlib.nullcontext() if self.player.recorder is None else self.player.recorder.step(),
-            choosing(blocks) if first else contextlib.nullcontext(),
+            choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
         ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
@@ -547,13 +548,20 @@ class Engine:
                 return self._play_nodes(plan, make_feed(), grad=grad)
 
     def _check_filled(self) -> None:
+        device = next(iter(self.stages.values())).device
         for stage in self.stages.values():
             for block, place in zip(stage.blocks, stage.names, strict=True):
-                empty = next((name for name, p in block.named_parameters() if p.is_meta), None)
-                if empty is not None:
-                    raise ValueError(
-                        f"{empty} of {place} is on the meta device in a step; allowed: parameters with values"
-                    )
+                for name, parameter in block.named_parameters():
+                    if parameter.is_meta:
+                        raise ValueError(
+                            f"{name} of {place} is on the meta device in a step; allowed: parameters with values"
+                        )
+                    # The engine takes the streams and random numbers of one device. FSDP2 may keep shards on another.
+                    if parameter.device != device and not isinstance(parameter, DTensor):
+                        raise ValueError(
+                            f"{name} of {place} is on {str(parameter.device)!r}, in an Engine for a model on "
+                            f"{str(device)!r}; allowed: a model that is on one device before its Engine is made"
+                        )
 
     def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
         nodes, placement = plan.ranks[self.rank], self.program.placement

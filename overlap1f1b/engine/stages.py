@@ -16,6 +16,7 @@ from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.blocks import blocks_of
 from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
@@ -141,6 +142,8 @@ def stages_of(
         }
     for stage in stages.values():
         _check_groups(stage, mesh)
+        if mesh.group("tp") is not None:
+            choose_nothing(stage.blocks)
     return stages, sharding
 
 

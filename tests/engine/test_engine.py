@@ -341,6 +341,12 @@ def test_bad_input_is_named() -> None:
     message = r"^weight of block 0 \(Embedding\) is on the meta device in a step; allowed: parameters with values"
     with pytest.raises(ValueError, match=message):
         step(models.build().to("meta"), program, 1, data)
+    late = models.build().to("meta")
+    engine = Engine(late, program, loss_fn=models.loss_fn)
+    late.to_empty(device="cpu")
+    message = r"^weight of block 0 \(Embedding\) is on 'cpu', in an Engine for a model on 'meta'; allowed"
+    with pytest.raises(ValueError, match=message):
+        engine.step(data[0], target=data[1])
     frozen = models.build().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         step(frozen, program, 1, data)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.kernels import choice
@@ -16,6 +19,7 @@ from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import pack_places, place_slots
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from tests.kernels.against import DEVICE
+from tests.ranks import Ranks
 
 CONFIG = MoEConfig(vocabulary=11, layers=2, hidden=32, heads=2, experts=6, intermediate=12, sequence=8, kernels="torch")
 
@@ -105,6 +109,37 @@ def test_nothing_is_timed_after_the_first_step_of_an_engine(timed: list[Any]) ->
     assert kernels.uses_triton(take_rows, *given)  # a choice stays
     Engine(model, build_schedule("sequential", microbatches=2), loss_fn=loss_fn).step(inputs, target=labels)
     assert len(timed) == 4
+
+
+def _in_a_tensor_group(rank: int, size: int) -> list[bool]:
+    """Whether Triton runs an op in each microbatch, though it has been chosen before."""
+    inputs, labels = torch.randint(11, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "kernels": "auto"}))
+    kernels: Kernels = model[1].mlp.experts.kernels
+    given = claimed(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    used: list[bool] = []
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        used.append(kernels.uses_triton(take_rows, *given))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    with (
+        patch.object(choice, "_faster", lambda op, args: "triton"),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.object(torch.cuda, "device_of", lambda tensor: nullcontext()),
+    ):
+        assert kernels.uses_triton(take_rows, *given)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        program = build_schedule("sequential", microbatches=2)
+        with Engine(model, program, mesh=mesh, loss_fn=loss_fn) as engine:
+            engine.evaluate(inputs, target=labels)
+            engine.step(inputs, target=labels)
+    return used
+
+
+def test_ranks_that_compute_the_same_do_not_choose_apart(ranks2: Ranks) -> None:
+    pytest.importorskip("triton")
+    assert ranks2.run(_in_a_tensor_group) == [[False] * 4] * 2
 
 
 def test_what_is_timed_adds_to_a_copy(timed: list[Any]) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 
@@ -57,3 +63,38 @@ def test_of_equal_scores_the_first_is_chosen() -> None:
         indices, weights, _ = Kernels("triton")(route_tokens, logits, torch.zeros(10, device=DEVICE), rule)
         assert indices.tolist() == [[0, 1, 2, 3]] * 3
         assert (weights == weights[0, 0]).all()
+
+
+@contextmanager
+def comparing() -> Iterator[None]:
+    """Let the interpreter find the largest as a GPU does, by comparisons, which are false for a NaN; numpy finds it."""
+    from triton.language import int32, standard
+    from triton.runtime.interpreter import ReduceOps
+
+    plain = ReduceOps.apply_impl
+
+    def apply(self: Any, input: Any) -> Any:
+        if self.combine_fn != standard._argmax_combine_tie_break_left:
+            return plain(self, input)
+        values = input[0].handle.data
+        best, place = values[:, 0], np.zeros(len(values), dtype=np.int32)
+        for column in range(1, values.shape[1]):
+            stays = best >= values[:, column]
+            best, place = np.where(stays, best, values[:, column]), np.where(stays, place, column)
+        return self.to_tensor(best, input[0].dtype), self.to_tensor(place.astype(np.int32), int32)
+
+    with patch.object(ReduceOps, "apply_impl", apply):
+        yield
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("E", "rule"), RULES)
+def test_a_token_whose_scores_are_no_numbers_has_experts(E: int, rule: Rule) -> None:
+    logits = draw(3, E)
+    logits[1], logits[2, E // 2] = float("nan"), float("nan")
+    args = logits, torch.zeros(E, device=DEVICE), rule
+    with comparing() if DEVICE == "cpu" else nullcontext():
+        indices, weights, _ = Kernels("triton")(route_tokens, *args)
+    expected, twins, _ = route_tokens(*args)
+    assert torch.equal(indices, expected)
+    assert torch.equal(weights.isnan(), twins.isnan())

@@ -42,12 +42,11 @@ def watch_of(device: torch.device) -> Watch | None:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    return Watch(
-        stamp,
-        lambda a, b: a.elapsed_time(b) / 1e3,
-        lambda: torch.cuda.synchronize(device),
-        lambda: torch.cuda._sleep(HOLD_CYCLES),
-    )
+    def hold() -> None:
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # else the thread's own device sleeps
+            torch.cuda._sleep(HOLD_CYCLES)
+
+    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, lambda: torch.cuda.synchronize(device), hold)
 
 
 class StepTimes:

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.play.device import Carveout, Watch
+from overlap1f1b.engine.play.device import Carveout, Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
+from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -150,6 +151,26 @@ def test_costs_are_measured_over_the_loopback() -> None:
     assert measured.costs is not None
     rows = [node for node in measured.plan.nodes if node.op is Op.DISPATCH]
     assert all(measured.costs.by_node[cost_key(node)] >= sizes / 1e6 for node in rows)  # type: ignore[operator]
+
+
+def test_the_device_of_the_model_sleeps_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+    asleep: list[list[object]] = []
+
+    @contextmanager
+    def within(stream: object) -> Iterator[None]:
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(streams, "is_queued", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(list(entered)))
+    watch = watch_of(torch.device("cuda", 1))
+    assert watch is not None
+    watch.hold()
+    assert asleep == [["the stream of cuda:1"]]
 
 
 def test_compute_leaves_multiprocessors_to_exchanges_in_flight() -> None:
