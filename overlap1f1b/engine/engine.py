@@ -533,7 +533,7 @@ class Engine:
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
         if not self._steps:
-            self._check_filled()
+            self._check_devices()
         if self._capacity.factor is None:
             return self._play_nodes(plan, make_feed(), grad=grad)
         with self._capacity.undoing(self.parameters() if grad else ()) as undo:
@@ -547,7 +547,7 @@ class Engine:
             with self._capacity.exact():
                 return self._play_nodes(plan, make_feed(), grad=grad)
 
-    def _check_filled(self) -> None:
+    def _check_devices(self) -> None:
         device = next(iter(self.stages.values())).device
         for stage in self.stages.values():
             for block, place in zip(stage.blocks, stage.names, strict=True):

@@ -412,8 +412,8 @@ class BlockRun:
                 foreign.library_stands = True
             elif library and self.foreign and not foreign.library_stands:
                 raise ValueError(
-                    f"{self.name} exchanges rows without a gradient by a library; "
-                    "allowed: with one, as in the first step"
+                    f"{self.name} exchanges rows by a library without a gradient, and with one in the first step; "
+                    "allowed: the same in every step"
                 )
             return False
         if self.seen is not None:

@@ -37,8 +37,8 @@ def test_overlapped_shared_experts_compute_on_the_stream_of_the_step(
     monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     """Weight gradients are computed on this stream, whether or not several ranks share the routed experts."""
-    model, step = Model(), Any
-    chunk = Chunk(model, stage=0, last=True, exchanges=exchanges)
+    model = Model()
+    chunk, step = Chunk(model, stage=0, last=True, exchanges=exchanges), SimpleNamespace()
     with chunk.stepping(step):
         assert model.overlapped.stream == "their own"
     monkeypatch.setattr(streams, "is_queued", lambda device: True)
