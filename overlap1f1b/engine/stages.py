@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.reduce.tied import ties_in
-from overlap1f1b.engine.run.blocks import blocks_of
+from overlap1f1b.engine.run.model import blocks_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts

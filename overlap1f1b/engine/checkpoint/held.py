@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.checkpoint.tensors import Slice
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
-from overlap1f1b.engine.run.blocks import marked_as_slice
+from overlap1f1b.engine.run.model import marked_as_slice
 from overlap1f1b.moe import Experts
 from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.mesh import DIMENSIONS

@@ -22,7 +22,7 @@ _OTHERS = {"torch", "overlap1f1b", "builtins", "functools", "logging", "threadin
 class ModuleAttributes:
     """Attributes that a block's forward sets on its modules, and on objects that the modules hold.
 
-    It implements :class:`~overlap1f1b.engine.run.blocks.CarriedState`. While it learns which attributes change, it
+    It implements :class:`~overlap1f1b.engine.run.model.CarriedState`. While it learns which attributes change, it
     compares all of them at every exchange; later only the attributes that have changed.
 
     Attributes:

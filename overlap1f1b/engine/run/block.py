@@ -29,9 +29,9 @@ from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.blocks import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.crossing import CrossingMode
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
+from overlap1f1b.engine.run.model import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op

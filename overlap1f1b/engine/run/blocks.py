@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from operator import is_
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
-from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
+from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import eager, functions_cross
+from overlap1f1b.engine.run.model import (
+    CarriedState,
+    blocks_of,
+    is_compiled,
+    marked_as_slice,
+    options_of,
+    refuse_wrappers,
+)
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
+from overlap1f1b.engine.run.uses import ParameterUses
+from overlap1f1b.engine.run.weights import SplitForward, SplitProduct, splits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
@@ -39,105 +48,6 @@ from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
-
-
-class CarriedState(Protocol):
-    """State that a forward keeps on attributes of modules: a suspended forward must take it along."""
-
-    def begin(self, seed: int | None) -> None:
-        """Prepare for a new forward, whose random numbers follow from a seed."""
-
-    def leave(self) -> Any:
-        """Take off what the running forward has put on, and return it."""
-
-    def enter(self, carried: Any) -> None:
-        """Put it on again."""
-
-
-class MicrobatchBlock(nn.Module):
-    """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
-
-    In ``microbatch.memo`` the blocks of a stage share what they compute once a microbatch, such as masks and rotary
-    embeddings, under keys of their own choice. ``microbatch.target`` is the target of the loss. A forward that runs
-    without an engine gets ``microbatch=None``.
-
-    Attributes:
-        input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
-            names, in which None stands for an input that is not given. Any block may return None to pass it on.
-        state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
-        apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
-        delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
-        whole: Layers whose weight gradients are not computed apart, as their backward runs inside the forward.
-        keeps: Whether it keeps its activations, whatever is computed again in other blocks.
-    """
-
-    input_names: tuple[str, ...] = ()
-    state: CarriedState | None = None
-    apart: Collection[nn.Parameter] = ()
-    delays: bool = False
-    whole: Collection[nn.Module] = ()
-    keeps: bool = False
-
-
-def options_of(block: nn.Module) -> MicrobatchBlock | type[MicrobatchBlock]:
-    """Return what has a block's attributes: itself, or the class with its defaults for one of another class."""
-    return block if isinstance(block, MicrobatchBlock) else MicrobatchBlock
-
-
-class ParameterUses:
-    """The segments that use the parameters of each block, as its first forward has shown.
-
-    Args:
-        apart: For each block the weights whose gradients its layers leave to a queue.
-
-    Attributes:
-        apart: The same, without weights that no layer uses in this way.
-        first: For each block the first segment that uses a parameter.
-        several: For each block the parameters of ``apart`` that are used in several segments or in another way, too.
-        known: Blocks that have run forward.
-    """
-
-    def __init__(self, apart: Sequence[set[nn.Parameter]]) -> None:
-        self.apart = list(apart)
-        self.first: list[dict[nn.Parameter, int]] = [{} for _ in apart]
-        self.several: list[set[nn.Parameter]] = [set() for _ in apart]
-        self._entering: list[set[nn.Parameter]] = [set() for _ in apart]
-        self._left: list[set[nn.Parameter]] = [set() for _ in apart]
-        self.known: set[int] = set()
-
-    def watches(self, block: int) -> bool:
-        """Return whether the first segment of a block has to be watched."""
-        return block not in self.known or bool(self._entering[block])
-
-    def settle(self) -> None:
-        """Treat weights that no layer has left to a queue as any other parameter, from the next step on.
-
-        Within a step the way of a gradient must not change: microbatches would be added in another order.
-        """
-        for block in self.known:
-            idle = self.apart[block] - self._left[block]
-            self.first[block] |= dict.fromkeys(idle & self._entering[block], 0)
-            for known in (self.apart[block], self.several[block], self._entering[block]):
-                known.difference_update(idle)
-
-    def leaves(self, block: int, weight: nn.Parameter, segment: int) -> None:
-        """Note that a layer in a segment leaves the gradient of its weight to a queue."""
-        self._left[block].add(weight)
-        if self.first[block].setdefault(weight, segment) != segment:
-            self.several[block].add(weight)
-
-    def enters(self, block: int, parameter: nn.Parameter, segment: int) -> None:
-        """Note that a parameter enters a segment of a block, because it is used in other places, too."""
-        if not segment:
-            self._entering[block].add(parameter)
-        if parameter in self.apart[block]:
-            self.several[block].add(parameter)
-
-    def forget(self, block: int) -> None:
-        """Forget a block, which is cut in another way from now on."""
-        self.known.discard(block)
-        for known in (self.first[block], self.several[block], self._entering[block]):
-            known.clear()
 
 
 class Dropped(NamedTuple):
@@ -212,11 +122,7 @@ class Blocks:
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
         self.linears = [
-            [
-                m
-                for m in block.modules()
-                if _splits(m) and m.weight not in self.tied and m not in options_of(block).whole
-            ]
+            [m for m in block.modules() if splits(m) and m.weight not in self.tied and m not in options_of(block).whole]
             for block in self.blocks
         ]
         """Layers of each block whose weight gradients are computed apart."""
@@ -264,7 +170,7 @@ class Blocks:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def _find_parameters(self) -> None:
-        _refuse_wrappers(self.blocks, self.names)
+        refuse_wrappers(self.blocks, self.names)
         first: dict[nn.Parameter, int] = {}
         for index, name in enumerate(self.names):
             for experts in self.experts_of(index):
@@ -371,7 +277,7 @@ class Blocks:
             if not exchanges:
                 continue
             self.foreign.hidden[block] = exchanges
-            if _compiled(self.blocks[block]):
+            if is_compiled(self.blocks[block]):
                 warnings.warn(
                     f"torch.compile of {self.names[block]} does nothing in an engine: a block that exchanges rows by "
                     "itself runs eagerly there; allowed: a block that calls Experts",
@@ -461,9 +367,9 @@ class Blocks:
             yield attributes, "forward", uncompiled(experts.forward)
             yield attributes, "capacity", self.capacity
             yield attributes, "parts", self.parts
-            yield attributes, "product", uncompiled(_SplitProduct(self, experts))
+            yield attributes, "product", uncompiled(SplitProduct(self, experts.kernels if self.adds_to_main else None))
         for linear in (m for linears in self.linears for m in linears):
-            yield vars(linear), "forward", uncompiled(_SplitForward(self, linear))
+            yield vars(linear), "forward", uncompiled(SplitForward(self, linear))
         for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
             yield vars(carrier), "loss_scale", loss_scale
 
@@ -472,101 +378,3 @@ class Blocks:
 def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
     with one, other:
         yield
-
-
-def _compiled(block: nn.Module) -> bool:
-    """Return whether anything of a block is under ``torch.compile``."""
-    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in block.modules())
-
-
-class _SplitForward:
-    """The forward of an ``nn.Linear`` that leaves its weight gradient to the queue in force."""
-
-    def __init__(self, blocks: Blocks, linear: nn.Linear) -> None:
-        self.blocks, self.linear = blocks, linear
-
-    def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self.linear.weight, self.linear.bias
-        # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no Function.
-        plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
-        if plain or torch._C._are_functorch_transforms_active():
-            return F.linear(input, weight, bias)
-        return split_linear(input, (weight,), bias, self.blocks.queue, self.blocks.anchor)
-
-
-class _SplitProduct:
-    """The grouped product of experts that leaves its weight gradient to the queue in force."""
-
-    def __init__(self, blocks: Blocks, experts: Experts) -> None:
-        self.blocks = blocks
-        self.kernels = experts.kernels if blocks.adds_to_main else None
-
-    def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return split_grouped_mm(
-            rows,
-            (weight,),
-            counts,
-            self.blocks.queue,
-            self.kernels,
-            self.blocks.anchor if weight.requires_grad else None,
-        )
-
-
-def _splits(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
-    return (
-        type(module).forward is nn.Linear.forward
-        and "forward" not in module.__dict__
-        and (weight := module._parameters.get("weight")) is not None
-        and weight.requires_grad
-        and not weight.is_complex()
-    )
-
-
-def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
-
-    Raises:
-        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out.
-    """
-    if not isinstance(model, nn.Module):
-        return list(model)
-    if isinstance(blocks := model.__dict__.get("blocks"), list):
-        return list(blocks)
-    if type(model).forward is not nn.Sequential.forward:
-        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
-    if own := own_call(model):
-        raise ValueError(
-            f"a model of type {type(model).__name__} with {own}; "
-            "allowed: hooks on its blocks, list(model) to leave it out, or [model] as one block"
-        )
-    # Not children(), which leaves out a module's second place.
-    return [block for block in model._modules.values() if block is not None]
-
-
-def _refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
-    for block, name in zip(blocks, names, strict=True):
-        for module in block.modules():
-            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-                kind = type(module).__name__
-                raise ValueError(f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks")
-
-
-def marked_as_slice(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is marked as an expert's, of which each rank along "ep" has others."""
-    return getattr(parameter, "allreduce", True) is False and not isinstance(parameter, DTensor)
-
-
-def own_call(module: nn.Module) -> str | None:
-    """Return the name of something that a module's call does beside the forward of its class; None for nothing.
-
-    Hooks of FSDP2 do not count, since the engine does their work, nor torch's global hooks, which run for the blocks.
-    """
-    if "forward" in vars(module):
-        return "a forward of its own"
-    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
-        hooks = getattr(module, f"_{kind}").values()
-        if any(not hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks):
-            return f"{kind} of its own".replace("_", " ")
-    return None

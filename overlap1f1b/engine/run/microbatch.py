@@ -83,7 +83,7 @@ class Microbatch:
         self.tied: Gradients = {}
         """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""
         self.memo: dict[object, Any] = {}
-        """Values that blocks share, see :class:`~overlap1f1b.engine.run.blocks.MicrobatchBlock`."""
+        """Values that blocks share, see :class:`~overlap1f1b.engine.run.model.MicrobatchBlock`."""
 
     @property
     def output(self) -> Tensor | OptionalTensors | None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
-from overlap1f1b.engine.run.blocks import own_call
 from overlap1f1b.engine.run.microbatch import Tensors, tensors
+from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
 from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
 from overlap1f1b.plan import NodeCosts, Overlap

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.engine.run.blocks import Blocks, MicrobatchBlock
+from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of

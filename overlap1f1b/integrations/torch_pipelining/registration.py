@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
-from overlap1f1b.engine.run.blocks import own_call
+from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.moe import Experts
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from overlap1f1b.engine import Engine, Feed, StepResult
-from overlap1f1b.engine.run.blocks import MicrobatchBlock
 from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.schedule import Program
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from inspect import signature
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils.operations import convert_to_fp32, recursively_apply, send_to_device
+from accelerate.utils.operations import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer, TrainerCallback
@@ -27,17 +24,14 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
-from overlap1f1b.integrations.transformers.adapters import base_of
+from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
-from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
+from overlap1f1b.integrations.transformers.built import BuiltModel
+from overlap1f1b.integrations.transformers.rest import RestOfModel
+from overlap1f1b.integrations.transformers.split import SplitModel
 from overlap1f1b.integrations.transformers.stage import LossOfModel
-from overlap1f1b.plan import parse_overlap
-from overlap1f1b.schedule import Program
 
-INPUTS = ("input_ids", "attention_mask", "position_ids")
-"""Columns of a batch that layers read; others than these are for the loss."""
-OF_LOSS = ("labels", "shift_labels")
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
 OPTIMIZER = "optimizer.pt"
@@ -46,95 +40,8 @@ _OF_TRAINING = {"loss", "learning_rate"}  # entries of Trainer's line on optimiz
 logger = logging.get_logger(__name__)
 Named = Mapping[str, Any]
 Finish = Callable[[Named], Any]
-Compute = Callable[[int, "_Rest", Batch], Tensor]
+Compute = Callable[[int, RestOfModel, Batch], Tensor]
 """Number of a microbatch, the rest of the model and the batch → loss."""
-
-
-class ShardedAccelerator(Accelerator):
-    """An accelerator whose processes are the ranks with data of their own: "dp" × "ep", the same along "pp".
-
-    So data loaders, counts of tokens and gathered metrics treat the ranks of a pipeline as one. Gradients are the
-    engine's: :meth:`backward` only keeps the loss that it is given.
-    """
-
-    loss: Tensor | None = None
-    """Loss of the microbatch that was last given to :meth:`backward`, with its graph."""
-    _group: Any = None
-    _shards = 1
-    _shard = 0
-
-    def share(self, mesh: DeviceMesh | None) -> None:
-        """Set the ranks that have data; ``mesh`` has the dimensions "pp", "dp" and "ep", None for one rank."""
-        self.dataloader_config.dispatch_batches = False  # each rank reads its own data
-        if mesh is not None:
-            data = mesh["dp", "ep"]._flatten("data")
-            self._group, self._shards, self._shard = data.get_group(), data.size(), data.get_local_rank()
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks with data of their own."""
-        return self._shards
-
-    @property
-    def process_index(self) -> int:
-        """Number of this rank among these; the same along "pp"."""
-        return self._shard
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors, or nested ones, of the ranks with data of their own along the first dimension."""
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        whole = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-        if self._shards == 1:
-            return tensor
-        parts = [torch.empty_like(whole) for _ in range(self._shards)]
-        dist.all_gather(parts, whole, group=self._group)
-        return torch.cat(parts)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce tensors, or nested ones, over the ranks with data of their own, as accelerate does over processes."""
-        return recursively_apply(self._reduced, tensor, reduction, error_on_other_type=True)
-
-    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
-        whole = tensor.clone()
-        if self._shards > 1:
-            dist.all_reduce(whole, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self._group)
-            if reduction == "mean":
-                whole /= self._shards
-        return whole
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad tensors, or nested ones, to the largest size along ``dim`` of all ranks with data of their own."""
-        return recursively_apply(self._padded, tensor, dim, pad_index, pad_first, error_on_other_type=True)
-
-    def _padded(self, tensor: Tensor, dim: int, value: float, first: bool) -> Tensor:
-        if not -tensor.dim() <= dim < tensor.dim():
-            return tensor
-        size = list(tensor.shape)
-        size[dim] = int(self._reduced(torch.tensor(size[dim], device=tensor.device), "max")) - size[dim]
-        if not size[dim]:
-            return tensor
-        added = tensor.new_full(size, value)
-        return torch.cat((added, tensor) if first else (tensor, added), dim)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors, or lists of objects, without the rows that only fill the last batch of several ranks."""
-        try:
-            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if not use_gather_object:
-            return super().gather_for_metrics(input_data)
-        parts = [input_data] * self._shards
-        if self._shards > 1:
-            dist.all_gather_object(parts, input_data, group=self._group)
-        gathered, state = [one for part in parts for one in part], self.gradient_state
-        return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
-
-    def backward(self, loss: Tensor, **_: Any) -> None:
-        """Keep the loss of a microbatch, whose backward the engine plays."""
-        self.loss = loss
 
 
 class Overlapped(Trainer):
@@ -158,7 +65,7 @@ class Overlapped(Trainer):
     """
 
     accelerator: ShardedAccelerator
-    _parts: _Parts | None = None
+    _model_built: BuiltModel | None = None
     _ahead: Ahead | None = None
     _mesh: DeviceMesh | None = None
 
@@ -224,20 +131,20 @@ class Overlapped(Trainer):
         """The stages of this rank."""
         return self._built().stages
 
-    def _built(self) -> _Parts:
+    def _built(self) -> BuiltModel:
         """Return the split model and its engine; made again where ``model_init`` has made another model.
 
         The engine alone is made again for another ``gradient_accumulation_steps``.
         """
         count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
-        if self._parts is None or self._parts.given is not self.model:
-            if self._parts is not None:
-                self._parts.engine.close()
+        if self._model_built is None or self._model_built.given is not self.model:
+            if self._model_built is not None:
+                self._model_built.engine.close()
             device = _unnumbered(self.args.device)
-            self._parts = _Parts(self.model, parallel.program(count), self._mesh, parallel, device)
-        elif count != self._parts.engine.program.microbatches:
-            self._parts.play(parallel.program(count), self._mesh, parallel)
-        return self._parts
+            self._model_built = BuiltModel(self.model, parallel.program(count), self._mesh, parallel, device)
+        elif count != self._model_built.engine.program.microbatches:
+            self._model_built.play(parallel.program(count), self._mesh, parallel)
+        return self._model_built
 
     def _refuse_part(self, *_: Any) -> None:
         """Refuse a loss that calls the trainer's own model, of which a rank has a part."""
@@ -303,12 +210,12 @@ class Overlapped(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        parts = self._built()
+        built = self._built()
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
             train()
 
-        def compute(_: int, rest: _Rest, batch: Batch) -> Tensor:
+        def compute(_: int, rest: RestOfModel, batch: Batch) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
             loss, self.accelerator.loss = self.accelerator.loss, None
             assert loss is not None
@@ -316,18 +223,18 @@ class Overlapped(Trainer):
 
         scale = 1.0 / self.accelerator.num_processes
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, parts, dict(enumerate(batches)), compute, scale)
-            self._last = parts.engine.play(make_feed).result
-        total = parts.engine.mean_loss(self._last) * parts.engine.program.microbatches
+            make_feed = partial(self._feed, built, dict(enumerate(batches)), compute, scale)
+            self._last = built.engine.play(make_feed).result
+        total = built.engine.mean_loss(self._last) * built.engine.program.microbatches
         return torch.tensor(total, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
         # A launcher numbers its CPUs: moving a tensor to "cpu:1" would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(self, parts: _Parts, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
+    def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
-        count, names = parts.engine.program.microbatches, parts.names
+        count, names = built.engine.program.microbatches, built.names
         if len(batches) > count:
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
         for batch in batches.values():
@@ -336,7 +243,7 @@ class Overlapped(Trainer):
             if batch.get(names[0]) is None:  # as losses have it that join columns of their own
                 columns = ", ".join(map(str, batch)) or "nothing"
                 raise ValueError(f"a batch of {columns}; allowed: a mapping with input_ids")
-        if different_batches({"batches": list(batches.values())}, parts.engine.mesh):
+        if different_batches({"batches": list(batches.values())}, built.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
@@ -344,7 +251,7 @@ class Overlapped(Trainer):
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
-        last = parts.engine.program.placement.stages - 1
+        last = built.engine.program.placement.stages - 1
 
         def of(stage: int, index: int) -> dict[str, Any]:
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
@@ -356,15 +263,26 @@ class Overlapped(Trainer):
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
 
     def _loss(
-        self, batch: Batch | None, compute: Callable[[_Rest, Batch], Tensor], named: Named, finish: Finish
+        self, batch: Batch | None, compute: Callable[[RestOfModel, Batch], Tensor], named: Named, finish: Finish
     ) -> Tensor:
         """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
         if batch is None:
             zero: Tensor = finish(named).logits.flatten()[:0].sum()
             return zero
-        rest = _Rest(self, batch, finish)
+        built = self._built()
+
+        def finished(arguments: Named) -> Any:
+            self._finishing = True
+            try:
+                with self.accelerator.autocast():
+                    output = finish(arguments)
+            finally:
+                self._finishing = False
+            return output if self.accelerator.mixed_precision == "no" else convert_to_fp32(output)
+
+        rest = RestOfModel(built.given, built.names, batch, finished, type(self).__name__)
         # No longer than the loss: callbacks copy and save the model, with what hangs on it.
-        refusal = self._built().given.register_forward_pre_hook(self._refuse_part)
+        refusal = built.given.register_forward_pre_hook(self._refuse_part)
         self._computing = True
         try:
             with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
@@ -463,11 +381,11 @@ class Overlapped(Trainer):
         self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
     ) -> None:
         """Play the batches that were read together, and keep what the last stage computes of each."""
-        parts = self._built()
-        slots = parts.slots[: len(ahead.batches)]
+        built = self._built()
+        slots = built.slots[: len(ahead.batches)]
         numbers = {slot: number for number, slot in enumerate(slots)}
 
-        def compute(slot: int, rest: _Rest, batch: Batch) -> Tensor:
+        def compute(slot: int, rest: RestOfModel, batch: Batch) -> Tensor:
             ahead.at(numbers[slot])
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
             # Logits of several batches may not fit into a GPU where the logits of one batch do.
@@ -478,7 +396,7 @@ class Overlapped(Trainer):
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
         with self.accelerator.autocast():
-            parts.engine.play(partial(self._feed, parts, batches, compute, 1.0), grad=False)
+            built.engine.play(partial(self._feed, built, batches, compute, 1.0), grad=False)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -562,117 +480,6 @@ def _rank_of_log(engine: Engine) -> int:
     """Return the pipeline rank whose entries of a line count: the first that computes losses."""
     placement = engine.program.placement
     return placement.replicas(placement.stages - 1)[0]
-
-
-class _Parts:
-    """This rank's part of a model, in a module with the names of the whole model, and its engine."""
-
-    engine: Engine
-
-    def __init__(
-        self,
-        model: Any,
-        program: Program,
-        mesh: DeviceMesh | None,
-        parallel: OverlapArguments,
-        device: torch.device,
-    ) -> None:
-        if getattr(model, "is_distributed_loading_by_transformers", False):
-            raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
-        self.given = model
-        self.parameters = model.num_parameters(exclude_embeddings=True)
-        known = signature(type(base_of(model)).forward).parameters  # PEFT's model passes most on by **kwargs
-        self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)
-        self.stages = split_model(model, program, mesh, inputs=self.names)
-        if any(p.is_meta for p in self.stages.parameters()):
-            if parallel.pretrained is None:
-                raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")
-            self.stages.load_pretrained(parallel.pretrained, device)
-        if parallel.adapter is not None:
-            self.stages.load_pretrained(parallel.adapter, device)
-        unfilled = [name for name, p in self.stages.named_parameters() if p.is_meta]
-        if unfilled:
-            raise ValueError(
-                f"{unfilled[0]} has no values on the meta device; allowed: adapter= a folder of the adapter, or LoRA "
-                "that begins without its base (init_lora_weights=True or gaussian)"
-            )
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        self.module = Part(self.stages)
-        self.play(program, mesh, parallel)
-
-    def play(self, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments) -> None:
-        """Make the engine that plays a program, in place of one that played another."""
-        if hasattr(self, "engine"):
-            self.engine.close()
-        placement, last = program.placement, program.placement.stages - 1
-        pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
-        self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
-        """Microbatches whose loss this rank computes, so that a subclass's log entries all come from one rank."""
-        self.engine = Engine(
-            self.stages,
-            program,
-            mesh=mesh,
-            overlap=parse_overlap(parallel.overlap),
-            recompute=parallel.recompute,
-            parts=parallel.parts,
-            dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
-            timeout=parallel.timeout,
-        )
-
-
-class _Rest(nn.Module):
-    """The model after its last layer, called as the whole model with the inputs of one microbatch.
-
-    ``finish`` runs the rest of the model's forward.
-    """
-
-    def __init__(self, trainer: Overlapped, batch: Batch, finish: Finish) -> None:
-        super().__init__()
-        self.__dict__["_given"] = (trainer, batch, finish)
-        self.training = trainer.stages.model.training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_given"][0].model, name)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode; the modules of the rank's stages have theirs already."""
-        self.training = mode
-        return self
-
-    def _whole(self, *_: Any, **__: Any) -> Any:
-        """Refuse what would be a term of the loss that misses most of the model, and whose gradient is lost."""
-        raise ValueError(
-            "parameters or modules of the model in a loss, of which a rank has a part and whose gradients would be "
-            "lost; allowed: calling the model, its config, or weight_decay"
-        )
-
-    parameters = named_parameters = state_dict = modules = named_modules = children = _whole
-
-    def _get_name(self) -> str:
-        # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
-        return type(base_of(self.__dict__["_given"][0].stages.model)).__name__
-
-    def forward(self, *positional: Any, **arguments: Any) -> Any:
-        trainer, batch, finish = self.__dict__["_given"]
-        if positional:
-            arguments = {**signature(trainer.stages.model.forward).bind_partial(*positional).arguments, **arguments}
-        names = trainer._built().names
-        for name in names:
-            if arguments.get(name) is not batch.get(name):
-                raise ValueError(
-                    f"{type(trainer).__name__} calls the model with another {name} than the batch has; "
-                    "allowed: the inputs of the batch, through which its layers have already run"
-                )
-        allowed = (*names, *OF_LOSS)
-        for name in (arguments.keys() & batch.keys()) - {*allowed}:  # layers ran without it
-            raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
-        trainer._finishing = True
-        try:
-            with trainer.accelerator.autocast():
-                output = finish(arguments)
-        finally:
-            trainer._finishing = False
-        return output if trainer.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
 
 def _first(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from overlap1f1b.engine.run.blocks import MicrobatchBlock
+from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.weights import delayed_of
 from tests.integrations.megatron.core import models, shim, transformer_engine

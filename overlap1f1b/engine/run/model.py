@@ -1,0 +1,106 @@
+"""The blocks of a model as users give them: what they may be, have and say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class CarriedState(Protocol):
+    """State that a forward keeps on attributes of modules: a suspended forward must take it along."""
+
+    def begin(self, seed: int | None) -> None:
+        """Prepare for a new forward, whose random numbers follow from a seed."""
+
+    def leave(self) -> Any:
+        """Take off what the running forward has put on, and return it."""
+
+    def enter(self, carried: Any) -> None:
+        """Put it on again."""
+
+
+class MicrobatchBlock(nn.Module):
+    """A block whose forward is given its microbatch, too: ``forward(*inputs, microbatch=None)``.
+
+    In ``microbatch.memo`` the blocks of a stage share what they compute once a microbatch, such as masks and rotary
+    embeddings, under keys of their own choice. ``microbatch.target`` is the target of the loss. A forward that runs
+    without an engine gets ``microbatch=None``.
+
+    Attributes:
+        input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
+            names, in which None stands for an input that is not given. Any block may return None to pass it on.
+        state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
+        apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
+        delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
+        whole: Layers whose weight gradients are not computed apart, as their backward runs inside the forward.
+        keeps: Whether it keeps its activations, whatever is computed again in other blocks.
+    """
+
+    input_names: tuple[str, ...] = ()
+    state: CarriedState | None = None
+    apart: Collection[nn.Parameter] = ()
+    delays: bool = False
+    whole: Collection[nn.Module] = ()
+    keeps: bool = False
+
+
+def options_of(block: nn.Module) -> MicrobatchBlock | type[MicrobatchBlock]:
+    """Return what has a block's attributes: itself, or the class with its defaults for one of another class."""
+    return block if isinstance(block, MicrobatchBlock) else MicrobatchBlock
+
+
+def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
+
+    Raises:
+        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out.
+    """
+    if not isinstance(model, nn.Module):
+        return list(model)
+    if isinstance(blocks := model.__dict__.get("blocks"), list):
+        return list(blocks)
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
+    if own := own_call(model):
+        raise ValueError(
+            f"a model of type {type(model).__name__} with {own}; "
+            "allowed: hooks on its blocks, list(model) to leave it out, or [model] as one block"
+        )
+    # Not children(), which leaves out a module's second place.
+    return [block for block in model._modules.values() if block is not None]
+
+
+def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
+    for block, name in zip(blocks, names, strict=True):
+        for module in block.modules():
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                kind = type(module).__name__
+                raise ValueError(f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks")
+
+
+def marked_as_slice(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is marked as an expert's, of which each rank along "ep" has others."""
+    return getattr(parameter, "allreduce", True) is False and not isinstance(parameter, DTensor)
+
+
+def own_call(module: nn.Module) -> str | None:
+    """Return the name of something that a module's call does beside the forward of its class; None for nothing.
+
+    Hooks of FSDP2 do not count, since the engine does their work, nor torch's global hooks, which run for the blocks.
+    """
+    if "forward" in vars(module):
+        return "a forward of its own"
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        hooks = getattr(module, f"_{kind}").values()
+        if any(not hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks):
+            return f"{kind} of its own".replace("_", " ")
+    return None
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Return whether anything of a block is under ``torch.compile``."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in block.modules())

@@ -1,0 +1,70 @@
+"""The model that Trainer's own code calls for the loss: what is left to run after the last layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, Self
+
+from torch import nn
+
+from overlap1f1b.integrations.transformers.adapters import base_of
+from overlap1f1b.integrations.transformers.ahead import Batch
+
+OF_LOSS = ("labels", "shift_labels")
+"""Columns of a batch for the loss, which the model takes beside its inputs."""
+
+
+class RestOfModel(nn.Module):
+    """The model after its last layer, called as the whole model with the inputs of one microbatch.
+
+    Args:
+        model: The whole model, whose attributes this one has.
+        names: Inputs through which the layers have run.
+        batch: The microbatch, by columns.
+        finish: Function that runs the rest of the model's forward with these arguments.
+        caller: Name of the trainer in messages.
+    """
+
+    def __init__(
+        self, model: Any, names: Sequence[str], batch: Batch, finish: Callable[[Mapping[str, Any]], Any], caller: str
+    ) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model  # not a module of this one
+        self.names, self.batch, self.finish, self.caller = names, batch, finish, caller
+        self.training = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; the modules of the rank's stages have theirs already."""
+        self.training = mode
+        return self
+
+    def _whole(self, *_: Any, **__: Any) -> Any:
+        """Refuse what would be a term of the loss that misses most of the model, and whose gradient is lost."""
+        raise ValueError(
+            "parameters or modules of the model in a loss, of which a rank has a part and whose gradients would be "
+            "lost; allowed: calling the model, its config, or weight_decay"
+        )
+
+    parameters = named_parameters = state_dict = modules = named_modules = children = _whole
+
+    def _get_name(self) -> str:
+        # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
+        return type(base_of(self.__dict__["_model"])).__name__
+
+    def forward(self, *positional: Any, **arguments: Any) -> Any:
+        if positional:
+            arguments = {**signature(self.__dict__["_model"].forward).bind_partial(*positional).arguments, **arguments}
+        for name in self.names:
+            if arguments.get(name) is not self.batch.get(name):
+                raise ValueError(
+                    f"{self.caller} calls the model with another {name} than the batch has; "
+                    "allowed: the inputs of the batch, through which its layers have already run"
+                )
+        allowed = (*self.names, *OF_LOSS)
+        for name in (arguments.keys() & self.batch.keys()) - {*allowed}:  # layers ran without it
+            raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
+        return self.finish(arguments)
