@@ -56,13 +56,17 @@ def _build(mesh: DeviceMesh) -> nn.Sequential:
     return nn.Sequential(*map(Block, layers), nn.Linear(HIDDEN, HIDDEN))
 
 
-def _compare(rank: int, size: int) -> list[str]:
+def _mesh(size: int) -> DeviceMesh:
     import deepspeed
 
     backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # it would compile an operator of its own
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+
+
+def _compare(rank: int, size: int) -> list[str]:
+    mesh = _mesh(size)
     build, exchanges = partial(_build, mesh), 2 * 2 * LAYERS * MICROBATCHES
     problems = [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
     return problems + _summed(build, mesh)
@@ -93,3 +97,43 @@ def test_auto_ep(ranks2: Ranks) -> None:
 @pytest.mark.slow
 def test_auto_ep_on_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, timeout=60) == [[], [], [], []]
+
+
+class CapacityBlock(Block):
+    """A norm and DeepSpeed's older layer, which sends ``[E, C, H]`` with room for C rows of each expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, auxiliary, _ = self.experts(self.norm(x).unsqueeze(0))
+        return x + out.squeeze(0) + 0.01 * auxiliary
+
+
+def _capacity_blocks(mesh: DeviceMesh, options: dict[str, Any]) -> nn.Sequential:
+    from deepspeed.moe.layer import MoE
+
+    blocks = []
+    for _ in range(LAYERS):
+        expert = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
+        # Random choices would be others than in a plain loop.
+        chooses: Any = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 2}
+        layer = MoE(HIDDEN, expert, num_experts=8, ep_size=mesh.size(), **chooses, **options)
+        layer.deepspeed_moe._set_ep_group(mesh.get_group())
+        blocks.append(CapacityBlock(layer))
+    return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
+
+
+CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True}, {"k": 1, "drop_tokens": False}, {"k": 2, "drop_tokens": False}]
+"""With ``drop_tokens=False`` the room follows the load, so it is another in each microbatch."""
+
+
+def _compare_capacities(rank: int, size: int) -> list[str]:
+    mesh, problems = _mesh(size), list[str]()
+    for options in CAPACITIES:
+        for overlap in ("pairs", 3):
+            build = partial(_capacity_blocks, mesh, options)
+            name = f"{options}, overlap {overlap}"
+            problems += compare(name, build, mesh, exchanges=2 * 2 * LAYERS * MICROBATCHES, overlap=overlap)
+    return problems
+
+
+def test_capacities(ranks2: Ranks) -> None:
+    assert ranks2.run(_compare_capacities, timeout=90) == [[], []]

@@ -25,11 +25,17 @@ from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
 
 Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+Forms = tuple[tuple[torch.dtype, int], ...]
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
     """Return the dtype of each tensor, and the shape of a row."""
     return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+
+
+def forms_of(kinds: Kinds) -> Forms:
+    """Return the dtype and the number of dimensions of each tensor."""
+    return tuple([(dtype, 1 + len(shape)) for dtype, shape in kinds])
 
 
 class Seen(NamedTuple):
@@ -56,19 +62,33 @@ class ForeignExchange(NamedTuple):
     Args:
         op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
         back_of: Position of that exchange; -1 for a dispatch.
-        rows: ``[0, …]``, like each of its tensors.
+        forms: Dtype and number of dimensions of each of its tensors.
+        shapes: Shape of a row of each tensor, with None for a size that is always the size of the exchange whose rows
+            it takes back; None if some sizes are neither this nor always the same, and for a dispatch.
     """
 
     op: Op
     back_of: int
-    rows: tuple[Tensor, ...]
+    forms: Forms
+    shapes: tuple[tuple[int | None, ...], ...] | None
+
+    def behind(self, earlier: Kinds) -> Kinds | None:
+        """Return the kinds of its tensors, by the exchange whose rows it takes back; None if nothing tells them."""
+        if self.shapes is None:
+            return None
+        return tuple(
+            [
+                (dtype, torch.Size([earlier[tensor][1][at] if size is None else size for at, size in enumerate(shape)]))
+                for tensor, ((dtype, _), shape) in enumerate(zip(self.forms, self.shapes, strict=True))
+            ]
+        )
 
 
 class Shown(NamedTuple):
     """Observed exchanges of a block, the same in all microbatches so far.
 
     Args:
-        kinds: Tensors of all exchanges of a microbatch.
+        kinds: Tensors of all exchanges of each microbatch.
         swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
     """
 
@@ -173,29 +193,54 @@ def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, i
     )
 
 
-def matched(shown: Shown, name: str, device: torch.device) -> tuple[ForeignExchange, ...]:
+def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
     """Return the exchanges of a block.
 
+    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens.
+
     Raises:
-        ValueError: Microbatches have exchanges of other numbers or dtypes; ``name`` is the block's.
+        ValueError: Microbatches have exchanges of other numbers, dtypes or dimensions; ``name`` is the block's.
     """
-    if len(shown.kinds) > 1:
+    forms = {tuple(map(forms_of, every)) for every in shown.kinds}
+    if len(forms) > 1:
         numbers = sorted({len(every) for every in shown.kinds})
         raise ValueError(
-            f"{name} exchanges rows {' or '.join(map(str, numbers))} times, of sizes that differ between microbatches; "
-            "allowed: the same exchanges in each microbatch, on all ranks"
+            f"{name} exchanges rows {' or '.join(map(str, numbers))} times, in microbatches that differ in numbers, "
+            "dtypes or dimensions of exchanges; allowed: the same in each microbatch, on all ranks"
         )
-    (every,) = shown.kinds
     found, open_ = list[ForeignExchange](), list[int]()
-    for position, kinds in enumerate(every):
+    for position, form in enumerate(forms.pop()):
         back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
         if back < 0:
             open_.append(position)
         else:
             open_.remove(back)
-        rows = tuple([torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds])
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, rows))
+        shapes = None if back < 0 else _shapes([(every[position], every[back]) for every in shown.kinds])
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, form, shapes))
     return tuple(found)
+
+
+def _shapes(every: Sequence[tuple[Kinds, Kinds]]) -> tuple[tuple[int | None, ...], ...] | None:
+    """Return the shapes of an exchange, see :class:`ForeignExchange`.
+
+    Args:
+        every: Its kinds in some microbatches, each with the kinds of the exchange whose rows it takes back.
+    """
+    shapes = []
+    for tensor, (_, row) in enumerate(every[0][0]):
+        sizes = list[int | None]()
+        for at in range(len(row)):
+            pairs = {(_size(kinds, tensor, at), _size(earlier, tensor, at)) for kinds, earlier in every}
+            follows = all(size == before for size, before in pairs)
+            if not follows and len({size for size, _ in pairs}) > 1:
+                return None
+            sizes.append(None if follows else row[at])
+        shapes.append(tuple(sizes))
+    return tuple(shapes)
+
+
+def _size(kinds: Kinds, tensor: int, at: int) -> int | None:
+    return kinds[tensor][1][at] if tensor < len(kinds) and at < len(kinds[tensor][1]) else None
 
 
 def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from overlap1f1b.engine.foreign.exchanges import Seen, check_back, kinds_of
+from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kinds_of
 from overlap1f1b.engine.foreign.functions import Call
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
@@ -194,14 +194,23 @@ class BlockRun:
             ValueError: It is another one than in the first step.
         """
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found, allowed = kinds_of(call.tensors), kinds_of(wanted.rows)
-        if found != allowed:
-            raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, as in the first step")
+        found, allowed = kinds_of(call.tensors), None
+        if forms_of(found) != wanted.forms:
+            raise ValueError(
+                f"{where} has tensors of dtypes and dimensions {list(forms_of(found))}; "
+                f"allowed: {list(wanted.forms)}, as in the first step"
+            )
         if wanted.op is Op.COMBINE:
-            check_back(call.splits, self.segments[wanted.back_of].sent[0].call.splits, where)
+            earlier = self.segments[wanted.back_of].sent[0]
+            check_back(call.splits, earlier.call.splits, where)
+            allowed = wanted.behind(earlier.layout.kinds)
+        if allowed is not None and found != allowed:
+            raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, told by the first step")
         following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
         if following is not None and following.back_of == number:
-            return call._replace(answer=Layout.of(following.rows).like)
+            kinds = following.behind(found)
+            if kinds is not None:
+                return call._replace(answer=Layout.from_kinds(kinds, self.stage.device).like)
         return call
 
     def _send(self, calls: Sequence[ExchangeCall]) -> None:

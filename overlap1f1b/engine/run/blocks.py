@@ -273,7 +273,7 @@ class Blocks:
         shapes = list(self.shape)
         for block, shape in enumerate(shapes):
             place = self.number, block
-            exchanges = matched(shown[place], self.names[block], self.device) if place in shown else ()
+            exchanges = matched(shown[place], self.names[block]) if place in shown else ()
             if not exchanges:
                 continue
             self.foreign.hidden[block] = exchanges

@@ -23,9 +23,11 @@ from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
+from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.all_to_all import Own, any_sizes
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, batch, compare, engine_of, loss_fn
+from tests.engine.test_engine import Delayed
 from tests.ranks import Ranks
 
 EXPERTS = 4
@@ -202,13 +204,13 @@ def test_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, [CASES[1], CASES[7], CASES[8]], timeout=120) == [[]] * 4
 
 
-def seen(send: list[int], receive: list[int], width: int = 3) -> Seen:
-    return Seen(send, receive, ((torch.float32, torch.Size([width])),))
+def seen(send: list[int], receive: list[int], *shape: int) -> Seen:
+    return Seen(send, receive, ((torch.float32, torch.Size(shape or (3,))),))
 
 
 def found_in(microbatches: list[list[Seen]]) -> list[tuple[Op, int]]:
     shown = reduce(and_, map(Shown.by, microbatches))
-    return [(exchange.op, exchange.back_of) for exchange in matched(shown, "block 2", torch.device("cpu"))]
+    return [(exchange.op, exchange.back_of) for exchange in matched(shown, "block 2")]
 
 
 def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
@@ -219,9 +221,9 @@ def test_an_exchange_by_swapped_sizes_takes_rows_back() -> None:
     assert found_in([[there, back], [there, other]]) == [(Op.DISPATCH, -1)] * 2
 
 
-@pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4)], []])
+@pytest.mark.parametrize("other", [[seen([1], [1])] * 2, [seen([1], [1], 4, 5)], []])
 def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) -> None:
-    with pytest.raises(ValueError, match=r"^block 2 exchanges rows .* allowed: the same exchanges in each microbatch"):
+    with pytest.raises(ValueError, match=r"^block 2 exchanges rows .* allowed: the same in each microbatch, on all"):
         found_in([[seen([1], [1])], other])
 
 
@@ -303,6 +305,8 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
                 return y
             if late and change == "dtype":
                 y = y.double()
+            if late and change == "width":
+                y = y[:, :3].contiguous()
             y = exchange(y, back, back, group).float()
             return exchange(y, None, None, group) if late and change == "more" else y
 
@@ -314,7 +318,11 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
     ("change", "message"),
     [
         ("sizes", "exchange 1 of block 0 (Changing) sends [2, 2] and receives [2, 2]; allowed: "),
-        ("dtype", "exchange 1 of block 0 (Changing) has rows of [(torch.float64, torch.Size([12]))]; allowed: "),
+        (
+            "dtype",
+            "exchange 1 of block 0 (Changing) has tensors of dtypes and dimensions [(torch.float64, 2)]; ",
+        ),
+        ("width", "exchange 1 of block 0 (Changing) has rows of [(torch.float32, torch.Size([3]))]; allowed: "),
         ("more", "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all"),
         ("fewer", "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks"),
     ],
@@ -322,6 +330,49 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
 def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: str, message: str) -> None:
     every = [line for lines in ranks2.run(_changing, change, timeout=60) for line in lines]
     assert any(line.startswith(message) for line in every), every
+
+
+class Padded(nn.Module):
+    """Sends rows ``[E, C, H]`` with room for C rows of each expert; C follows the tokens of the microbatch."""
+
+    def __init__(self, group: dist.ProcessGroup, way: str, widens: bool) -> None:
+        super().__init__()
+        self.group, self.way, self.widens = group, way, widens
+        self.norm, self.experts = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN if widens else HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).view(2, len(x) // 2, HIDDEN)
+        rows = self.experts(WAYS[self.way](rows, [1, 1], [1, 1], self.group)).tanh()
+        out = WAYS[self.way](rows, [1, 1], [1, 1], self.group).reshape(len(x), -1)
+        return x + out[:, :HIDDEN] * out[:, -HIDDEN:]
+
+
+def _padded(rank: int, size: int, way: str) -> list[str]:
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    torch.manual_seed(7)
+    for widens in (False, True):
+        plain, model = [nn.Sequential(*(Padded(mesh.get_group(), way, widens) for _ in range(2))) for _ in range(2)]
+        model.load_state_dict(plain.state_dict())
+        delayed = Delayed(build_exchange(dist.new_group(list(range(size)))), seed=rank)
+        engine = engine_of(model, mesh, exchange=delayed, overlap=3)
+        # Microbatches of one length in the first step, then of several; or of several from the start.
+        for step, lengths in enumerate(((6, 6, 6), (4, 8, 2), (2, 2, 10)) if way == "exchange" else ((6, 2, 4),) * 3):
+            batches = [torch.randn(2, n, HIDDEN, generator=torch.Generator().manual_seed(rank)) for n in lengths]
+            model.zero_grad()
+            plain.zero_grad()
+            for x, y in batches:
+                (loss_fn(plain(x), y) / (MICROBATCHES * size)).backward()
+            engine.step([x for x, _ in batches], target=[y for _, y in batches])
+            found = models.equal(models.gradients(model), models.gradients(plain))
+            problems += [f"{way}, widens {widens}, step {step}: {worst}" for worst in found]
+        exchanged = [node for node in engine.plan.ranks[0] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        problems += [f"{len(exchanged)} exchanges"] * (len(exchanged) != 2 * 2 * 2 * MICROBATCHES)
+    return problems
+
+
+@pytest.mark.parametrize("way", ["functional", "torch.distributed.nn", "a Function of its own", "exchange"])
+def test_rows_of_another_shape_in_each_microbatch(ranks2: Ranks, way: str) -> None:
+    assert ranks2.run(_padded, way, timeout=60) == [[], []]
 
 
 def _two_stages(rank: int, size: int) -> list[str]:
