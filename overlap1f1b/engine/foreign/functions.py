@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from enum import Enum
 from functools import reduce
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,21 @@ from torch import Tensor
 from overlap1f1b.engine.foreign.watched import Watched, or_world, sizes_of
 from overlap1f1b.transport.calls import Splits, splits_of
 from overlap1f1b.transport.exchange import build_exchange
+
+
+class Landed(dist.Work):
+    """The handle of an exchange whose rows have arrived."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: the stream that runs was ordered behind the exchange."""
 
 
 class Arguments(NamedTuple):
@@ -26,6 +42,7 @@ class Arguments(NamedTuple):
         receive: Rows from each rank.
         group: Ranks of the exchange.
         output: Tensor that the Function fills and returns, if the caller gives it.
+        returns: Whether the Function returns the received rows alone, or with None or the handle of the exchange.
     """
 
     tensor: int
@@ -33,13 +50,20 @@ class Arguments(NamedTuple):
     receive: int | None
     group: int | None
     output: int | None
+    returns: Returns
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, Any, Any, dist.ProcessGroup]:
         """Return tensor, sizes to send, sizes to receive, and group of a call."""
         send, receive, group = (None if at is None else args[at] for at in (self.send, self.receive, self.group))
         return args[self.tensor], sizes_of(send), sizes_of(receive), or_world(group)
 
+    def result(self, args: Sequence[Any], brought: Tensor) -> Any:
+        """Return what the Function would, for the rows that its exchange has brought."""
+        rows = brought if self.output is None else args[self.output].copy_(brought)
+        return rows if self.returns == "rows" else (rows, None if self.returns == "rows, None" else Landed())
 
+
+Returns = Literal["rows", "rows, None", "rows, handle"]
 Form = tuple[type, tuple[Any, ...]]
 """A Function, and what its arguments are: None, a flag or a number with a fraction; ``...`` for any other value.
 
@@ -162,7 +186,7 @@ class Known(NamedTuple):
         return verdict
 
 
-Places = tuple[frozenset[int | None], ...]
+Places = tuple[frozenset[int | None] | frozenset[Returns], ...]
 """Where each field of :class:`Arguments` may stand among a Function's arguments; nowhere if it is no all-to-all."""
 
 
@@ -187,7 +211,7 @@ class Trial:
     def note(self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn) -> Call | None:
         """Note a call; return it if it may be an all-to-all and no more. See :meth:`.exchanges.Foreign.look`."""
         places = _places_of(args, calls[0], result) if len(calls) == 1 else ()
-        told = frozenset[int | None]().union(*places)
+        told = frozenset[object]().union(*places)
         texts = {at: texts_of(arg, calls[0].splits) for at, arg in enumerate(args) if at not in told} if places else {}
         if not places or not all(texts.values()) or self.form != form:  # another Function may have the same name
             self.places = ()
@@ -202,6 +226,7 @@ def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
     """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
     differs = [at for at, argument in enumerate(args) if needs_gradient(argument)]
     output, parts = call.received, call.in_parts
+    result, returns = _returned(result)
     if len(differs) != 1 or not _same(call.input, args[differs[0]], parts) or not _same(output, result, parts):
         return ()
     send, receive, group = (
@@ -215,7 +240,15 @@ def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
         _NOWHERE if call.receive is None else receive,
         group or (_NOWHERE if call.group is dist.group.WORLD else group),
         filled if filled and len(output) else filled | _NOWHERE,  # tensors without rows look all the same
+        frozenset[Returns]([returns]),
     )
+
+
+def _returned(result: Any) -> tuple[Any, Returns]:
+    """Return the rows that a Function returns, and whether there is something beside them."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dist.Work | None):
+        return result, "rows"
+    return result[0], "rows, None" if result[1] is None else "rows, handle"
 
 
 _NOWHERE: frozenset[int | None] = frozenset({None})
@@ -249,6 +282,10 @@ def _exchanges_alone(function: Any, given: Sequence[Any], at: Arguments) -> bool
     with torch.enable_grad():
         args[at.tensor] = sent.clone()
         result = function.apply(*args)
+    if at.returns != "rows":
+        result, handle = result
+        if handle is not None:
+            handle.wait()
     grad = some(sum(splits.receive))
     (found,) = torch.autograd.grad(result, sent, grad, allow_unused=True)
     # Both exchanges are made, whatever the first one shows: the other ranks make both.

@@ -285,7 +285,7 @@ def _change(crossing: _Crossing) -> None:
         if known is not None:
             brought = _exchanged(run, *known.at.of(args), partial(known.hides, cls, args))
             if brought is not None:
-                return brought if known.at.output is None else args[known.at.output].copy_(brought)
+                return known.at.result(args, brought)
         if run.watching is None or cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
         before, calls = run.watching, list[Watched]()
