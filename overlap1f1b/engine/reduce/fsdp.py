@@ -11,7 +11,7 @@ This file reads private attributes of torch: FSDP2 has no public calls for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
@@ -88,8 +87,8 @@ class Sharding:
         self._uncalled = {id(model) for model in models}
         self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
         self._handles: list[Any] = []
-        self._hooks: list[RemovableHandle] = []
-        self._buffers: int | None = None  # that the user has set
+        self._changes = ExitStack()
+        """Hooks and settings while parameters are gathered."""
         self.ahead: int | None = AHEAD
         for root in self._roots:
             _state(root)._lazy_init()
@@ -151,11 +150,12 @@ class Sharding:
     def gather(self) -> None:
         """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
         self._handles = []
-        self._set_buffers(BUFFERS)
+        self._set_buffers()
         self._reach(0)
         for number, module in enumerate(self._modules):
             for called in _state(module)._modules:
-                self._hooks.append(called.register_forward_pre_hook(partial(self._reach, number), prepend=True))
+                hook = called.register_forward_pre_hook(partial(self._reach, number), prepend=True)
+                self._changes.enter_context(hook)
             # Else the end of a forward would reshard parameters that a suspended forward needs, and the end of a
             # backward would reduce incomplete gradients.
             _state(module)._training_state = TrainingState.PRE_BACKWARD
@@ -180,24 +180,20 @@ class Sharding:
             self._reach(number)
             self._handles[number].wait()
 
-    def _set_buffers(self, count: int | None) -> None:
-        """Let FSDP2 keep at least ``count`` inputs of reductions, or as many as before; torch 2.11 keeps one."""
+    def _set_buffers(self) -> None:
+        """Let FSDP2 keep several inputs of reductions; torch 2.11 keeps one."""
         for module in self._modules[:1]:
             context = _state(module)._comm_ctx
             before = getattr(context, "reduce_scatter_max_input_buffers", None)
-            if before is None or any(type(g._reduce_scatter_comm) is not DefaultReduceScatter for g in self.groups):
-                return  # buffers of symmetric memory, or of the user's own, are not to be multiplied
-            if count is not None:
-                self._buffers, count = before, max(before, count)
-            context.reduce_scatter_max_input_buffers = count or self._buffers or before
+            # Buffers of symmetric memory, or of the user's own, are not to be multiplied.
+            if before is not None and all(type(g._reduce_scatter_comm) is DefaultReduceScatter for g in self.groups):
+                _set(self._changes, context, "reduce_scatter_max_input_buffers", max(before, BUFFERS))
 
     def release(self) -> None:
         """Free the gathered parameters and give the modules back to FSDP2."""
         self.wait()  # FSDP2 would take an unfinished gathering for the next one
-        for hook in self._hooks:
-            hook.remove()
-        self._handles, self._hooks = [], []
-        self._set_buffers(None)
+        self._handles = []
+        self._changes.close()
         for module in self._modules:
             module.reshard()
             _state(module)._training_state = TrainingState.IDLE
@@ -378,8 +374,8 @@ class ShardedReducer(Reduction):
                 _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
         self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
         self._ready: set[BlockKey] = set()
-        self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._changes = ExitStack()
+        """Hooks and settings while a step lasts."""
         self._begun = False
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -406,12 +402,12 @@ class ShardedReducer(Reduction):
 
         self._order = sorted(self._places, key=complete)[::-1]
         for group, _ in self._places:
-            self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
-            _set(group, _SETTINGS)
+            for name, value in _SETTINGS.items():
+                _set(self._changes, group, name, value)
             for held in group.fsdp_params:
                 if _sums_beside(held) and held._unsharded_param.requires_grad:
-                    hook = _accumulating(held)
-                    self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
+                    hook = held._unsharded_param.register_post_accumulate_grad_hook(partial(_accumulate, held))
+                    self._changes.enter_context(hook)
         self.sharding.gather()
 
     def launch(self, node: Node) -> list[Flight[None]]:
@@ -462,11 +458,8 @@ class ShardedReducer(Reduction):
                 self._give_back()
 
     def _give_back(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for group, settings in self._settings:
-            _set(group, settings)
-        self._hooks, self._settings, self._flights, self._order, self._begun = [], [], [], [], False
+        self._changes.close()
+        self._flights, self._order, self._begun = [], [], False
         self.sharding.release()
 
 
@@ -488,17 +481,15 @@ def _sums_beside(held: Any) -> bool:
     return held.reduce_dtype is not None and hasattr(held, "accumulate_unsharded_grad_if_needed")
 
 
-def _accumulating(held: Any) -> Callable[[Tensor], None]:
-    def accumulate(parameter: Tensor) -> None:
-        held.accumulate_unsharded_grad_if_needed()
-        held.to_accumulated_grad_if_needed()
-
-    return accumulate
+def _accumulate(held: Any, _: Tensor) -> None:
+    held.accumulate_unsharded_grad_if_needed()
+    held.to_accumulated_grad_if_needed()
 
 
-def _set(group: ParameterGroup, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(group, name, value)
+def _set(changes: ExitStack, target: Any, name: str, value: object) -> None:
+    """Set an attribute until ``changes`` end."""
+    changes.callback(setattr, target, name, getattr(target, name))
+    setattr(target, name, value)
 
 
 def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
