@@ -15,12 +15,10 @@ import torch.distributed as dist
 
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.play.player import Around, Issue
-from overlap1f1b.engine.reduce.fsdp import ShardedReducer
-from overlap1f1b.engine.reduce.plain import Reducer
-from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Span, StepRange
+from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
-from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.lanes import Flight
 
 
 class TorchRanges:
@@ -57,23 +55,16 @@ class NvtxRanges:
         ValueError: This torch was built without NVTX.
     """
 
+    push = staticmethod(torch.cuda.nvtx.range_push)
+    pop = staticmethod(torch.cuda.nvtx.range_pop)
+    start = staticmethod(torch.cuda.nvtx.range_start)
+    end = staticmethod(torch.cuda.nvtx.range_end)
+
     def __init__(self) -> None:
         try:
             torch.cuda.nvtx.mark("o1")
         except RuntimeError as error:
             raise ValueError(f"torch {torch.__version__} has no NVTX; allowed: a build for CUDA") from error
-
-    def push(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)
-
-    def pop(self) -> None:
-        torch.cuda.nvtx.range_pop()
-
-    def start(self, name: str) -> int:
-        return torch.cuda.nvtx.range_start(name)
-
-    def end(self, handle: int) -> None:
-        torch.cuda.nvtx.range_end(handle)
 
 
 RangeWriter = TorchRanges | NvtxRanges
@@ -150,7 +141,7 @@ class Recorder:
 
     def _install(self, recorder: Recorder | None) -> None:
         self.engine.player.recorder = recorder
-        for lane in lanes_of(self.engine):
+        for lane in self.engine.lanes:
             lane.recorder = recorder
 
     # ------------------------------------------------------------------------------------- called by the engine
@@ -189,7 +180,7 @@ class Recorder:
             action = self._action(node)
             if action is not None and begins[action] is node:
                 self._open[action] = self.writer.start(str(ActionRange(action))), time.perf_counter()
-            with nullcontext() if node.op in _COMPUTED else self._ranged("node", node):
+            with nullcontext() if node.resource is Resource.COMPUTE else self._ranged("node", node):
                 issue(node, microbatches)
             if action is not None and ends[action] is node:
                 handle, start = self._open.pop(action)
@@ -271,12 +262,6 @@ class Recorder:
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
 
 
-def lanes_of(engine: Engine) -> list[Lane]:
-    """Return all lanes of an engine."""
-    reduced = [r.lane for r in engine.reductions if isinstance(r, Reducer | ShardedReducer)]
-    return [*engine.player.lanes.values(), *engine.boundary.lanes, *reduced]
-
-
 def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
     for span in step.spans:
         if isinstance(span.range, NodeRange):
@@ -286,7 +271,6 @@ def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
 
 
 _EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
-_COMPUTED = frozenset(Op) - _EXCHANGED - {Op.REDUCE, Op.SEND, Op.RECEIVE}
 
 
 def _actions_of(program: Program) -> dict[tuple[Kind, int, int, int], Action]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine.record.recorder import Recorder, lanes_of
+from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import ActionRange, Label, NodeRange, Op, Resource, StepRange, parse_node, parse_range
 from overlap1f1b.schedule import Kind
 from tests.models import batch, build, loss_fn
@@ -68,7 +68,7 @@ def record(rank: int, size: int, folder: Path) -> None:
     told = len(log.told), len(log.others)
     engine.step(inputs, target=target)
     assert (len(log.told), len(log.others)) == told, "without a recorder nothing is written"
-    assert all(lane.recorder is None for lane in lanes_of(engine))
+    assert all(lane.recorder is None for lane in engine.lanes)
     assert log.depth == 0
 
     nodes = engine.plan.ranks[0]
