@@ -107,8 +107,7 @@ class Sharding:
                     if isinstance(parameter, DTensor):
                         name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
                         group = held.get(id(parameter))
-                        split = _tensor_dimensions(parameter.device_mesh, tensor)
-                        slicing = _slicing(parameter, group, sharing) - split
+                        slicing, split = _sliced_and_split(parameter, group, sharing, tensor)
                         _check_parameter(parameter.device_mesh, slicing | split, group, module, ranks, name)
                         if slicing and isinstance(module, nn.Linear | nn.Embedding):
                             raise ValueError(
@@ -225,29 +224,25 @@ class Sharding:
                     held._unsharded_param.grad = None
 
 
-def _slicing(parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int]) -> set[int]:
-    """Return the dimensions of a DTensor's mesh along which the ranks that share the experts hold slices of it."""
-    own = set() if group is None else set(_ranks_of(group))
-    mesh = parameter.device_mesh
-    return {
-        at
-        for at, (line, placement) in enumerate(zip(lines_of(mesh), parameter.placements, strict=True))
-        if placement.is_shard() and _is_of_experts(mesh, at) and set(line) == set(sharing) and not set(line) <= own
-    }
+def _sliced_and_split(
+    parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int], tensor: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """Return the dimensions of a DTensor's mesh over which experts are sliced, and those over its tensor group.
 
-
-def _tensor_dimensions(mesh: DeviceMesh, tensor: Collection[int]) -> set[int]:
-    """Return the dimensions of a DTensor's mesh along which it meets its tensor group."""
-    return {at for at, line in enumerate(lines_of(mesh)) if set(line) == set(tensor) and not _is_of_experts(mesh, at)}
-
-
-def _is_of_experts(mesh: DeviceMesh, at: int) -> bool:
-    """Return whether a dimension is called "ep", or begins so, as "ep_tp".
-
-    Ranks of a tensor group may share experts, too. Only the name tells slices of experts from slices of other layers.
+    Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as "ep_tp",
+    tells slices of experts from slices of other layers.
     """
+    mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return names[at].split("_")[0] == "ep"
+    sliced, split = set[int](), set[int]()
+    for at, (name, line, placement) in enumerate(zip(names, lines_of(mesh), parameter.placements, strict=True)):
+        ranks = set(line)
+        if name.split("_")[0] != "ep":
+            if ranks == set(tensor):
+                split.add(at)
+        elif placement.is_shard() and ranks == set(sharing) and not ranks <= set(_ranks_of(group)):
+            sliced.add(at)
+    return sliced, split
 
 
 def _check_parameter(
@@ -262,7 +257,7 @@ def _check_parameter(
     # Other ranks have other engines: they would measure other costs and play another plan.
     foreign = _beyond(mesh, ranks)
     if not foreign:  # FSDP2 may hold tensors that are sharded over another dimension already
-        foreign = _beyond(mesh, () if group is None else _ranks_of(group), apart)
+        foreign = _beyond(mesh, _ranks_of(group), apart)
         if not foreign:
             return
         if group is None and getattr(module, "_is_fsdp_managed_module", False):
@@ -276,9 +271,9 @@ def _check_parameter(
     )
 
 
-def _ranks_of(group: ParameterGroup) -> list[int]:
-    """Return the ranks that hold shards or copies of a group's parameters."""
-    ranks: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
+def _ranks_of(group: ParameterGroup | None) -> list[int]:
+    """Return the ranks that hold shards or copies of a group's parameters; none without a group."""
+    ranks: list[int] = [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
     return ranks
 
 
