@@ -55,8 +55,7 @@ def name_of(step: int) -> str:
 
 def latest(directory: Path) -> Path | None:
     """Return the checkpoint of the highest step in ``directory``, or None if there is none."""
-    found = _checkpoints(directory)
-    return found[-1] if found else None
+    return next(reversed(_checkpoints(directory)), None)
 
 
 def checkpoint_in(path: Path) -> Path | None:
@@ -158,10 +157,9 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise damaged(checkpoint, f"{CONFIG} has step={step}, not the step of the folder's name")
     _check_listed(checkpoint, files)
     here = there if config is None else json.loads(json.dumps(dict(config)))
-    for key in here | there:
-        if key not in here or key not in there or here[key] != there[key]:
-            values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
-            raise of_another_run(checkpoint, quoted(key, plain=True), *values)
+    if (key := first_difference(here, there)) is not None:
+        values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
+        raise of_another_run(checkpoint, quoted(key, plain=True), *values)
     return Contents(step, files, added)
 
 
@@ -213,6 +211,11 @@ def _check_listed(checkpoint: Path, files: Any) -> None:
         values = [of.get(key) for key in ("bytes", "crc32")] if isinstance(of, dict) and len(of) == 2 else [None]
         if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
             raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first key that only one of two mappings has, or with another value."""
+    return next((k for k in {**one, **other} if k not in one or k not in other or one[k] != other[k]), None)
 
 
 def of_another_run(checkpoint: Path, key: str, there: str, here: str) -> ValueError:
