@@ -37,7 +37,7 @@ class RecordedSteps:
         if self._wrong is None:
             try:
                 kind, text, start, end = element
-                self._spans.append(_KINDS[kind], self._names(text), start, end)
+                self._spans.append(_KINDS[kind], self._names[text], start, end)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 self._wrong = error
 
@@ -94,20 +94,19 @@ class _Columns:
         self.what.append(what)
 
 
-class _Names:
+class _Names(dict[str, int]):
+    """Number of each node, by its text."""
+
     def __init__(self) -> None:
         self.what: list[What] = []
-        self._index: dict[str, int] = {}
 
-    def __call__(self, text: str) -> int:
-        index = self._index.get(text)
-        if index is None:
-            node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
-            if node is None:
-                raise ValueError(f"{quoted(text)} is not a node")
-            index = self._index[text] = len(self.what)
-            self.what.append(node)
-        return index
+    def __missing__(self, text: str) -> int:
+        node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
+        if node is None:
+            raise ValueError(f"{quoted(text)} is not a node")
+        self[text] = len(self.what)
+        self.what.append(node)
+        return self[text]
 
 
 def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> StepRecord:
@@ -137,8 +136,6 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
 
 def _launched(device: Spans, issued: Spans) -> Spans:
     """Return the spans of a device, launched when the host began to issue their nodes."""
-    begins = dict(zip(issued.what.tolist(), issued.start.tolist(), strict=True))
-    launched = [
-        begins.get(what, start) for what, start in zip(device.what.tolist(), device.start.tolist(), strict=True)
-    ]
+    begins = {what: start for what, start, _ in issued}
+    launched = [begins.get(what, start) for what, start, _ in device]
     return Spans(device.what, device.start, device.end, np.array(launched, np.int64))
