@@ -182,6 +182,10 @@ class Columns:
         return tuple(np.ascontiguousarray(table[:, column]) for column in range(self.width))
 
 
+MOST_NAME = 1000
+"""Limit of characters in the name of a range."""
+
+
 @dataclass(eq=False)
 class Capture:
     """Events of one process; times in nanoseconds of its clock.

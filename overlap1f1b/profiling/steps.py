@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import Node, Resource
+from overlap1f1b.plan import Resource
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
 from overlap1f1b.profiling.intervals import Times, covered, difference
-from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, What
+from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, What, lane_of
 
 
 def recording_of(capture: Capture) -> Recording:
@@ -40,7 +40,7 @@ class _Builder:
         self.names = table.names
         self.device = bool(len(kernels.start))
         self.by_range = bool((kernels.owner >= 0).any()) if self.device else bool(len(table.nodes["node"].what))
-        on_compute = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in self.names]
+        on_compute = [lane_of(what) is Resource.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
         self.ran = np.maximum.accumulate(kernels.end)  # end of everything that was launched so far

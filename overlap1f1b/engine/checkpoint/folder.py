@@ -114,10 +114,7 @@ def publish(
         raise OSError(f"{unfinished} lacks {absent[0]}, which another rank wrote; allowed: a folder that all ranks see")
     every = dict(files) | fingerprints(unfinished, sorted(there - files.keys()))
     content = {"step": step, "config": dict(config), "files": every, "added": dict(added)}
-    with (unfinished / CONFIG).open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(unfinished / CONFIG, json.dumps(content, indent=1).encode())
     _sync(unfinished)
     replaced = directory / f".replaced-{final.name}"
     if final.exists():  # a second checkpoint of the same step
@@ -184,6 +181,14 @@ def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Itera
             if actual["bytes"] != expected["bytes"]:
                 what = f"has {actual['bytes']} bytes, not the {expected['bytes']}"
             raise damaged(checkpoint, f"{name} {what} written")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and wait until its bytes are on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:

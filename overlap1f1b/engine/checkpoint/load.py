@@ -25,12 +25,7 @@ from overlap1f1b.engine.checkpoint.folder import (
     read_contents,
 )
 from overlap1f1b.engine.checkpoint.held import Held, State
-from overlap1f1b.engine.checkpoint.hyperparameters import (
-    Json,
-    StoredGroups,
-    decoded,
-    set_groups,
-)
+from overlap1f1b.engine.checkpoint.hyperparameters import Json, StoredGroups, decoded, set_groups
 from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine

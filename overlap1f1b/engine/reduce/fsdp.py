@@ -34,6 +34,7 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.groups import abort, limit
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import lines_of
+from overlap1f1b.transport.versions import release
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
@@ -116,11 +117,9 @@ class Sharding:
                             )
                         if slicing:
                             self.sliced.add(parameter)
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        for group in self.groups:
-            casts = any(held.mp_policy.param_dtype is not None for held in group.fsdp_params)
-            if casts and version < _PASSIVE_CASTS:
-                raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+        casts = any(held.mp_policy.param_dtype is not None for group in self.groups for held in group.fsdp_params)
+        if casts and release(torch.__version__) < _PASSIVE_CASTS:
+            raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
 
     @cached_property
     def holders(self) -> set[nn.Module]:
