@@ -27,19 +27,10 @@ class TorchRanges:
     Ranges that overlap without nesting are left out: :class:`Profile` adds them.
     """
 
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def push(self, name: str) -> None:
-        """Open a range inside the open ranges of this thread."""
+    def nested(self, name: str) -> AbstractContextManager[object]:
+        """Return the context of a range inside the open ranges of this thread."""
         # The C class behind record_function, a private name: 0.6 instead of 12 µs, 3 instead of 45 under the profiler.
-        opened = torch._C._profiler._RecordFunctionFast(name)
-        opened.__enter__()
-        self._open.append(opened)
-
-    def pop(self) -> None:
-        """Close the range that this thread opened last."""
-        self._open.pop().__exit__(None, None, None)
+        return torch._C._profiler._RecordFunctionFast(name)
 
     def start(self, name: str) -> Any:
         """Do nothing: :class:`Profile` adds the ranges that nest in no other."""
@@ -55,8 +46,7 @@ class NvtxRanges:
         ValueError: This torch was built without NVTX.
     """
 
-    push = staticmethod(torch.cuda.nvtx.range_push)
-    pop = staticmethod(torch.cuda.nvtx.range_pop)
+    nested = staticmethod(torch.cuda.nvtx.range)
     start = staticmethod(torch.cuda.nvtx.range_start)
     end = staticmethod(torch.cuda.nvtx.range_end)
 
@@ -123,6 +113,7 @@ class Recorder:
         self.steps: list[RecordedStep] = []
         self._actions = _actions_of(engine.program)
         self._thread = 0
+        self._label: AbstractContextManager[object] = nullcontext()
         self._spans: list[RecordedSpan] = []
         self._open: dict[Action, tuple[Any, float]] = {}
         self._flying: dict[Flight[Any], Any] = {}
@@ -131,13 +122,14 @@ class Recorder:
         if self.engine.player.recorder is not None:
             raise ValueError("the engine is recorded already; allowed: one recorder at a time")
         self._thread = threading.get_ident()
-        self.writer.push(str(Label(self.rank, self.mesh)))
+        self._label = self.writer.nested(str(Label(self.rank, self.mesh)))
+        self._label.__enter__()
         self._install(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._install(None)
-        self.writer.pop()
+        self._label.__exit__(*error)
 
     def _install(self, recorder: Recorder | None) -> None:
         self.engine.player.recorder = recorder
@@ -150,13 +142,12 @@ class Recorder:
     def step(self) -> Iterator[None]:
         """Record a step; one that fails leaves no record."""
         self._spans, number, before = [], self.next, time.perf_counter()
-        self.writer.push(str(StepRange(number)))
-        begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
         try:
-            yield
+            with self.writer.nested(str(StepRange(number))):
+                begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
+                yield
+                ended = time.perf_counter()
         finally:
-            ended = time.perf_counter()
-            self.writer.pop()
             for handle, _ in self._open.values():
                 self.writer.end(handle)
             self._open.clear()
@@ -238,13 +229,10 @@ class Recorder:
     @contextmanager
     def _ranged(self, kind: Any, node: Node) -> Iterator[None]:
         found = NodeRange(kind, node)
-        self.writer.push(str(found))
-        start = time.perf_counter()
-        try:
+        with self.writer.nested(str(found)):
+            start = time.perf_counter()
             yield
-        finally:
             end = time.perf_counter()
-            self.writer.pop()
         self._spans.append(RecordedSpan(found, start, end))
 
     def _flights(self) -> Iterator[RecordedSpan]:
