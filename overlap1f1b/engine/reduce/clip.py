@@ -36,7 +36,7 @@ def clip(
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
-    placed = list(parameters_by_place(stages))
+    placed = list(parameters_by_place(stages))  # of the modules: a stage knows gathered parameters, not shards
     every = dict.fromkeys(parameter for _, parameter, _ in placed)
     experts = {parameter for _, parameter, expert in placed if expert}
     if any(p.grad is None and main_grad(p) is not None for p in experts):
