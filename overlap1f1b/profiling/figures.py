@@ -192,10 +192,10 @@ class Lanes:
     def by_sub_op(self) -> dict[str, OverlapFigures]:
         """Exchange of each sub-op; if two sub-ops are in flight at once, the time counts for both."""
         flights = self.recording.exchanges(self.step)
-        sub_ops = np.array([what.name for what in self.recording.names])[flights.what]
+        sub_ops, number = np.unique([what.name for what in self.recording.names], return_inverse=True)
         found = {}
-        for sub_op in np.unique(sub_ops).tolist():
-            covered = flights[sub_ops == sub_op].covered
+        for place, sub_op in enumerate(sub_ops.tolist()):
+            covered = flights[number[flights.what] == place].covered
             if len(covered):
                 found[sub_op] = OverlapFigures(length(covered), length(difference(covered, self.compute)))
         return found
