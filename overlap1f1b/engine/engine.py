@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 
@@ -39,7 +39,7 @@ from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
-from overlap1f1b.engine.reduce.tied import TiedReduction, repeated, ties_of
+from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
@@ -247,9 +247,9 @@ class Engine:
                 Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
             ]
+            ties = {n: ties_in(stage) for n, stage in model.items()} if reduce and isinstance(model, Mapping) else {}
+            self._tied = TiedReduction(ties, placement, self.mesh)
             self.reductions = self._new_reductions(own, experts)
-            if reduce:  # the first to set gradients aside, and the last to add to them
-                self.reductions[:0] = TiedReduction.of(model, placement, self.mesh)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, and the plans that it plays.
@@ -289,7 +289,8 @@ class Engine:
         tensors = TensorGradients(self.stages, self.mesh, sharded)
         apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
         own = Reducer(self.stages, dense, experts, self._lanes[0], apart=apart)
-        found: list[Reduction] = [tensors] if tensors.reduces else []  # before gradients are summed over other ranks
+        # Tied parameters are the first to be set aside, so they are summed last; tensor groups sum before other ranks.
+        found: list[Reduction] = [one for one in (self._tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
         return found + ([own] if own.reduces else [])
 
@@ -331,10 +332,15 @@ class Engine:
         if saving is not None:
             saving.settle()
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """All lanes on which this rank's transfers and sums travel."""
+        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
+
     def _close(self) -> None:
         self._closed = True
         self._communicators.close(failed=self._failed)
-        for lane in (*self.player.lanes.values(), *self._lanes):
+        for lane in self.lanes:
             lane.close()
         self.boundary.close()
 
@@ -468,7 +474,7 @@ class Engine:
                 for number, stage in self.stages.items():
                     stage.check_trained(self._trained[number], self.sharding.holders)
             if first and self._check_parameters:
-                self.mesh.agree(values(self.stages, ties_of(self.reductions), self.mesh))
+                self.mesh.agree(values(self.stages, self._tied.parameters, self.mesh))
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.
@@ -618,7 +624,7 @@ class Engine:
         All ranks must call this.
         """
         with self.guarded(lambda: "in clip_gradients"):
-            return clip(self.stages, self.program.placement, self.mesh, max_norm, repeated(self.reductions))
+            return clip(self.stages, self.program.placement, self.mesh, max_norm, self._tied.repeated)
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:

@@ -22,7 +22,7 @@ from overlap1f1b.profiling.intervals import (
     length,
     union,
 )
-from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
+from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, What
 from overlap1f1b.schedule import Kind
 
 PHASES = ("warm_up", "steady", "cool_down")
@@ -169,11 +169,10 @@ class Lanes:
             return {}
         kinds = np.array([_kind(what) for what in self.recording.names], "U1")[self.step.compute.what]
         forward, backward = self.step.compute[kinds == "F"], self.step.compute[(kinds == "I") | (kinds == "W")]
-        start, end = self.window
-        if not len(forward) or not len(backward):
-            return dict(zip(PHASES, ((start, start), (start, end), (end, end)), strict=True))
-        first = int(backward.start.min())
-        last = max(first, int(forward.end.max()))
+        start, end = first, last = self.window
+        if len(forward) and len(backward):
+            first = int(backward.start.min())
+            last = max(first, int(forward.end.max()))
         return dict(zip(PHASES, ((start, first), (first, last), (last, end)), strict=True))
 
     @property
@@ -192,12 +191,11 @@ class Lanes:
     @property
     def by_sub_op(self) -> dict[str, OverlapFigures]:
         """Exchange of each sub-op; if two sub-ops are in flight at once, the time counts for both."""
-        flights, names = self.step.flights, self.recording.names
-        sub_ops = dict.fromkeys(names[what].name for what in np.unique(flights.what).tolist())
+        flights = self.recording.exchanges(self.step)
+        sub_ops, number = np.unique([what.name for what in self.recording.names], return_inverse=True)
         found = {}
-        for sub_op in sorted(sub_ops):
-            chosen = np.array([what.name == sub_op and lane_of(what) in EXCHANGES for what in names], bool)
-            covered = flights[chosen[flights.what]].covered
+        for place, sub_op in enumerate(sub_ops.tolist()):
+            covered = flights[number[flights.what] == place].covered
             if len(covered):
                 found[sub_op] = OverlapFigures(length(covered), length(difference(covered, self.compute)))
         return found
@@ -207,7 +205,7 @@ class Lanes:
         """Largest number of forwards and backwards under way at once."""
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
-        for what, start, end in zip(issued.what.tolist(), issued.start.tolist(), issued.end.tolist(), strict=True):
+        for what, start, end in issued:
             node = names[what]
             if not isinstance(node, Node) or not _of_chain(node):
                 continue
@@ -244,10 +242,8 @@ class Lanes:
             return 0
         starved = length(self.gaps) - length(_blocked(self.gaps, compute.start, compute.launched))
         if self.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
-            until = dict(zip(issued.what.tolist(), issued.end.tolist(), strict=True))
-            for what, start, end in zip(
-                compute.what.tolist(), compute.start.tolist(), compute.end.tolist(), strict=True
-            ):
+            until = {what: end for what, _, end in issued}
+            for what, start, end in compute:
                 starved += max(0, min(end, until.get(what, start)) - start)
         return starved
 
@@ -267,7 +263,7 @@ class Lanes:
         _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
         flights = flights[first]
         ready = flights.launched.copy()
-        for place, (what, start) in enumerate(zip(flights.what.tolist(), flights.start.tolist(), strict=True)):
+        for place, (what, start, _) in enumerate(flights):
             before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
             ready[place] = min(start, max([ready[place], *before]))
         return int(covered(ready, flights.start, difference(self.compute, self.exchange)).sum())

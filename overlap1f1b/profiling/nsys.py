@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from overlap1f1b.plan.ranges import PREFIX
-from overlap1f1b.profiling.recording import Capture
-from overlap1f1b.profiling.stream import MOST_EVENTS, MOST_NAME
+from overlap1f1b.profiling.recording import MOST_NAME, Capture
+from overlap1f1b.profiling.stream import MOST_EVENTS
 from overlap1f1b.schedule.values import shortened
 
 Row = TypeVar("Row", bound=tuple[object, ...])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -59,17 +59,16 @@ class Spans:
     def __len__(self) -> int:
         return len(self.what)
 
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Index, start and end of each span."""
+        return zip(self.what.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
+
     def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Spans:
         return Spans(self.what[chosen], self.start[chosen], self.end[chosen], self.launched[chosen])
 
     def __add__(self, other: Spans) -> Spans:
-        pairs = zip(self.columns, other.columns, strict=True)
-        return Spans(*(np.concatenate(pair) for pair in pairs))
-
-    @property
-    def columns(self) -> tuple[Times, Times, Times, Times]:
-        """All columns, in the order of the arguments."""
-        return self.what, self.start, self.end, self.launched
+        every = [(spans.what, spans.start, spans.end, spans.launched) for spans in (self, other)]
+        return Spans(*(np.concatenate(pair) for pair in zip(*every, strict=True)))
 
     @property
     def covered(self) -> Intervals:
@@ -181,6 +180,10 @@ class Columns:
         """The columns, each ``[rows]``."""
         table = np.array(self._flat, np.int64).reshape(-1, self.width)
         return tuple(np.ascontiguousarray(table[:, column]) for column in range(self.width))
+
+
+MOST_NAME = 1000
+"""Limit of characters in the name of a range."""
 
 
 @dataclass(eq=False)

@@ -13,8 +13,7 @@ import numpy as np
 
 from overlap1f1b.plan import Node, Resource
 from overlap1f1b.plan.ranges import FORMAT, VERSION, parse_node
-from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, What
-from overlap1f1b.profiling.stream import MOST_NAME
+from overlap1f1b.profiling.recording import MOST_NAME, Recording, Spans, StepRecord
 from overlap1f1b.schedule.values import quoted, shortened
 
 _KINDS = {"node": 0, "flight": 1, "wait": 2, "device": 3}
@@ -37,12 +36,12 @@ class RecordedSteps:
         if self._wrong is None:
             try:
                 kind, text, start, end = element
-                self._spans.append(_KINDS[kind], self._names(text), start, end)
+                self._spans.append(_KINDS[kind], self._names[text], start, end)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 self._wrong = error
 
     def end(self, others: Any) -> None:
-        """End the step of the spans so far; ``others`` has its number and its seconds."""
+        """End the step of the spans so far; ``others`` is an object with its number and its seconds, or malformed."""
         if self._wrong is None:
             try:
                 begin = self._steps[-1].end if self._steps else 0
@@ -94,23 +93,22 @@ class _Columns:
         self.what.append(what)
 
 
-class _Names:
+class _Names(dict[str, int]):
+    """Number of each node, by its text."""
+
     def __init__(self) -> None:
-        self.what: list[What] = []
-        self._index: dict[str, int] = {}
+        self.what: list[Node] = []
 
-    def __call__(self, text: str) -> int:
-        index = self._index.get(text)
-        if index is None:
-            node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
-            if node is None:
-                raise ValueError(f"{quoted(text)} is not a node")
-            index = self._index[text] = len(self.what)
-            self.what.append(node)
-        return index
+    def __missing__(self, text: str) -> int:
+        node = parse_node(text) if isinstance(text, str) and len(text) <= MOST_NAME else None
+        if node is None:
+            raise ValueError(f"{quoted(text)} is not a node")
+        self[text] = len(self.what)
+        self.what.append(node)
+        return self[text]
 
 
-def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[What]) -> StepRecord:
+def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequence[Node]) -> StepRecord:
     """Return one step; its clock starts at ``begin``."""
     if content.get("spans"):
         raise TypeError("spans are not a list")
@@ -123,12 +121,12 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
     every = Spans.of(np.array(spans.what, np.int64), start, end)
     every, kind = every[order := np.argsort(start, kind="stable")], kind[order]
     issued, flights, waits, device = (every[kind == number] for number in _KINDS.values())
-    computes = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in names]
-    compute = issued[np.array(computes, bool)[issued.what]]
+    computes = np.array([what.resource is Resource.COMPUTE for what in names], bool)
+    compute = issued[computes[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits, device) if len(spans)), default=begin)
     if len(device):
         device = _launched(device, issued)
-        compute, travelled = (device[np.array(computes, bool)[device.what] == does] for does in (True, False))
+        compute, travelled = (device[computes[device.what] == does] for does in (True, False))
         flights = travelled + flights[~np.isin(flights.what, travelled.what)]
         flights = flights[np.argsort(flights.start, kind="stable")]
     until = max(begin + round(seconds * _SECOND), last)
@@ -137,8 +135,6 @@ def _step(content: Mapping[str, Any], spans: _Columns, begin: int, names: Sequen
 
 def _launched(device: Spans, issued: Spans) -> Spans:
     """Return the spans of a device, launched when the host began to issue their nodes."""
-    begins = dict(zip(issued.what.tolist(), issued.start.tolist(), strict=True))
-    launched = [
-        begins.get(what, start) for what, start in zip(device.what.tolist(), device.start.tolist(), strict=True)
-    ]
+    begins = {what: start for what, start, _ in issued}
+    launched = [begins.get(what, start) for what, start, _ in device]
     return Spans(device.what, device.start, device.end, np.array(launched, np.int64))

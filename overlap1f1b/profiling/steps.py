@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import Node, Resource
+from overlap1f1b.plan import Resource
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
 from overlap1f1b.profiling.intervals import Times, covered, difference
-from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, What
+from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, What, lane_of
 
 
 def recording_of(capture: Capture) -> Recording:
@@ -40,7 +40,7 @@ class _Builder:
         self.names = table.names
         self.device = bool(len(kernels.start))
         self.by_range = bool((kernels.owner >= 0).any()) if self.device else bool(len(table.nodes["node"].what))
-        on_compute = [isinstance(what, Node) and what.resource is Resource.COMPUTE for what in self.names]
+        on_compute = [lane_of(what) is Resource.COMPUTE for what in self.names]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.host = {kind: ranges.spans for kind, ranges in table.nodes.items()}
         self.ran = np.maximum.accumulate(kernels.end)  # end of everything that was launched so far
@@ -147,7 +147,7 @@ def _without(spans: Spans, waits: Spans) -> Spans:
     there = waits.covered
     inside = covered(spans.start, spans.end, there) > 0
     kept = spans[~inside]
-    for what, start, end in zip(*(column.tolist() for column in spans[inside].columns[:3]), strict=True):
+    for what, start, end in spans[inside]:
         left = difference(np.array([[start, end]]), there)
         kept = kept + Spans.of(np.full(len(left), what), left[:, 0], left[:, 1])
     return kept[np.argsort(kept.start, kind="stable")]
@@ -196,22 +196,18 @@ class Table:
         if len({label.rank for label in self.labels}) > 1:
             ranks = ", ".join(str(rank) for rank in sorted({label.rank for label in self.labels}))
             raise ValueError(f"{capture.path} has ranges of ranks {ranks}; allowed: one file a rank")
-        self.names: list[What] = []
-        index: dict[Node, int] = {}
+        index: dict[What, int] = {}
         kind, what = np.full(len(parsed), -1), np.zeros(len(parsed), np.int64)
         kinds = ("node", "flight", "wait")
         for number, found in enumerate(parsed):
             if isinstance(found, NodeRange):
-                if found.node not in index:
-                    index[found.node] = len(self.names)
-                    self.names.append(found.node)
-                kind[number], what[number] = kinds.index(found.kind), index[found.node]
+                kind[number], what[number] = kinds.index(found.kind), index.setdefault(found.node, len(index))
             elif isinstance(found, StepRange):
                 if found.number >= 2**63:
                     raise ValueError(f"{capture.path} has a step {found.number}; allowed: less than 2**63")
                 kind[number], what[number] = len(kinds), found.number
-        every = Ranges(what[name], thread, start, end) if len(name) else Ranges(name, thread, start, end)
-        of_kind = kind[name] if len(name) else name
+        self.names = list(index)
+        every, of_kind = Ranges(what[name], thread, start, end), kind[name]
         self.nodes = {text: every.chosen(of_kind == code) for code, text in enumerate(kinds)}
         steps = every.chosen(of_kind == len(kinds))
         self.steps = steps.chosen(np.argsort(steps.start, kind="stable"))

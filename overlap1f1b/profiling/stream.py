@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from overlap1f1b.plan.ranges import PREFIX
-from overlap1f1b.profiling.recording import Capture
+from overlap1f1b.profiling.recording import MOST_NAME, Capture
+from overlap1f1b.profiling.records import RecordedSteps
 
 _CHUNK = 1 << 22
 MOST_EVENTS = 10_000_000
@@ -24,18 +25,8 @@ Event = dict[str, Any]
 TRUNCATED = "it is truncated, its end is missing"
 
 
-class Steps(Protocol):
-    """A receiver of the steps of a record with their spans."""
-
-    def take(self, element: Any) -> None:
-        """Take a span."""
-
-    def end(self, others: Any) -> None:
-        """End a step; take the other values of its object, or a value that is not an object."""
-
-
 def read_events(
-    file: IO[str], take: Callable[[Event], None], steps: Steps, *, seen: Callable[[], None] = lambda: None
+    file: IO[str], take: Callable[[Event], None], steps: RecordedSteps, *, seen: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Pass on the events of a trace or the steps of a record; return the other top-level values, and True for an array.
 
@@ -59,7 +50,7 @@ class _Reader:
         self._file, self._text, self._at, self._ended = file, "", 0, False
         self._seen, self._read, self._events = seen, 0, 0
 
-    def whole(self, take: Callable[[Event], None], steps: Steps) -> dict[str, Any]:
+    def whole(self, take: Callable[[Event], None], steps: RecordedSteps) -> dict[str, Any]:
         others: dict[str, Any] = {}
         first = self._peek()
         if first == "[":
@@ -94,7 +85,7 @@ class _Reader:
             yield name
         self._at += 1
 
-    def _steps(self, steps: Steps) -> None:
+    def _steps(self, steps: RecordedSteps) -> None:
         self._at += 1
         while (first := self._peek()) != "]":
             self._count()
@@ -187,8 +178,6 @@ class _Reader:
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"})
 _DEVICE_RANGES = "gpu_user_annotation"
-MOST_NAME = 1000
-"""Limit of characters in the name of a range."""
 
 
 def taker(capture: Capture) -> Callable[[Event], None]:

@@ -30,7 +30,7 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
         engine.step(inputs, target=target)
         steps += 1
     held = sum("sleep" in entry.args for entry in here().log[begin:])
-    computed = sum(node.resource == "compute" for node in engine._plans._serial.ranks[engine.rank])  # type: ignore[union-attr]
+    computed = sum(node.resource == "compute" for node in engine._plans._serial.ranks[engine.rank])
     check_rendezvous(engine.plan)
     engine.step(inputs, target=target)
     engine.close()

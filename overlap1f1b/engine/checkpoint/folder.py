@@ -55,8 +55,7 @@ def name_of(step: int) -> str:
 
 def latest(directory: Path) -> Path | None:
     """Return the checkpoint of the highest step in ``directory``, or None if there is none."""
-    found = _checkpoints(directory)
-    return found[-1] if found else None
+    return next(reversed(_checkpoints(directory)), None)
 
 
 def checkpoint_in(path: Path) -> Path | None:
@@ -115,10 +114,7 @@ def publish(
         raise OSError(f"{unfinished} lacks {absent[0]}, which another rank wrote; allowed: a folder that all ranks see")
     every = dict(files) | fingerprints(unfinished, sorted(there - files.keys()))
     content = {"step": step, "config": dict(config), "files": every, "added": dict(added)}
-    with (unfinished / CONFIG).open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(unfinished / CONFIG, json.dumps(content, indent=1).encode())
     _sync(unfinished)
     replaced = directory / f".replaced-{final.name}"
     if final.exists():  # a second checkpoint of the same step
@@ -158,10 +154,9 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise damaged(checkpoint, f"{CONFIG} has step={step}, not the step of the folder's name")
     _check_listed(checkpoint, files)
     here = there if config is None else json.loads(json.dumps(dict(config)))
-    for key in here | there:
-        if key not in here or key not in there or here[key] != there[key]:
-            values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
-            raise of_another_run(checkpoint, quoted(key, plain=True), *values)
+    if (key := first_difference(here, there)) is not None:
+        values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
+        raise of_another_run(checkpoint, quoted(key, plain=True), *values)
     return Contents(step, files, added)
 
 
@@ -186,6 +181,14 @@ def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Itera
             if actual["bytes"] != expected["bytes"]:
                 what = f"has {actual['bytes']} bytes, not the {expected['bytes']}"
             raise damaged(checkpoint, f"{name} {what} written")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and wait until its bytes are on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:
@@ -213,6 +216,11 @@ def _check_listed(checkpoint: Path, files: Any) -> None:
         values = [of.get(key) for key in ("bytes", "crc32")] if isinstance(of, dict) and len(of) == 2 else [None]
         if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
             raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first key that only one of two mappings has, or with another value."""
+    return next((k for k in {**one, **other} if k not in one or k not in other or one[k] != other[k]), None)
 
 
 def of_another_run(checkpoint: Path, key: str, there: str, here: str) -> ValueError:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.checkpoint.folder import first_difference
+
 Json = Any
 Numbers = dict[str, Json]
 GroupNumbers = tuple[Numbers, tuple[str, ...]]
@@ -154,7 +156,7 @@ class StoredGroups(NamedTuple):
         for number, group in enumerate(optimizer.param_groups):
             mine = [(name, self.of[name]) for p in group["params"] if (name := names[p]) in self.of]
             for name, numbers in mine[1:]:
-                if numbers is not mine[0][1] and (key := _difference(mine[0][1], numbers)) is not None:
+                if numbers is not mine[0][1] and (key := first_difference(mine[0][1], numbers)) is not None:
                     raise ValueError(
                         f"group {number} of the optimizer has {mine[0][0]} and {name}, for which the checkpoint has "
                         f"{key}={mine[0][1].get(key)} and {key}={numbers.get(key)}; "
@@ -163,11 +165,6 @@ class StoredGroups(NamedTuple):
             by_place = self.places if self.places and len(self.places) == len(optimizer.param_groups) else None
             found.append(mine[0][1] if mine else by_place[number] if by_place else None)
         return found
-
-
-def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    every = {**first, **other}
-    return next((k for k in every if k not in first or k not in other or first[k] != other[k]), None)
 
 
 def set_groups(optimizer: torch.optim.Optimizer, numbers: Sequence[Mapping[str, Any] | None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,7 @@ from overlap1f1b.engine.checkpoint.folder import (
     read_contents,
 )
 from overlap1f1b.engine.checkpoint.held import Held, State
-from overlap1f1b.engine.checkpoint.hyperparameters import (
-    Json,
-    StoredGroups,
-    decoded,
-    set_groups,
-)
+from overlap1f1b.engine.checkpoint.hyperparameters import Json, StoredGroups, decoded, set_groups
 from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
@@ -83,19 +79,15 @@ def load_checkpoint(
         return contents.step
 
 
+@dataclass
 class _Reading:
     """One rank's part in loading a checkpoint; the methods are its phases. Only the last two change the run."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        checkpoint: Path,
-        contents: Contents,
-        state: States | None,
-    ) -> None:
-        self.engine, self.optimizer, self.checkpoint, self.contents = engine, optimizer, checkpoint, contents
-        self.state = state
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    checkpoint: Path
+    contents: Contents
+    state: States | None
 
     def compare(self) -> int:
         """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""

@@ -16,7 +16,6 @@ gradient.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,15 +40,10 @@ from overlap1f1b.engine.checkpoint.folder import (
     fingerprints,
     name_of,
     publish,
+    write_durably,
 )
 from overlap1f1b.engine.checkpoint.held import Held, Stored
-from overlap1f1b.engine.checkpoint.hyperparameters import (
-    GroupNumbers,
-    Json,
-    describe_groups,
-    encoded,
-    groups_of,
-)
+from overlap1f1b.engine.checkpoint.hyperparameters import GroupNumbers, Json, describe_groups, encoded, groups_of
 from overlap1f1b.engine.checkpoint.state import States, file_of, pack, with_random
 from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
 from overlap1f1b.engine.engine import Engine
@@ -342,10 +336,7 @@ class _Writing:
             shared = name in self._shared_states
             if not shared or self.together.rank == 0:
                 names.append(file_of(name, None if shared else self.held.number))
-                with (self.folder / names[-1]).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_durably(self.folder / names[-1], content)
         return results.value(), fingerprints(self.folder, names)
 
     def publish(self, written: list[tuple[list[WriteResult], dict[str, Fingerprint]]]) -> Path:

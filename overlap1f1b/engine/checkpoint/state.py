@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -107,7 +107,7 @@ def file_of(name: str, number: int | None = None) -> str:
 
 
 def choose_files(
-    states: States, files: Iterable[str], number: int, layout: Mapping[Any, int], stored_layout: Mapping[Any, int]
+    states: States, files: Collection[str], number: int, layout: Mapping[Any, int], stored_layout: Mapping[Any, int]
 ) -> dict[str, str]:
     """Return the files that a rank reads, by the names of their states; a state of None is not wanted.
 
@@ -121,11 +121,8 @@ def choose_files(
     Raises:
         ValueError: A state is not there, is not expected, or each rank of another layout has one of its own.
     """
-    found: dict[str, set[str]] = {}
-    for file in files:
-        if match := _FILE.fullmatch(file):
-            found.setdefault(match[1], set()).add(file)
-    for name in found.keys() - states.keys():
+    found = {match[1] for file in files if (match := _FILE.fullmatch(file))}
+    for name in found - states.keys():
         raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")
     chosen = {}
     for name, state in states.items():
@@ -134,7 +131,7 @@ def choose_files(
         if name not in found:
             has = ", ".join(sorted(found)) or "none"
             raise ValueError(f"it has no state[{name!r}]; allowed: {has}")
-        if file_of(name) in found[name]:
+        if file_of(name) in files:
             chosen[name] = file_of(name)
         elif layout == stored_layout:
             chosen[name] = file_of(name, number)

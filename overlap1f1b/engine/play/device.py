@@ -100,22 +100,17 @@ class Carveout:
 
     def launched(self) -> None:
         """Note that an exchange is in flight."""
-        self._flying += 1
-        if self._flying == 1:
-            self._apply(self.sms)
+        self._fly(self._flying + 1)
 
     def awaited(self, count: int = 1) -> None:
         """Note that compute waits for exchanges."""
-        self._flying -= count
-        if count and self._flying == 0:
-            self._apply(None)
+        self._fly(self._flying - count)
 
     def clear(self) -> None:
         """Note that no exchange is in flight any more."""
-        if self._flying:
-            self._flying = 0
-            self._apply(None)
+        self._fly(0)
 
-    def _apply(self, sms: int | None) -> None:
-        if self._set is not None:
-            self._set(sms)
+    def _fly(self, count: int) -> None:
+        if self._set is not None and (count > 0) != (self._flying > 0):
+            self._set(self.sms if count else None)
+        self._flying = count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from overlap1f1b import plan as planning
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
 from overlap1f1b.schedule import Program, forwards_of
@@ -41,7 +43,6 @@ class Plans:
         self.program, self.shapes, self.overlap, self.counts_block = program, shapes, overlap, counts_block
         self.rendezvous, self.mesh, self._costs = rendezvous, mesh, costs
         self._plan: Plan | None = None
-        self._serial: Plan | None = None
         self._evaluation: Plan | None = None
         self._agreed: set[str] = set()
         if plan is not None:
@@ -70,11 +71,7 @@ class Plans:
                 self._plan = self._found(self._costs)
             else:
                 self._plan = self._compiled(self.program, self.shapes, self._costs, self.overlap)
-        if self._plan is not None:
-            return self._plan
-        if self._serial is None:
-            self._serial = self._compiled(self.program, self.shapes, NodeCosts(), "serial")
-        return self._serial
+        return self._plan or self._serial
 
     @of_step.setter
     def of_step(self, plan: Plan) -> None:
@@ -84,6 +81,10 @@ class Plans:
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
         self._plan = self._checked(plan, self._costs or NodeCosts())
+
+    @cached_property
+    def _serial(self) -> Plan:
+        return self._compiled(self.program, self.shapes, NodeCosts(), "serial")
 
     @property
     def of_evaluation(self) -> Plan:

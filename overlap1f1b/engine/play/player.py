@@ -114,20 +114,24 @@ class Player:
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
-        self.flights: list[Flight[Any]] = []
-        self.begun = 0.0
-        self.peak_activations = self.peak_held = 0
         self._watch, self._fills = watch, fills and watch is None
         self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
         self._around: Around | None = None
         self._filler: Filler | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what was played before."""
         self._computed: list[Node] = []
         self._clock = array("d")  # begin and end of each of these; of numbers Python collects no garbage
+        self.flights: list[Flight[Any]] = []
         self._sends: deque[Flight[None]] = deque()
+        self.begun = time.perf_counter()
         self._live: set[Microbatch] = set()
         self._held: set[Microbatch] = set()
+        self.peak_activations = self.peak_held = 0
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play the nodes in order.
@@ -135,10 +139,7 @@ class Player:
         After an error every suspended forward is unwound, and the exchanges in flight get a second to end.
         """
         # 1. Nothing has been played yet.
-        self._computed, self._clock = [], array("d")
-        self.flights, self._sends, self.begun = [], deque(), time.perf_counter()
-        self._live, self._held = set(), set()
-        self.peak_activations = self.peak_held = 0
+        self._reset()
         self._times = None if self._watch is None else StepTimes(self._watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed

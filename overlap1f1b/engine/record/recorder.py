@@ -15,12 +15,10 @@ import torch.distributed as dist
 
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.play.player import Around, Issue
-from overlap1f1b.engine.reduce.fsdp import ShardedReducer
-from overlap1f1b.engine.reduce.plain import Reducer
-from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Span, StepRange
+from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
-from overlap1f1b.transport.lanes import Flight, Lane
+from overlap1f1b.transport.lanes import Flight
 
 
 class TorchRanges:
@@ -29,19 +27,10 @@ class TorchRanges:
     Ranges that overlap without nesting are left out: :class:`Profile` adds them.
     """
 
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def push(self, name: str) -> None:
-        """Open a range inside the open ranges of this thread."""
+    def nested(self, name: str) -> AbstractContextManager[object]:
+        """Return the context of a range inside the open ranges of this thread."""
         # The C class behind record_function, a private name: 0.6 instead of 12 µs, 3 instead of 45 under the profiler.
-        opened = torch._C._profiler._RecordFunctionFast(name)
-        opened.__enter__()
-        self._open.append(opened)
-
-    def pop(self) -> None:
-        """Close the range that this thread opened last."""
-        self._open.pop().__exit__(None, None, None)
+        return torch._C._profiler._RecordFunctionFast(name)
 
     def start(self, name: str) -> Any:
         """Do nothing: :class:`Profile` adds the ranges that nest in no other."""
@@ -57,23 +46,15 @@ class NvtxRanges:
         ValueError: This torch was built without NVTX.
     """
 
+    nested = staticmethod(torch.cuda.nvtx.range)
+    start = staticmethod(torch.cuda.nvtx.range_start)
+    end = staticmethod(torch.cuda.nvtx.range_end)
+
     def __init__(self) -> None:
         try:
             torch.cuda.nvtx.mark("o1")
         except RuntimeError as error:
             raise ValueError(f"torch {torch.__version__} has no NVTX; allowed: a build for CUDA") from error
-
-    def push(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)
-
-    def pop(self) -> None:
-        torch.cuda.nvtx.range_pop()
-
-    def start(self, name: str) -> int:
-        return torch.cuda.nvtx.range_start(name)
-
-    def end(self, handle: int) -> None:
-        torch.cuda.nvtx.range_end(handle)
 
 
 RangeWriter = TorchRanges | NvtxRanges
@@ -132,6 +113,7 @@ class Recorder:
         self.steps: list[RecordedStep] = []
         self._actions = _actions_of(engine.program)
         self._thread = 0
+        self._label: AbstractContextManager[object] = nullcontext()
         self._spans: list[RecordedSpan] = []
         self._open: dict[Action, tuple[Any, float]] = {}
         self._flying: dict[Flight[Any], Any] = {}
@@ -140,17 +122,18 @@ class Recorder:
         if self.engine.player.recorder is not None:
             raise ValueError("the engine is recorded already; allowed: one recorder at a time")
         self._thread = threading.get_ident()
-        self.writer.push(str(Label(self.rank, self.mesh)))
+        self._label = self.writer.nested(str(Label(self.rank, self.mesh)))
+        self._label.__enter__()
         self._install(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._install(None)
-        self.writer.pop()
+        self._label.__exit__(*error)
 
     def _install(self, recorder: Recorder | None) -> None:
         self.engine.player.recorder = recorder
-        for lane in lanes_of(self.engine):
+        for lane in self.engine.lanes:
             lane.recorder = recorder
 
     # ------------------------------------------------------------------------------------- called by the engine
@@ -159,13 +142,12 @@ class Recorder:
     def step(self) -> Iterator[None]:
         """Record a step; one that fails leaves no record."""
         self._spans, number, before = [], self.next, time.perf_counter()
-        self.writer.push(str(StepRange(number)))
-        begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
         try:
-            yield
+            with self.writer.nested(str(StepRange(number))):
+                begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
+                yield
+                ended = time.perf_counter()
         finally:
-            ended = time.perf_counter()
-            self.writer.pop()
             for handle, _ in self._open.values():
                 self.writer.end(handle)
             self._open.clear()
@@ -189,7 +171,7 @@ class Recorder:
             action = self._action(node)
             if action is not None and begins[action] is node:
                 self._open[action] = self.writer.start(str(ActionRange(action))), time.perf_counter()
-            with nullcontext() if node.op in _COMPUTED else self._ranged("node", node):
+            with nullcontext() if node.resource is Resource.COMPUTE else self._ranged("node", node):
                 issue(node, microbatches)
             if action is not None and ends[action] is node:
                 handle, start = self._open.pop(action)
@@ -247,13 +229,10 @@ class Recorder:
     @contextmanager
     def _ranged(self, kind: Any, node: Node) -> Iterator[None]:
         found = NodeRange(kind, node)
-        self.writer.push(str(found))
-        start = time.perf_counter()
-        try:
+        with self.writer.nested(str(found)):
+            start = time.perf_counter()
             yield
-        finally:
             end = time.perf_counter()
-            self.writer.pop()
         self._spans.append(RecordedSpan(found, start, end))
 
     def _flights(self) -> Iterator[RecordedSpan]:
@@ -271,12 +250,6 @@ class Recorder:
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
 
 
-def lanes_of(engine: Engine) -> list[Lane]:
-    """Return all lanes of an engine."""
-    reduced = [r.lane for r in engine.reductions if isinstance(r, Reducer | ShardedReducer)]
-    return [*engine.player.lanes.values(), *engine.boundary.lanes, *reduced]
-
-
 def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
     for span in step.spans:
         if isinstance(span.range, NodeRange):
@@ -286,7 +259,6 @@ def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
 
 
 _EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
-_COMPUTED = frozenset(Op) - _EXCHANGED - {Op.REDUCE, Op.SEND, Op.RECEIVE}
 
 
 def _actions_of(program: Program) -> dict[tuple[Kind, int, int, int], Action]:

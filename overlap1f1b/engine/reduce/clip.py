@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from overlap1f1b.engine.agreement import parameters_by_place
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
-from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule import Placement
 from overlap1f1b.transport.boundary import summed
 from overlap1f1b.transport.mesh import Mesh
@@ -36,15 +36,9 @@ def clip(
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
-    experts: dict[nn.Parameter, None] = {}
-    every: dict[nn.Parameter, None] = {}
-    for stage in stages.values():
-        for block in stage.blocks:
-            for module in block.modules():  # a stage knows gathered parameters, not shards
-                if isinstance(module, Experts):
-                    experts |= dict.fromkeys(module.parameters())
-            experts |= dict.fromkeys(filter(stage.is_slice, block.parameters()))
-            every |= dict.fromkeys(block.parameters())
+    placed = list(parameters_by_place(stages))  # of the modules: a stage knows gathered parameters, not shards
+    every = dict.fromkeys(parameter for _, parameter, _ in placed)
+    experts = {parameter for _, parameter, expert in placed if expert}
     if any(p.grad is None and main_grad(p) is not None for p in experts):
         raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: the optimizer's own clipping")
     counted: dict[nn.Parameter, None] = {}

@@ -11,7 +11,7 @@ This file reads private attributes of torch: FSDP2 has no public calls for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
@@ -35,6 +34,7 @@ from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.groups import abort, limit
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import lines_of
+from overlap1f1b.transport.versions import release
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
 _PASSIVE_CASTS = (2, 13)  # from this torch on, FSDP2's hooks cast in the state that the engine keeps them in
@@ -88,8 +88,8 @@ class Sharding:
         self._uncalled = {id(model) for model in models}
         self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
         self._handles: list[Any] = []
-        self._hooks: list[RemovableHandle] = []
-        self._buffers: int | None = None  # that the user has set
+        self._changes = ExitStack()
+        """Hooks and settings while parameters are gathered."""
         self.ahead: int | None = AHEAD
         for root in self._roots:
             _state(root)._lazy_init()
@@ -108,8 +108,7 @@ class Sharding:
                     if isinstance(parameter, DTensor):
                         name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
                         group = held.get(id(parameter))
-                        split = _tensor_dimensions(parameter.device_mesh, tensor)
-                        slicing = _slicing(parameter, group, sharing) - split
+                        slicing, split = _sliced_and_split(parameter, group, sharing, tensor)
                         _check_parameter(parameter.device_mesh, slicing | split, group, module, ranks, name)
                         if slicing and isinstance(module, nn.Linear | nn.Embedding):
                             raise ValueError(
@@ -118,11 +117,9 @@ class Sharding:
                             )
                         if slicing:
                             self.sliced.add(parameter)
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        for group in self.groups:
-            casts = any(held.mp_policy.param_dtype is not None for held in group.fsdp_params)
-            if casts and version < _PASSIVE_CASTS:
-                raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+        casts = any(held.mp_policy.param_dtype is not None for group in self.groups for held in group.fsdp_params)
+        if casts and release(torch.__version__) < _PASSIVE_CASTS:
+            raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
 
     @cached_property
     def holders(self) -> set[nn.Module]:
@@ -151,11 +148,12 @@ class Sharding:
     def gather(self) -> None:
         """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
         self._handles = []
-        self._set_buffers(BUFFERS)
+        self._set_buffers()
         self._reach(0)
         for number, module in enumerate(self._modules):
             for called in _state(module)._modules:
-                self._hooks.append(called.register_forward_pre_hook(partial(self._reach, number), prepend=True))
+                hook = called.register_forward_pre_hook(partial(self._reach, number), prepend=True)
+                self._changes.enter_context(hook)
             # Else the end of a forward would reshard parameters that a suspended forward needs, and the end of a
             # backward would reduce incomplete gradients.
             _state(module)._training_state = TrainingState.PRE_BACKWARD
@@ -180,24 +178,20 @@ class Sharding:
             self._reach(number)
             self._handles[number].wait()
 
-    def _set_buffers(self, count: int | None) -> None:
-        """Let FSDP2 keep at least ``count`` inputs of reductions, or as many as before; torch 2.11 keeps one."""
+    def _set_buffers(self) -> None:
+        """Let FSDP2 keep several inputs of reductions; torch 2.11 keeps one."""
         for module in self._modules[:1]:
             context = _state(module)._comm_ctx
             before = getattr(context, "reduce_scatter_max_input_buffers", None)
-            if before is None or any(type(g._reduce_scatter_comm) is not DefaultReduceScatter for g in self.groups):
-                return  # buffers of symmetric memory, or of the user's own, are not to be multiplied
-            if count is not None:
-                self._buffers, count = before, max(before, count)
-            context.reduce_scatter_max_input_buffers = count or self._buffers or before
+            # Buffers of symmetric memory, or of the user's own, are not to be multiplied.
+            if before is not None and all(type(g._reduce_scatter_comm) is DefaultReduceScatter for g in self.groups):
+                _set(self._changes, context, "reduce_scatter_max_input_buffers", max(before, BUFFERS))
 
     def release(self) -> None:
         """Free the gathered parameters and give the modules back to FSDP2."""
         self.wait()  # FSDP2 would take an unfinished gathering for the next one
-        for hook in self._hooks:
-            hook.remove()
-        self._handles, self._hooks = [], []
-        self._set_buffers(None)
+        self._handles = []
+        self._changes.close()
         for module in self._modules:
             module.reshard()
             _state(module)._training_state = TrainingState.IDLE
@@ -229,29 +223,25 @@ class Sharding:
                     held._unsharded_param.grad = None
 
 
-def _slicing(parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int]) -> set[int]:
-    """Return the dimensions of a DTensor's mesh along which the ranks that share the experts hold slices of it."""
-    own = set() if group is None else set(_ranks_of(group))
-    mesh = parameter.device_mesh
-    return {
-        at
-        for at, (line, placement) in enumerate(zip(lines_of(mesh), parameter.placements, strict=True))
-        if placement.is_shard() and _is_of_experts(mesh, at) and set(line) == set(sharing) and not set(line) <= own
-    }
+def _sliced_and_split(
+    parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int], tensor: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """Return the dimensions of a DTensor's mesh over which experts are sliced, and those over its tensor group.
 
-
-def _tensor_dimensions(mesh: DeviceMesh, tensor: Collection[int]) -> set[int]:
-    """Return the dimensions of a DTensor's mesh along which it meets its tensor group."""
-    return {at for at, line in enumerate(lines_of(mesh)) if set(line) == set(tensor) and not _is_of_experts(mesh, at)}
-
-
-def _is_of_experts(mesh: DeviceMesh, at: int) -> bool:
-    """Return whether a dimension is called "ep", or begins so, as "ep_tp".
-
-    Ranks of a tensor group may share experts, too. Only the name tells slices of experts from slices of other layers.
+    Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as "ep_tp",
+    tells slices of experts from slices of other layers.
     """
+    mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return names[at].split("_")[0] == "ep"
+    sliced, split = set[int](), set[int]()
+    for at, (name, line, placement) in enumerate(zip(names, lines_of(mesh), parameter.placements, strict=True)):
+        ranks = set(line)
+        if name.split("_")[0] != "ep":
+            if ranks == set(tensor):
+                split.add(at)
+        elif placement.is_shard() and ranks == set(sharing) and not ranks <= set(_ranks_of(group)):
+            sliced.add(at)
+    return sliced, split
 
 
 def _check_parameter(
@@ -266,7 +256,7 @@ def _check_parameter(
     # Other ranks have other engines: they would measure other costs and play another plan.
     foreign = _beyond(mesh, ranks)
     if not foreign:  # FSDP2 may hold tensors that are sharded over another dimension already
-        foreign = _beyond(mesh, () if group is None else _ranks_of(group), apart)
+        foreign = _beyond(mesh, _ranks_of(group), apart)
         if not foreign:
             return
         if group is None and getattr(module, "_is_fsdp_managed_module", False):
@@ -280,9 +270,9 @@ def _check_parameter(
     )
 
 
-def _ranks_of(group: ParameterGroup) -> list[int]:
-    """Return the ranks that hold shards or copies of a group's parameters."""
-    ranks: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
+def _ranks_of(group: ParameterGroup | None) -> list[int]:
+    """Return the ranks that hold shards or copies of a group's parameters; none without a group."""
+    ranks: list[int] = [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
     return ranks
 
 
@@ -378,8 +368,8 @@ class ShardedReducer(Reduction):
                 _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
         self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
         self._ready: set[BlockKey] = set()
-        self._settings: list[tuple[ParameterGroup, dict[str, Any]]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._changes = ExitStack()
+        """Hooks and settings while a step lasts."""
         self._begun = False
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -406,12 +396,12 @@ class ShardedReducer(Reduction):
 
         self._order = sorted(self._places, key=complete)[::-1]
         for group, _ in self._places:
-            self._settings.append((group, {name: getattr(group, name) for name in _SETTINGS}))
-            _set(group, _SETTINGS)
+            for name, value in _SETTINGS.items():
+                _set(self._changes, group, name, value)
             for held in group.fsdp_params:
                 if _sums_beside(held) and held._unsharded_param.requires_grad:
-                    hook = _accumulating(held)
-                    self._hooks.append(held._unsharded_param.register_post_accumulate_grad_hook(hook))
+                    hook = held._unsharded_param.register_post_accumulate_grad_hook(partial(_accumulate, held))
+                    self._changes.enter_context(hook)
         self.sharding.gather()
 
     def launch(self, node: Node) -> list[Flight[None]]:
@@ -462,11 +452,8 @@ class ShardedReducer(Reduction):
                 self._give_back()
 
     def _give_back(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for group, settings in self._settings:
-            _set(group, settings)
-        self._hooks, self._settings, self._flights, self._order, self._begun = [], [], [], [], False
+        self._changes.close()
+        self._flights, self._order, self._begun = [], [], False
         self.sharding.release()
 
 
@@ -488,17 +475,15 @@ def _sums_beside(held: Any) -> bool:
     return held.reduce_dtype is not None and hasattr(held, "accumulate_unsharded_grad_if_needed")
 
 
-def _accumulating(held: Any) -> Callable[[Tensor], None]:
-    def accumulate(parameter: Tensor) -> None:
-        held.accumulate_unsharded_grad_if_needed()
-        held.to_accumulated_grad_if_needed()
-
-    return accumulate
+def _accumulate(held: Any, _: Tensor) -> None:
+    held.accumulate_unsharded_grad_if_needed()
+    held.to_accumulated_grad_if_needed()
 
 
-def _set(group: ParameterGroup, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(group, name, value)
+def _set(changes: ExitStack, target: Any, name: str, value: object) -> None:
+    """Set an attribute until ``changes`` end."""
+    changes.callback(setattr, target, name, getattr(target, name))
+    setattr(target, name, value)
 
 
 def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:

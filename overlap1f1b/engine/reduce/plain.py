@@ -45,7 +45,15 @@ class Reducer(Reduction):
         apart: Set[nn.Parameter] = frozenset(),
     ) -> None:
         super().__init__()
-        self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
+        self.lane = lane
+        self._sums: dict[BlockKey, list[tuple[list[nn.Parameter], dist.ProcessGroup]]] = {}
+        """The parameters that are summed with each block, with the ranks of each sum."""
+        for number, stage in stages.items():
+            for block in range(len(stage.blocks)):
+                both = ((stage.own_parameters(block), dense), (stage.expert_parameters_of(block), experts))
+                self._sums[number, block] = [
+                    ([p for p in part if p not in apart], group) for part, group in both if group is not None
+                ]
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
@@ -54,33 +62,26 @@ class Reducer(Reduction):
     @property
     def reduces(self) -> bool:
         """Whether any gradient has to be summed."""
-        blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
-        return any(parameters for place in blocks for parameters, _ in self._parameters(*place))
+        return any(parameters for sums in self._sums.values() for parameters, _ in sums)
 
     def begin(self, order: Sequence[Node]) -> None:
-        reduced = [node for node in order if node.op is Op.REDUCE]
-        self._order = [(node.stage, node.block) for node in reversed(reduced) if node.stage in self.stages]
+        places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
+        self._order = [place for place in places if place in self._sums]
         self._ready, self._flights = {}, []
         self._summed_at = {}
         for place in reversed(self._order):
-            self._summed_at |= dict.fromkeys((p for part, _ in self._parameters(*place) for p in part), place)
+            self._summed_at |= dict.fromkeys((p for part, _ in self._sums[place] for p in part), place)
         self._aside.take(self._summed_at)
-
-    def _parameters(self, stage: int, block: int) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-        """Return the parameters that are summed with a block, with the ranks of each sum."""
-        held = self.stages[stage]
-        both = ((held.own_parameters(block), self.dense), (held.expert_parameters_of(block), self.experts))
-        return [([p for p in part if p not in self.apart], group) for part, group in both if group is not None]
 
     def launch(self, node: Node) -> list[Flight[list[Tensor]]]:
         # Of this block, and of blocks that waited for their turn behind it.
         self._ready[node.stage, node.block] = node
         launched = []
         while self._order and self._order[-1] in self._ready:
-            stage, block = self._order.pop()
-            for parameters, group in self._parameters(stage, block):
-                last = dict.fromkeys(p for p in parameters if self._summed_at[p] == (stage, block))
-                launched += self._reduce(self._ready[stage, block], list(last), group)
+            place = self._order.pop()
+            for parameters, group in self._sums[place]:
+                last = dict.fromkeys(p for p in parameters if self._summed_at[p] == place)
+                launched += self._reduce(self._ready[place], list(last), group)
         return launched
 
     def _reduce(
@@ -108,13 +109,7 @@ class Reducer(Reduction):
 
     def finish(self) -> None:
         assert not self._order, f"no reduction of {self._order} in the plan"
-        for flight in self._flights:
-            flight.wait()
-        self.restore()
-
-    def restore(self) -> None:
-        super().restore()
-        self._flights = []
+        super().finish()
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:

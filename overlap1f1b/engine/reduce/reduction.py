@@ -74,8 +74,11 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait, after the last node, until ``.grad`` holds the sums and the gradients of earlier steps."""
+        for flight in self._flights:
+            flight.wait()
         self.restore()
 
     def restore(self) -> None:
         """Add the gradients of earlier steps, also after a step that failed."""
+        self._flights = []
         self._aside.add_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,21 +39,21 @@ class TensorGradients(Reduction):
     def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, sharded: ShardedReducer | None) -> None:
         super().__init__()
         self.stages, self.mesh, self.sharded = stages, mesh, sharded
+        self._parameters: dict[BlockKey, list[Any]] = {}
+        for number, stage in stages.items():
+            for block in range(len(stage.blocks)):
+                every = (*stage.own_parameters(block), *stage.expert_parameters_of(block))
+                self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
         self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
 
     @property
     def reduces(self) -> bool:
         """Whether any parameter is a DTensor."""
-        return any(self._parameters(n, block) for n, stage in self.stages.items() for block in range(len(stage.blocks)))
-
-    def _parameters(self, stage: int, block: int) -> list[Any]:
-        every = (*self.stages[stage].own_parameters(block), *self.stages[stage].expert_parameters_of(block))
-        return [parameter for parameter in every if isinstance(parameter, DTensor)]
+        return any(self._parameters.values())
 
     def begin(self, order: Sequence[Node]) -> None:
         # Torch would sum partial ones before it adds to them.
-        blocks = [(number, block) for number, stage in self.stages.items() for block in range(len(stage.blocks))]
-        self._aside.take(parameter for place in blocks for parameter in self._parameters(*place))
+        self._aside.take(chain.from_iterable(self._parameters.values()))
 
     def _gradient(self, parameter: nn.Parameter) -> Any:
         return parameter.grad if self.sharded is None else self.sharded.gradient(parameter)
@@ -64,7 +65,7 @@ class TensorGradients(Reduction):
             ValueError: Ranks differ in the placements of a gradient, so that one would wait for a sum for ever.
             RuntimeError: A gradient has placements that it did not have before.
         """
-        if node.stage in self.stages and (parameters := self._parameters(node.stage, node.block)):
+        if parameters := self._parameters.get((node.stage, node.block)):
             known = self._kinds(node, parameters)
             for number, parameter in enumerate(parameters):
                 if number not in known:

@@ -35,14 +35,16 @@ class TiedReduction(Reduction):
     """
 
     def __init__(self, ties: Ties, placement: Placement, mesh: Mesh) -> None:
+        super().__init__()
+        self.ties = ties
+        self.parameters = {name: p for tied in ties.values() for name, p in tied.items()}
+        """Tied parameters of this rank by name; stages of the rank hold equal copies."""
         names: dict[nn.Parameter, str] = {}
         for name, parameter in ((name, p) for tied in ties.values() for name, p in tied.items()):
             if isinstance(parameter, DTensor):
                 raise ValueError(f"{name} is tied over stages and a DTensor; allowed: no FSDP2 around tied parameters")
             if names.setdefault(parameter, name) != name:
                 raise ValueError(f"a parameter is tied as {names[parameter]} and as {name}; allowed: one name")
-        super().__init__()
-        self.ties = ties
         mine = {
             (name, stage): f"{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
             for stage, tied in ties.items()
@@ -51,6 +53,8 @@ class TiedReduction(Reduction):
         shapes: dict[str, dict[int, str]] = {}
         for (name, stage), shape in sorted(entry for table in mesh.every(mine).values() for entry in table.items()):
             shapes.setdefault(name, {})[stage] = shape
+        self.reduces = bool(shapes)
+        """Whether any rank has tied parameters."""
         self._groups: dict[str, dist.ProcessGroup | None] = {}  # of parameters that this rank holds and that train
         self._first = {stage: placement.replicas(stage)[0] == mesh.rank("pp") for stage in ties}
         self.repeated: set[nn.Parameter] = set()
@@ -65,14 +69,6 @@ class TiedReduction(Reduction):
             if mesh.rank("pp") in ranks and not kinds.pop().endswith("frozen"):
                 apart = any(set(ranks) != holder for holder in holders)
                 self._groups[name] = mesh.new_group(f"tied {name}", pp=ranks, over=()) if apart else None
-
-    @classmethod
-    def of(cls, model: object, placement: Placement, mesh: Mesh) -> list[TiedReduction]:
-        """Return the reduction of a model that is given as stages; empty if no rank has tied parameters."""
-        ties: dict[int, Mapping[str, nn.Parameter]] = {}
-        if isinstance(model, Mapping):
-            ties = {number: ties_in(stage) for number, stage in model.items()}
-        return [cls(ties, placement, mesh)] if any(mesh.every(any(ties.values())).values()) else []
 
     def begin(self, order: Sequence[Node]) -> None:
         self._aside.take(p for tied in self.ties.values() for p in tied.values())
@@ -100,14 +96,3 @@ def ties_in(stage: object) -> Mapping[str, nn.Parameter]:
     """Return the tied parameters of a stage that is given, by the name that all their stages use."""
     tied: Mapping[str, nn.Parameter] = getattr(stage, "__dict__", {}).get("tied", {})
     return tied
-
-
-def repeated(reductions: Sequence[object]) -> set[nn.Parameter]:
-    """Return the parameters that a norm counts on an earlier stage."""
-    return {p for tied in reductions if isinstance(tied, TiedReduction) for p in tied.repeated}
-
-
-def ties_of(reductions: Sequence[object]) -> dict[str, nn.Parameter]:
-    """Return the tied parameters of this rank, by the name that all their stages use."""
-    ties = [reduction.ties for reduction in reductions if isinstance(reduction, TiedReduction)]
-    return {name: p for by_stage in ties for tied in by_stage.values() for name, p in tied.items()}

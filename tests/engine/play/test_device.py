@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,8 @@ def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> No
 class Silent:
     """A writer of ranges that writes nothing."""
 
-    def push(self, name: str) -> None: ...
-    def pop(self) -> None: ...
+    def nested(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def start(self, name: str) -> None: ...
     def end(self, handle: None) -> None: ...

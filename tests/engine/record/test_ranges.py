@@ -11,15 +11,12 @@ from overlap1f1b.engine.record.recorder import NvtxRanges, TorchRanges
 
 def test_ranges_nest_under_torchs_profiler() -> None:
     writer = TorchRanges()
-    writer.push("unseen")
-    writer.pop()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        writer.push("outer")
+    with writer.nested("unseen"):
+        pass
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, writer.nested("outer"):
         for name in ("first", "second"):
-            writer.push(name)
-            writer.end(writer.start("apart"))
-            writer.pop()
-        writer.pop()
+            with writer.nested(name):
+                writer.end(writer.start("apart"))
     events = {event.name: event for event in profiler.events()}
     assert events.keys() == {"outer", "first", "second"}
     assert all(events[name].cpu_parent is events["outer"] for name in ("first", "second"))
@@ -34,7 +31,6 @@ def test_nvtx_needs_a_build_for_cuda() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nvtx() -> None:
     writer = NvtxRanges()
-    writer.push("outer")
-    handle = writer.start("apart")
-    writer.pop()
+    with writer.nested("outer"):
+        handle = writer.start("apart")
     writer.end(handle)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine.record.recorder import Recorder, lanes_of
+from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import ActionRange, Label, NodeRange, Op, Resource, StepRange, parse_node, parse_range
 from overlap1f1b.schedule import Kind
 from tests.models import batch, build, loss_fn
@@ -29,15 +31,16 @@ class Log:
         self.thread = threading.get_ident()
         self.depth = 0
 
-    def push(self, name: str) -> None:
+    @contextmanager
+    def nested(self, name: str) -> Iterator[None]:
         assert threading.get_ident() == self.thread
-        self.told.append(("push", name))
+        self.told.append(("nested", name))
         self.depth += 1
-
-    def pop(self) -> None:
-        assert threading.get_ident() == self.thread
-        self.told.append(("pop", ""))
-        self.depth -= 1
+        try:
+            yield
+        finally:
+            assert threading.get_ident() == self.thread
+            self.depth -= 1
 
     def start(self, name: str) -> str:
         (self.told if threading.get_ident() == self.thread else self.others).append(("start", name))
@@ -47,8 +50,8 @@ class Log:
         (self.told if threading.get_ident() == self.thread else self.others).append(("end", handle))
 
     @property
-    def pushed(self) -> list[Any]:
-        return [parse_range(name) for what, name in self.told if what == "push"]
+    def nesting(self) -> list[Any]:
+        return [parse_range(name) for what, name in self.told if what == "nested"]
 
 
 def record(rank: int, size: int, folder: Path) -> None:
@@ -68,11 +71,11 @@ def record(rank: int, size: int, folder: Path) -> None:
     told = len(log.told), len(log.others)
     engine.step(inputs, target=target)
     assert (len(log.told), len(log.others)) == told, "without a recorder nothing is written"
-    assert all(lane.recorder is None for lane in lanes_of(engine))
+    assert all(lane.recorder is None for lane in engine.lanes)
     assert log.depth == 0
 
     nodes = engine.plan.ranks[0]
-    label, *found = log.pushed
+    label, *found = log.nesting
     assert label == Label(rank, {"pp": (0, 1), "dp": (0, 1), "ep": (rank, 2)})
     assert [r.number for r in found if isinstance(r, StepRange)] == [3, 4]
     issued = [r.node for r in found if isinstance(r, NodeRange) and r.kind == "node"]
