@@ -11,6 +11,7 @@ other only receives. Headers travel between the hosts.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -156,7 +157,6 @@ class Boundary:
         device: Device of the tensors.
         timeout: Limit of every wait.
         failures: Record of failures, shared by the ranks.
-        background: Whether threads start and await transfers, see :class:`Lane`.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
         between: Function that returns the seconds from one time of this clock to another.
@@ -164,7 +164,8 @@ class Boundary:
         tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
     Attributes:
-        posts_ahead: Whether receives are posted one ahead, as on gloo; else at their own node.
+        posts_ahead: Whether receives are posted one ahead and threads await transfers, as on gloo; else receives start
+            at their own node.
         announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
@@ -176,7 +177,6 @@ class Boundary:
         device: torch.device,
         timeout: timedelta,
         failures: Failures,
-        background: bool,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
         between: Callable[[Any, Any], float] | None = None,
@@ -185,7 +185,7 @@ class Boundary:
     ) -> None:
         self.tensor_mesh, self._failures = tensor_mesh, failures
         self._stamp, self._between = stamp, between or _seconds_between
-        self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
+        self.placement, self.device, self._dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
@@ -203,13 +203,13 @@ class Boundary:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
-                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
+                lane = Lane(name, timeout, failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
-        self.announced = dynamic
-        self._receives: dict[int, list[Node]] = {}
+        self.announced = False
+        self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
     def _groups(self, mesh: Mesh, placement: Placement, *purposes: str) -> list[dist.ProcessGroup]:
@@ -226,15 +226,13 @@ class Boundary:
 
         All steps with ``remember`` send the same shapes, so only the first of them needs headers.
         """
-        self._remember = remember and not self.dynamic
+        self._remember = remember and not self._dynamic
         self._receives, self._posted = {}, {}
         if not self.posts_ahead:
             return
         for node in nodes:
             if node.op is Op.RECEIVE:
-                self._receives.setdefault(self._peer(node), []).append(node)
-        for waiting in self._receives.values():
-            waiting.reverse()
+                self._receives.setdefault(self._peer(node), deque()).append(node)
         for peer in self._receives:
             self._post_next(peer)
 
@@ -248,14 +246,13 @@ class Boundary:
 
     def _post_next(self, peer: int) -> None:
         if self._receives[peer]:
-            node = self._receives[peer].pop()
+            node = self._receives[peer].popleft()
             self._posted[node] = self._launch(node, peer)
 
     def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
         link = self._in[peer]
         specs = self._known.get(_key(node)) if self._remember and not self.announced else None
-        post = partial(self._post_receive, node, link, specs)
-        return link.lane.launch(node, post, late=specs is None and self.posts_ahead)
+        return link.lane.launch(node, partial(self._post_receive, node, link, specs))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:

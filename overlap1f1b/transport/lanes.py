@@ -92,7 +92,6 @@ class Flight(Generic[T]):
 
     def _await(self) -> None:
         if self._arrived is None:
-            self.lane.depart_late(self)
             self.land()
         elif not self._arrived.wait(LOOK_S):
             self._wait_long(self._arrived)
@@ -121,7 +120,7 @@ class Flight(Generic[T]):
             return True
         if self._arrived is not None:
             return self._arrived.is_set()
-        return not self.lane.is_late(self) and (self._transfer is None or self._transfer.done)
+        return self._transfer is None or self._transfer.done
 
     def check(self) -> None:
         """Wait until the transfer has ended, on a device until it has started. Its result can still be taken.
@@ -147,7 +146,6 @@ class Flight(Generic[T]):
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
         self.settle(seconds)
-        self.lane.cancel_late(self)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
             with suppress(Exception):
@@ -248,44 +246,24 @@ class Lane:
         self.stamp = stamp
         self.recorder: Observer | None = None
         self._crew = _Crew(timeout, failures, abort)
-        self._late: dict[Flight[Any], Post[Any]] = {}  # not yet started, in order
         self.close = weakref.finalize(self, self._crew.dismiss)
         """Let the threads end after the transfers launched so far."""
 
-    def launch(self, node: Node, post: Post[T], *, late: bool = False) -> Flight[T]:
+    def launch(self, node: Node, post: Post[T]) -> Flight[T]:
         """Start a transfer after all that were launched before, and return its flight.
 
         Args:
             node: The plan's node that the transfer carries out.
             post: Function that starts it.
-            late: Whether ``post`` waits for another rank. Without threads the start is then delayed until the wait.
         """
         flight: Flight[T] = Flight(node, self)
-        if not self.background:
-            if late:
-                self._late[flight] = post
-            else:
-                assert not self._late, "a transfer would overtake one whose start was put off"
-                flight.depart(post)
-            return flight
-        flight.watch()
-        self._crew.start(self.name)
-        self._crew.starting.put((flight, post))
+        if self.background:
+            flight.watch()
+            self._crew.start(self.name)
+            self._crew.starting.put((flight, post))
+        else:
+            flight.depart(post)
         return flight
-
-    def is_late(self, flight: Flight[Any]) -> bool:
-        """Return whether the start of ``flight`` was put off and is still to come."""
-        return flight in self._late
-
-    def depart_late(self, flight: Flight[Any]) -> None:
-        """Start the transfers whose start was put off, up to ``flight``."""
-        while flight in self._late:
-            earlier = next(iter(self._late))
-            earlier.depart(self._late.pop(earlier))
-
-    def cancel_late(self, flight: Flight[Any]) -> None:
-        """Do not start ``flight`` if its start was put off."""
-        self._late.pop(flight, None)
 
 
 class _Crew:
