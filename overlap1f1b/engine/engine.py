@@ -235,7 +235,6 @@ class Engine:
                 placement,
                 device=device,
                 timeout=limit,
-                failures=self.failures,
                 dynamic=dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
@@ -504,7 +503,7 @@ class Engine:
             self.mesh,
             shared_links=self._shared_links,
             launches=self.player.launches,
-            transfers=self.boundary.timed(self.mesh),
+            transfers=self.boundary.timed(),
         )
         choice = self.parts_choice
         if not choice.open:
