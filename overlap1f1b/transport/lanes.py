@@ -215,16 +215,13 @@ class Flight(Generic[T]):
 class Lane:
     """Transfers in the order of their launch.
 
-    With ``background`` a thread starts the transfers, since a send on gloo costs its thread a millisecond and a
-    dispatch must wait for its counts. A second thread records each arrival, since gloo's works cannot be polled.
-    Without ``background`` the calling thread does both, as on CUDA, where a start and a wait only put marks on a
-    stream.
-
     Args:
         name: Name for messages.
         timeout: Limit of every wait.
         failures: Record of failures, shared by the ranks.
-        background: Whether threads of the lane start and await transfers.
+        background: Whether two threads of the lane start and await transfers. A send on gloo costs its thread a
+            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on CUDA a start and a
+            wait only put marks on a stream.
         stamp: Function that records the time on a device's clock, if the device has its own.
         abort: Function that ends all transfers of the lane's groups, called when the process ends.
 
