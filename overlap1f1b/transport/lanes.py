@@ -61,7 +61,6 @@ class Flight(Generic[T]):
     """
 
     departed = landed = read = 0.0
-    _at_once = False
     begun: Any = None
     ended: Any = None
     _transfer: Transfer[T] | None = None
@@ -78,7 +77,7 @@ class Flight(Generic[T]):
         Raises:
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
         """
-        if not self._at_once:
+        if self._arrived is not None or self._transfer is not None:  # else it has arrived or failed in its launch
             recorder = self.lane.recorder
             if recorder is None or self.arrived:
                 self._await()
@@ -116,8 +115,6 @@ class Flight(Generic[T]):
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if self._at_once:
-            return True
         if self._arrived is not None:
             return self._arrived.is_set()
         return self._transfer is None or self._transfer.done
@@ -159,7 +156,7 @@ class Flight(Generic[T]):
             transfer = post()
             self.departed = time.perf_counter()
             if transfer.at_once and self._arrived is None:
-                self._at_once, self._result = True, transfer.result
+                self._result = transfer.result
                 self.landed, self.ended = self.departed, self.begun
             else:
                 self._transfer = transfer

@@ -116,11 +116,11 @@ class Mesh:
         return self.devices[names]._flatten("_".join(names)).get_group()
 
     def _labels(self) -> dict[int, str]:
-        shape = tuple(self._ranks.shape)
+        shape = self._ranks.shape
         several = [position for position, size in enumerate(shape) if size > 1]
         return {
-            int(rank): "rank " + (", ".join(f"{DIMENSIONS[p]} {at[p]}" for p in several) or "0")
-            for rank, at in zip(self._ranks.flatten().tolist(), product(*map(range, shape)), strict=True)
+            int(self._ranks[at]): "rank " + (", ".join(f"{DIMENSIONS[p]} {at[p]}" for p in several) or "0")
+            for at in product(*map(range, shape))
         }
 
     @property
