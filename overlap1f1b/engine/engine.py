@@ -235,8 +235,6 @@ class Engine:
                 placement,
                 device=device,
                 timeout=limit,
-                failures=self.failures,
-                background=background,
                 dynamic=dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
@@ -511,7 +509,7 @@ class Engine:
             self.mesh,
             shared_links=self._shared_links,
             launches=self.player.launches,
-            transfers=self.boundary.timed(self.mesh),
+            transfers=self.boundary.timed(),
         )
         choice = self.parts_choice
         if not choice.open:
@@ -601,7 +599,7 @@ class Engine:
 
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
-        self.boundary.announced = on or self.boundary.dynamic
+        self.boundary.announced = on
         meets = on and self.mesh.exchanging is not None
         self.player.before_launch = self._meet if meets else None
         for stage in self.stages.values():

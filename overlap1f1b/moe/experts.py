@@ -94,10 +94,6 @@ class Experts(nn.Module):
         """Return ``[0, H]``, like the rows that come back; None if their width is not known before they come."""
         return tokens.new_empty(0, tokens.shape[1])
 
-    def route(self, indices: Tensor, ranks: int, *, capacity: float | None = None) -> Route:
-        """Return the route of the rows of one call, see :class:`~overlap1f1b.moe.route.Route`."""
-        return self.route_kind(indices, self.experts, ranks, self.kernels, capacity=capacity)
-
     def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
         """Apply :meth:`compute` to rows that a route has grouped: ``[R, H] → [R, H]``, or ``[R, W]`` with weights."""
         counts = route.expert_rows
@@ -115,8 +111,10 @@ class Experts(nn.Module):
         return self._exchanged(tokens, indices, weights)
 
     def _exchanged(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        ranks, capacity = self.exchange.ranks, self.capacity
-        routes = [self.route(some, ranks, capacity=capacity) for some in self._parts_of(indices)]
+        routes = [
+            self.route_kind(part, self.experts, self.exchange.ranks, self.kernels, capacity=self.capacity)
+            for part in self._parts_of(indices)
+        ]
         given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
         returned = exchange_parts(
             [_gather(*part) for part in given],
@@ -125,9 +123,7 @@ class Experts(nn.Module):
             self.exchange,
             answer=self.answer(tokens),
         )
-        sums = [
-            self._aggregated(returned, some, route) for some, route in zip(self._parts_of(weights), routes, strict=True)
-        ]
+        sums = [self._aggregated(returned, *part) for part in zip(self._parts_of(weights), routes, strict=True)]
         return sums[0] if self.parts == 1 else torch.cat(sums)
 
     def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:

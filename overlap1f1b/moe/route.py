@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
 from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows, spread_weighted, take_rows
@@ -34,7 +34,7 @@ class Route(Splits):
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
-        kernels: Choice between Triton and torch; None for torch.
+        kernels: Choice between Triton and torch.
         capacity: Largest number of rows for a rank, as a multiple of an even share; None for exact sizes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Route(Splits):
         indices: Tensor,
         experts: int,
         ranks: int,
-        kernels: Kernels | None = None,
+        kernels: Kernels,
         *,
         capacity: float | None = None,
     ) -> None:
@@ -74,11 +74,11 @@ class Route(Splits):
             self.order, self.inverse, self.counts, self.dropped = packing
             self.send = self.receive = EqualSplits([room] * ranks)
             self.counts_first = False
-        elif not indices.is_cuda and (kernels is None or not kernels.uses_triton(place_slots, indices, experts)):
+        elif not indices.is_cuda and not kernels.uses_triton(place_slots, indices, experts):
             self.order, self.counts = sort_slots(indices, experts)
             self.inverse = invert(self.order)
         else:
-            self.order, self.inverse, self.counts = run(kernels, place_slots, indices, experts)
+            self.order, self.inverse, self.counts = kernels(place_slots, indices, experts)
 
     @property
     def padded(self) -> bool:
@@ -151,32 +151,32 @@ class Route(Splits):
 
     def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows to send ``[rows, H]`` of ``tokens [T, H]``."""
-        return run(self.kernels, spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
+        return self.kernels(spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
 
     def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the gradient ``[T, H]`` of the tokens, and ``[T, K]`` of the weights if rows carry them, else None."""
-        return run(self.kernels, sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
+        return self.kernels(sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
 
     def group(self, rows: Tensor) -> Tensor:
         """Group received rows ``[R, H]`` by expert."""
-        return rows if self._regroup is None else run(self.kernels, take_rows, rows, self._regroup, self.padded)
+        return rows if self._regroup is None else self.kernels(take_rows, rows, self._regroup, self.padded)
 
     def ungroup(self, rows: Tensor) -> Tensor:
         """Return grouped rows ``[R, H]`` to the order in which they were received."""
         if self._regroup is None:
             return rows
         if self.padded:
-            return run(self.kernels, take_rows, rows, self._ungroup, True)
-        return run(self.kernels, put_rows, rows, self._regroup)
+            return self.kernels(take_rows, rows, self._ungroup, True)
+        return self.kernels(put_rows, rows, self._regroup)
 
     def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum returned rows ``[rows, H]`` by ``weights [T, K]`` to ``[T, H]``."""
-        return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
+        return self.kernels(sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
 
     def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return gradients ``[rows, H]`` of returned rows and ``[T, K]`` of weights, None if rows carry them."""
         assert rows is not None
-        return run(self.kernels, spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
+        return self.kernels(spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
 
 
 def _check(indices: Tensor, experts: int) -> None:
@@ -198,11 +198,11 @@ class WeightedRoute(Route):
 
     def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
         self._hidden, self._dtype = tokens.shape[1], weights.dtype
-        return run(self.kernels, spread_weighted, tokens, weights, self.order, self.inverse, self.padded)
+        return self.kernels(spread_weighted, tokens, weights, self.order, self.inverse, self.padded)
 
     def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weights = opened(grad_rows, self._hidden, self._dtype)
-        of_slots = run(self.kernels, take_rows, weights.unsqueeze(1), self.inverse, self.padded)
+        of_slots = self.kernels(take_rows, weights.unsqueeze(1), self.inverse, self.padded)
         return super().gather_backward(rows)[0], of_slots.view(-1, self.top_k)
 
     def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ class WeightedRoute(Route):
         return of_rows, weights
 
     def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return run(self.kernels, sum_rows, rows, self.inverse, self.top_k, None, self.padded)
+        return self.kernels(sum_rows, rows, self.inverse, self.top_k, None, self.padded)
 
     def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        return run(self.kernels, spread_rows, grad, self.order, self.inverse, self.top_k, self.padded), None
+        return self.kernels(spread_rows, grad, self.order, self.inverse, self.top_k, self.padded), None

@@ -10,7 +10,9 @@ other only receives. Headers travel between the hosts.
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -28,7 +30,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from overlap1f1b.plan import CostKey, Node, Op, cost_key
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.transport.exchange import Transfer
-from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import CudaMark
@@ -41,8 +42,7 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _NOT_NCCL = (torch.int16, torch.complex64, torch.complex128)
-_FIELDS = 5 + MOST_DIMS  # dtype, gradient, parts, size of all parts, dimensions, sizes
-_HEADER = 1 + MOST_TENSORS * _FIELDS
+_HEADER = 4096  # bytes: more than the specs of the most tensors with the most dimensions take
 
 
 class Spec(NamedTuple):
@@ -72,7 +72,7 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
     """Describe tensors for a header.
 
     Raises:
-        ValueError: There are too many tensors or dimensions, or a header has no number for a dtype.
+        ValueError: There are too many tensors or dimensions, or a dtype is not one of those that travel.
     """
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors between stages; allowed: up to {MOST_TENSORS}")
@@ -100,23 +100,14 @@ def _spec_of(tensor: Tensor, differentiable: bool) -> Spec:
 
 
 def encode(specs: Specs) -> Tensor:
-    """Return the header of ``specs``, int64 of a fixed size."""
-    fields = [len(specs)]
-    for spec in specs:
-        sizes = (*spec.shape, *[0] * (MOST_DIMS - len(spec.shape)))
-        parts = spec.sharded, spec.whole
-        fields += [_DTYPES.index(spec.dtype), int(spec.differentiable), *parts, len(spec.shape), *sizes]
-    return torch.tensor(fields + [0] * (_HEADER - len(fields)), dtype=torch.int64, device="cpu")
+    """Return the header of ``specs``, uint8 of a fixed size."""
+    return torch.frombuffer(bytearray(pickle.dumps(specs).ljust(_HEADER)), dtype=torch.uint8)
 
 
 def decode(header: Tensor) -> Specs:
     """Return the specs of a header."""
-    count, *fields = header.tolist()
-    parts = [fields[at : at + _FIELDS] for at in range(0, count * _FIELDS, _FIELDS)]
-    return tuple(
-        Spec(_DTYPES[dtype], bool(differs), tuple(sizes[:dims]), sharded, whole)
-        for dtype, differs, sharded, whole, dims, *sizes in parts
-    )
+    specs: Specs = pickle.loads(header.numpy().tobytes())
+    return specs
 
 
 def is_partial(tensor: object) -> bool:
@@ -155,8 +146,6 @@ class Boundary:
         placement: Rank of each stage.
         device: Device of the tensors.
         timeout: Limit of every wait.
-        failures: Record of failures, shared by the ranks.
-        background: Whether threads start and await transfers, see :class:`Lane`.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
         between: Function that returns the seconds from one time of this clock to another.
@@ -164,7 +153,8 @@ class Boundary:
         tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
     Attributes:
-        posts_ahead: Whether receives are posted one ahead, as on gloo; else at their own node.
+        posts_ahead: Whether receives are posted one ahead and threads await transfers, as on gloo; else receives start
+            at their own node.
         announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
@@ -175,24 +165,22 @@ class Boundary:
         *,
         device: torch.device,
         timeout: timedelta,
-        failures: Failures,
-        background: bool,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
         between: Callable[[Any, Any], float] | None = None,
         ctas: int | None = None,
         tensor_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.tensor_mesh, self._failures = tensor_mesh, failures
+        self.mesh, self.tensor_mesh = mesh, tensor_mesh
         self._stamp, self._between = stamp, between or _seconds_between
-        self.placement, self.device, self.dynamic, self.timeout = placement, device, dynamic, timeout
+        self.placement, self.device, self._dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
         self.posts_ahead = mesh.on_gloo
         # All ranks of a pipeline make its groups on gloo, which have two directions.
-        headers = self._groups(mesh, placement, "header up", "header down")
-        payloads = self._groups(mesh, placement, "payload up", "payload down") if self.posts_ahead else headers
+        headers = self._groups("header up", "header down")
+        payloads = self._groups("payload up", "payload down") if self.posts_ahead else headers
         for source, to in sorted(_directions(placement)):
             if rank in (source, to):
                 name, up = f"from pipeline rank {source} to {to}", source < to
@@ -203,17 +191,18 @@ class Boundary:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
-                lane = Lane(name, timeout, failures, background=background, stamp=stamp, abort=mesh.abort)
+                lane = Lane(name, timeout, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
-        self.announced = dynamic
-        self._receives: dict[int, list[Node]] = {}
+        self.announced = False
+        self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
-    def _groups(self, mesh: Mesh, placement: Placement, *purposes: str) -> list[dist.ProcessGroup]:
-        groups = (mesh.new_group(purpose, pp=range(placement.ranks), over=(), gloo=True) for purpose in purposes)
+    def _groups(self, *purposes: str) -> list[dist.ProcessGroup]:
+        ranks = range(self.placement.ranks)
+        groups = (self.mesh.new_group(purpose, pp=ranks, over=(), gloo=True) for purpose in purposes)
         return [group for group in groups if group is not None]
 
     @property
@@ -226,15 +215,13 @@ class Boundary:
 
         All steps with ``remember`` send the same shapes, so only the first of them needs headers.
         """
-        self._remember = remember and not self.dynamic
+        self._remember = remember and not self._dynamic
         self._receives, self._posted = {}, {}
         if not self.posts_ahead:
             return
         for node in nodes:
             if node.op is Op.RECEIVE:
-                self._receives.setdefault(self._peer(node), []).append(node)
-        for waiting in self._receives.values():
-            waiting.reverse()
+                self._receives.setdefault(self._peer(node), deque()).append(node)
         for peer in self._receives:
             self._post_next(peer)
 
@@ -248,14 +235,13 @@ class Boundary:
 
     def _post_next(self, peer: int) -> None:
         if self._receives[peer]:
-            node = self._receives[peer].pop()
+            node = self._receives[peer].popleft()
             self._posted[node] = self._launch(node, peer)
 
     def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
         link = self._in[peer]
         specs = self._known.get(_key(node)) if self._remember and not self.announced else None
-        post = partial(self._post_receive, node, link, specs)
-        return link.lane.launch(node, post, late=specs is None and self.posts_ahead)
+        return link.lane.launch(node, partial(self._post_receive, node, link, specs))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:
@@ -270,7 +256,7 @@ class Boundary:
         return Transfer(received, works)
 
     def _read(self, link: _Link) -> Specs:
-        header = torch.empty(_HEADER, dtype=torch.int64, device="cpu")
+        header = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
         link.header.recv([header], link.header_peer, 0).wait(self.timeout)
         return decode(header)
 
@@ -326,7 +312,7 @@ class Boundary:
             return tensor
         return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.reshape(-1)).view(torch.uint8)
 
-    def timed(self, mesh: Mesh) -> dict[CostKey, float]:
+    def timed(self) -> dict[CostKey, float]:
         """Return the seconds for which a transfer of each stage occupies its links while nothing else travels.
 
         In a step it shares them with exchanges of either end. Each transfer goes four times, back to back; the receiver
@@ -336,7 +322,7 @@ class Boundary:
         now = self._stamp or time.perf_counter
         limit = None if self._stamp else self.timeout  # with a limit, a wait for NCCL would block the thread
         for source, to in sorted(_directions(self.placement)):
-            mesh.sums(0.0)  # until all ranks have come
+            self.mesh.sums(0.0)  # until all ranks have come
             for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
                 if self.rank == source:
                     specs = self._sent.get((node.kind, node.stage), ())
@@ -350,7 +336,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now()).synchronize(self.timeout, self._failures.read)
+            CudaMark(self.device, None, now()).synchronize(self.timeout, self.mesh.failures.read)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -136,24 +136,12 @@ def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
     return received
 
 
-@overload
-def exchange(
-    tensors: Tensor, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
-) -> Tensor: ...
-
-
-@overload
-def exchange(
-    tensors: tuple[Tensor, ...], send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
-) -> tuple[Tensor, ...]: ...
+OneOrSeveral = TypeVar("OneOrSeveral", Tensor, tuple[Tensor, ...])
 
 
 def exchange(
-    tensors: Tensor | tuple[Tensor, ...],
-    send: Sequence[int] | None,
-    receive: Sequence[int] | None,
-    group: dist.ProcessGroup,
-) -> Tensor | tuple[Tensor, ...]:
+    tensors: OneOrSeveral, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
+) -> OneOrSeveral:
     """Exchange rows between ranks, differentiably; inside an engine's step the exchange is hidden behind compute.
 
     >>> rows, probs = exchange((rows, probs), send, receive, group)  # one exchange: both go by the same sizes
@@ -175,7 +163,7 @@ def exchange(
     splits = splits_of(rows, send, receive, group.size())
     forward = Forward.running()
     if forward is not None and forward.hides(given, splits, group):
-        got = suspend_for(list(given), splits)
+        got = forward.suspend([ExchangeCall(list(given), splits, False)])
     else:
         by = build_exchange(group, device=given[0].device.type)
         got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
@@ -199,16 +187,9 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
     """
     forward, splits = Forward.running(), LibrarySplits(function)
     if forward is not None and forward.hides(tensors, splits, group):
-        return suspend_for(tensors, splits)
+        brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
+        return brought
     return function(*tensors)
-
-
-def suspend_for(tensors: list[Tensor], splits: Splits) -> tuple[Any, ...]:
-    """Suspend the forward that runs until an exchange has brought its tensors, and return these."""
-    forward = Forward.running()
-    assert forward is not None
-    brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
-    return brought
 
 
 def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from overlap1f1b.transport import streams
-from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side
 from overlap1f1b.transport.mesh import DATA, Mesh
@@ -73,17 +73,16 @@ class Communicators:
             limit(group, timeout)
             self._aborts.append(partial(abort, group))
         self._own: list[CollectiveExchange] = []
-        self._device, self._stamp = torch.device("cpu"), _no_stamp
+        self._device = torch.device("cpu")
+        self._stamp: Stamp | None = None
         self._dropped = weakref.finalize(owner, _end, mesh, self._own)
         self._dropped.atexit = False
 
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
-        group, kind, ctas = self.mesh.exchanging, self.mesh.device_type, self.budget.rows
-        exchange = self._given
+        exchange, mesh = self._given, self.mesh
         if exchange is None:
-            lanes = [] if group is None else lane_groups(group, 3, ctas, timeout=self.timeout, device=kind)
-            exchange = build_exchange(group, *lanes, ctas=ctas, device=kind)
+            exchange = own_exchange(mesh.exchanging, self.budget.rows, timeout=self.timeout, device=mesh.device_type)
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
@@ -111,7 +110,7 @@ class Communicators:
         """
         self.mesh.check_device(device)
         self.budget.check(device)
-        self._device, self._stamp = device, stamp or _no_stamp
+        self._device, self._stamp = device, stamp
 
     def warm_up(self) -> None:
         """Make all communicators on a device; all ranks must call this.
@@ -119,7 +118,7 @@ class Communicators:
         Raises:
             LostRankError: Another rank failed, or did not come within the limit.
         """
-        if self._stamp is not _no_stamp:
+        if self._stamp is not None:
             for exchange in self._own:
                 exchange.warm_up(self._device)
             self.mesh.warm_up(self._device)
@@ -134,7 +133,7 @@ class Communicators:
         Raises:
             LostRankError: Another rank failed, or the device did not end within the limit.
         """
-        if self._stamp is _no_stamp or not self.mesh.several:
+        if self._stamp is None or not self.mesh.several:
             return
         failures = self.mesh.failures
         try:
@@ -145,7 +144,7 @@ class Communicators:
 
     def abort(self) -> None:
         """End every transfer under way, after a failure."""
-        if self._stamp is not _no_stamp:
+        if self._stamp is not None:
             side_by_side(self._aborts)
             return
         for end in self._aborts:
@@ -162,10 +161,6 @@ class Communicators:
         for exchange in self._own:
             exchange.close()
         self.mesh.close()
-
-
-def _no_stamp() -> None:
-    """Stand for the clock of a device on a CPU, where nothing is queued."""
 
 
 def _end(mesh: Mesh, exchanges: Sequence[CollectiveExchange]) -> None:

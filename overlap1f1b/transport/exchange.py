@@ -97,6 +97,10 @@ class EqualSplits(list[int]):
     """Equal numbers of rows to or from every rank: NCCL has a faster collective for these."""
 
 
+_EQUAL: tuple[list[int], list[int]] = ([], [])
+"""Sizes of a collective with equal parts."""
+
+
 class Expected(NamedTuple):
     """A receive that is posted before its exchange is launched.
 
@@ -261,7 +265,7 @@ class CollectiveExchange(Exchange):
         rows_group: Ranks between which rows are exchanged.
         counts_group: Group of the same ranks with a queue of its own.
         streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
-        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`lane_groups`.
+        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`own_exchange`.
     """
 
     def __init__(
@@ -271,19 +275,15 @@ class CollectiveExchange(Exchange):
         streams: tuple[SideStream, SideStream] | None = None,
         sms: int = 0,
     ) -> None:
-        self.rows_group, self.counts_group, self._streams, self.sms = rows_group, counts_group, streams, sms
+        self._groups, self._streams, self.sms = (rows_group, counts_group), streams, sms
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
-
-    @property
-    def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        return self.rows_group, self.counts_group
 
     def warm_up(self, device: torch.device) -> None:
         """Make the communicators of both groups; all ranks must call this."""
         rows = torch.zeros(self.ranks, device=device)  # NCCL connects pairs of ranks in their first exchange
         received = torch.empty_like(rows)
         for group in self._groups:
-            work = _all_to_all(received, rows, group, ([], []), at_once=False)
+            work = _all_to_all(received, rows, group, _EQUAL, at_once=False)
             assert work is not None
             work.wait()
 
@@ -299,23 +299,23 @@ class CollectiveExchange(Exchange):
         source = source.contiguous()
         result = source.new_empty((sum(receive), *source.shape[1:]))
         equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        return self._launched(0, None if equal else (list(receive), list(send)), result, source)
+        return self._launched(0, _EQUAL if equal else (list(receive), list(send)), result, source)
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True
     ) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
-        launched = self._launched(1, None, torch.empty_like(source), source)
+        launched = self._launched(1, _EQUAL, torch.empty_like(source), source)
         if read and self._streams is not None:
             # The route keeps source and result until it has read the copies.
             launched.host = HostCopy.on(self._streams[1], source, launched.result)
         return launched
 
     def _launched(
-        self, lane: int, splits: tuple[list[int], list[int]] | None, result: Tensor, source: Tensor
+        self, lane: int, splits: tuple[list[int], list[int]], result: Tensor, source: Tensor
     ) -> Transfer[Tensor]:
         """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
-        exchange = partial(_all_to_all, group=self._groups[lane], splits=splits or ([], []))
+        exchange = partial(_all_to_all, group=self._groups[lane], splits=splits)
         streams = self._streams_of(source)
         if streams is None:
             work = exchange(result, source, at_once=False)
@@ -341,7 +341,7 @@ def _all_to_all(
 ) -> dist.Work | None:
     """Call a group as ``torch.distributed.all_to_all_single`` does; ``at_once`` on the current stream.
 
-    ``splits`` are the rows from each rank and the rows to each rank, or two empty lists for equal parts.
+    ``splits`` are the rows from each rank and the rows to each rank, or :data:`_EQUAL`.
 
     After an error torch's function asks which backend the group has. It does not know groups of :class:`Groups`, and so
     would raise another error, from which nobody learns that a rank was lost.
@@ -359,54 +359,44 @@ DEFAULT_CTAS = 16
 """Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
-def lane_groups(
-    group: dist.ProcessGroup,
-    count: int,
-    ctas: int = DEFAULT_CTAS,
-    *,
-    timeout: timedelta | None = None,
-    device: str | None = None,
-) -> list[dist.ProcessGroup]:
-    """Return ``count`` new groups of the ranks of ``group``, all of which must call this.
-
-    On gloo each has its own queue. On NCCL all but the last, which is for counts, are one.
-
-    Args:
-        group: Group of the ranks.
-        count: Number of groups.
-        ctas: Largest number of thread blocks of a transfer on NCCL, each on a multiprocessor.
-        timeout: Limit of every wait; None for the default group's limit.
-        device: Type of the device whose tensors travel; by default as for :func:`build_exchange`.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    groups = Groups(ranks, timeout, device=device or _carried_by(group))
-    if groups.backend == "gloo":
-        return [groups.new(ranks, f"lane {number}") for number in range(count)]
-    return [groups.new(ranks, "rows", ctas=ctas)] * (count - 1) + [groups.new(ranks, "counts", ctas=1)]
-
-
-def build_exchange(
-    group: dist.ProcessGroup | None,
-    *lanes: dist.ProcessGroup,
-    ctas: int = DEFAULT_CTAS,
-    device: str | None = None,
-) -> Exchange:
+def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None) -> Exchange:
     """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
 
     Args:
-        group: Ranks that share the experts; None for one rank.
-        lanes: Three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
-            transfers share ``group``.
-        ctas: See :func:`lane_groups`.
+        group: Ranks that share the experts; None for one rank. All transfers share it.
         device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
             for it.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
-    up, down, control = lanes or (group, group, group)
     if backend_of(group, device or _carried_by(group)) == "gloo":
-        return PeerExchange((up, down, control))
-    return CollectiveExchange(up, control, sms=ctas if lanes else 0)
+        return PeerExchange((group, group, group))
+    return CollectiveExchange(group, group)
+
+
+def own_exchange(
+    group: dist.ProcessGroup | None,
+    ctas: int = DEFAULT_CTAS,
+    *,
+    timeout: timedelta | None = None,
+    device: str | None = None,
+) -> Exchange:
+    """Return the same over new groups of these ranks, all of which must call this: counts do not wait for rows.
+
+    Args:
+        group: Ranks that share the experts; None for one rank.
+        ctas: Largest number of thread blocks of a transfer of rows on NCCL, each on a multiprocessor.
+        timeout: Limit of every wait; None for the default group's limit.
+        device: See :func:`build_exchange`.
+    """
+    if group is None or group.size() == 1:
+        return LocalExchange()
+    ranks = dist.get_process_group_ranks(group)
+    groups = Groups(ranks, timeout, device=device or _carried_by(group))
+    if groups.backend == "gloo":
+        up, down, counts = (groups.new(ranks, purpose) for purpose in ("rows up", "rows down", "counts"))
+        return PeerExchange((up, down, counts))
+    return CollectiveExchange(groups.new(ranks, "rows", ctas=ctas), groups.new(ranks, "counts", ctas=1), sms=ctas)
 
 
 def _carried_by(group: dist.ProcessGroup) -> str:

@@ -106,7 +106,7 @@ class Failures:
         self.failed = False
         self._store: Store | None = None
         self._leave_word: Callable[[], object] = lambda: None
-        if name is not None and dist.is_initialized():
+        if name is not None:
             self._rank = dist.get_rank()
             self._store = Store(f"overlap1f1b/{name}/")
             self._leave_word = weakref.finalize(self, _ended, self._store, f"word/{self._rank}", os.getpid())

@@ -295,18 +295,17 @@ def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
     Raises:
         RuntimeError: A rank did not call this within the limit.
     """
-    values = gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), value)
-    return [values[sorted(ranks).index(rank)] for rank in ranks]
+    return gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), ranks, value)
 
 
-def gather_objects(group: Group, value: T) -> list[T]:
-    """Return the picklable values of all ranks of a group on gloo, by rank."""
+def gather_objects(group: Group, ranks: Sequence[int], value: T) -> list[T]:
+    """Return the picklable values of the ranks of a group on gloo, in the order of ``ranks``."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [int(size) for size in _gather(group, torch.tensor([len(mine)], device="cpu"))]
     padded = torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
-    return [
-        pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(_gather(group, padded), sizes, strict=True)
-    ]
+    parts = zip(_gather(group, padded), sizes, strict=True)
+    values = [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
+    return [values[sorted(ranks).index(rank)] for rank in ranks]
 
 
 def _gather(group: Group, mine: torch.Tensor) -> list[torch.Tensor]:

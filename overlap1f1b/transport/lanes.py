@@ -61,7 +61,6 @@ class Flight(Generic[T]):
     """
 
     departed = landed = read = 0.0
-    _at_once = False
     begun: Any = None
     ended: Any = None
     _transfer: Transfer[T] | None = None
@@ -78,7 +77,7 @@ class Flight(Generic[T]):
         Raises:
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
         """
-        if not self._at_once:
+        if self._arrived is not None or self._transfer is not None:  # else it has arrived or failed in its launch
             recorder = self.lane.recorder
             if recorder is None or self.arrived:
                 self._await()
@@ -92,7 +91,6 @@ class Flight(Generic[T]):
 
     def _await(self) -> None:
         if self._arrived is None:
-            self.lane.depart_late(self)
             self.land()
         elif not self._arrived.wait(LOOK_S):
             self._wait_long(self._arrived)
@@ -117,11 +115,9 @@ class Flight(Generic[T]):
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if self._at_once:
-            return True
         if self._arrived is not None:
             return self._arrived.is_set()
-        return not self.lane.is_late(self) and (self._transfer is None or self._transfer.done)
+        return self._transfer is None or self._transfer.done
 
     def check(self) -> None:
         """Wait until the transfer has ended, on a device until it has started. Its result can still be taken.
@@ -147,7 +143,6 @@ class Flight(Generic[T]):
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
         self.settle(seconds)
-        self.lane.cancel_late(self)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
             with suppress(Exception):
@@ -161,7 +156,7 @@ class Flight(Generic[T]):
             transfer = post()
             self.departed = time.perf_counter()
             if transfer.at_once and self._arrived is None:
-                self._at_once, self._result = True, transfer.result
+                self._result = transfer.result
                 self.landed, self.ended = self.departed, self.begun
             else:
                 self._transfer = transfer
@@ -217,16 +212,13 @@ class Flight(Generic[T]):
 class Lane:
     """Transfers in the order of their launch.
 
-    With ``background`` a thread starts the transfers, since a send on gloo costs its thread a millisecond and a
-    dispatch must wait for its counts. A second thread records each arrival, since gloo's works cannot be polled.
-    Without ``background`` the calling thread does both, as on CUDA, where a start and a wait only put marks on a
-    stream.
-
     Args:
         name: Name for messages.
         timeout: Limit of every wait.
         failures: Record of failures, shared by the ranks.
-        background: Whether threads of the lane start and await transfers.
+        background: Whether two threads of the lane start and await transfers. A send on gloo costs its thread a
+            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on CUDA a start and a
+            wait only put marks on a stream.
         stamp: Function that records the time on a device's clock, if the device has its own.
         abort: Function that ends all transfers of the lane's groups, called when the process ends.
 
@@ -248,44 +240,24 @@ class Lane:
         self.stamp = stamp
         self.recorder: Observer | None = None
         self._crew = _Crew(timeout, failures, abort)
-        self._late: dict[Flight[Any], Post[Any]] = {}  # not yet started, in order
         self.close = weakref.finalize(self, self._crew.dismiss)
         """Let the threads end after the transfers launched so far."""
 
-    def launch(self, node: Node, post: Post[T], *, late: bool = False) -> Flight[T]:
+    def launch(self, node: Node, post: Post[T]) -> Flight[T]:
         """Start a transfer after all that were launched before, and return its flight.
 
         Args:
             node: The plan's node that the transfer carries out.
             post: Function that starts it.
-            late: Whether ``post`` waits for another rank. Without threads the start is then delayed until the wait.
         """
         flight: Flight[T] = Flight(node, self)
-        if not self.background:
-            if late:
-                self._late[flight] = post
-            else:
-                assert not self._late, "a transfer would overtake one whose start was put off"
-                flight.depart(post)
-            return flight
-        flight.watch()
-        self._crew.start(self.name)
-        self._crew.starting.put((flight, post))
+        if self.background:
+            flight.watch()
+            self._crew.start(self.name)
+            self._crew.starting.put((flight, post))
+        else:
+            flight.depart(post)
         return flight
-
-    def is_late(self, flight: Flight[Any]) -> bool:
-        """Return whether the start of ``flight`` was put off and is still to come."""
-        return flight in self._late
-
-    def depart_late(self, flight: Flight[Any]) -> None:
-        """Start the transfers whose start was put off, up to ``flight``."""
-        while flight in self._late:
-            earlier = next(iter(self._late))
-            earlier.depart(self._late.pop(earlier))
-
-    def cancel_late(self, flight: Flight[Any]) -> None:
-        """Do not start ``flight`` if its start was put off."""
-        self._late.pop(flight, None)
 
 
 class _Crew:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -57,11 +58,10 @@ class LoopbackExchange(Exchange):
             side_stream(device, "counts"),
         )
         pinned = device.type == "cuda"
-        self._slots = [
-            torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(CHUNKS)
-        ]
-        self._free: list[Mark | None] = [None] * CHUNKS  # marks after which a slot may be written again
-        self._next = 0
+        self._slots = deque[tuple[Tensor, tuple[Mark, ...]]]()
+        """Host memory of a chunk, the longest unused first; and marks after which it may be written again."""
+        for _ in range(CHUNKS):
+            self._slots.append((torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned), ()))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self.bytes_sent = 0
@@ -74,9 +74,7 @@ class LoopbackExchange(Exchange):
         gbps, self.gbps = self.gbps, None
         # Random bytes, since equal ones may be copied faster.
         source = torch.empty(chunks * CHUNK_BYTES, 1, dtype=torch.uint8, device=self.device)
-        source.random_(
-            generator=torch.Generator(self.device)
-        )  # a generator of its own leaves the model's random numbers alone
+        source.random_(generator=torch.Generator(self.device))  # of its own: the model's random numbers stay
         seconds = math.inf
         for _ in range(3):
             if source.is_cuda:
@@ -101,10 +99,11 @@ class LoopbackExchange(Exchange):
         marks: list[Mark] = []
         for start in range(0, size, CHUNK_BYTES):
             part = slice(start, min(start + CHUNK_BYTES, size))
-            place, self._next = self._next, (self._next + 1) % CHUNKS
-            slot, free = self._slots[place][: part.stop - part.start], self._free[place]
-            left = self.out.run(partial(self._leave, slot, part), source, after=() if free is None else (free,))
-            back = self._free[place] = self.back.run(partial(_arrive, slot, part), result, after=(left,))
+            memory, free = self._slots.popleft()
+            slot = memory[: part.stop - part.start]
+            left = self.out.run(partial(self._leave, slot, part), source, after=free)
+            back = self.back.run(partial(_arrive, slot, part), result, after=(left,))
+            self._slots.append((memory, (back,)))
             marks += left, back
         if self.check:
             marks.append(self.back.run(self._compare, result, source, after=()))

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.schedule import Program
@@ -75,35 +74,39 @@ class Mesh:
         self.same: dict[str, object] = {}
         self._groups: dict[Dimension, Group] = {}
         self._beside: dict[str, Mesh] = {}
-        self._control: dict[Dimension, Group] = {}  # on gloo, whatever the device, to compare values
-        self._at: dict[str, int] = {}
-        self._ranks: Tensor | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._at: dict[str, int] = dict.fromkeys(DIMENSIONS, 0)
+        ranks, size = torch.tensor(self._rank, device="cpu"), dict[str, int]()
         if mesh is not None:
             # Not mesh[name].size(): for a slice torch 2.15 loads the compiler, and keeps a context variable of it.
             size = dict(zip(names, mesh.shape, strict=True))
             self._groups = {name: mesh.get_group(name) for name in DIMENSIONS if size.get(name, 1) > 1}
             # The mesh's coordinates, not numbers within groups: torch sorts the ranks of a group.
-            self._at = dict(zip(names, mesh.get_coordinate() or (), strict=True))
-            order = [names.index(name) for name in DIMENSIONS if name in names]
-            self._ranks = mesh.mesh.permute(order)
-            for position, dimension in enumerate(DIMENSIONS):
-                if dimension not in names:
-                    self._ranks = self._ranks.unsqueeze(position)
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        lines = {} if mesh is None else dict(zip(names, lines_of(mesh), strict=True))
-        self._lines = {name: lines.get(name, [self._rank]) for name in DIMENSIONS}
+            self._at |= zip(names, mesh.get_coordinate() or (), strict=True)
+            ranks = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
+        self._ranks = ranks.reshape([size.get(name, 1) for name in DIMENSIONS])
+        self._lines = {
+            name: self._ranks[tuple(slice(None) if d == name else self._at[d] for d in DIMENSIONS)].tolist()
+            for name in DIMENSIONS
+        }
         self.exchanging = self._exchanging()
         self.labels = self._labels()
         self._own: Groups | None = None
-        if mesh is None or not self._groups:
-            self.failures = Failures()
-            return
-        self._own = Groups(list(self.labels), timeout, device=self.device_type)
-        self.failures = Failures(self._own.name, self.labels)
-        self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
+        self.failures = Failures()
+        if self.several:
+            self._own = Groups(list(self.labels), timeout, device=self.device_type)
+            self.failures = Failures(self._own.name, self.labels)
+            self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
+        self._control = self._comparing("control")
+
+    def _comparing(self, purpose: str) -> dict[Dimension, Group]:
+        """Return a new group along each dimension of several ranks, on gloo whatever the device, to compare values."""
+        made: dict[Dimension, Group] = {}
         for name in self._groups:
+            assert self._own is not None
             with _naming(name):
-                self._control[name] = self._own.new(self.along(name), f"control {name}", gloo=True)
+                made[name] = self._own.new(self.along(name), f"{purpose} {name}", gloo=True)
+        return made
 
     def _exchanging(self) -> Group | None:
         several = [name for name in self.experts_over if name in self._groups]
@@ -113,19 +116,17 @@ class Mesh:
         return self.devices[names]._flatten("_".join(names)).get_group()
 
     def _labels(self) -> dict[int, str]:
-        if self._ranks is None:
-            return {}
-        shape = tuple(self._ranks.shape)
+        shape = self._ranks.shape
         several = [position for position, size in enumerate(shape) if size > 1]
         return {
-            int(rank): "rank " + (", ".join(f"{DIMENSIONS[p]} {at[p]}" for p in several) or "0")
-            for rank, at in zip(self._ranks.flatten().tolist(), product(*map(range, shape)), strict=True)
+            int(self._ranks[at]): "rank " + (", ".join(f"{DIMENSIONS[p]} {at[p]}" for p in several) or "0")
+            for at in product(*map(range, shape))
         }
 
     @property
     def label(self) -> str:
         """Name of this rank in messages."""
-        return self.labels.get(self._rank, "rank 0")
+        return self.labels[self._rank]
 
     @property
     def several(self) -> bool:
@@ -161,7 +162,7 @@ class Mesh:
 
     def rank(self, dimension: Dimension) -> int:
         """Return this rank's coordinate along a dimension."""
-        return self._at.get(dimension, 0)
+        return self._at[dimension]
 
     @property
     def on_gloo(self) -> bool:
@@ -170,9 +171,7 @@ class Mesh:
 
     def ranks(self, *, pp: Sequence[int], over: Sequence[Dimension]) -> list[int]:
         """Return the default group's numbers of the pipeline ranks ``pp`` over further dimensions, ascending."""
-        if self._ranks is None:
-            return [dist.get_rank() if dist.is_initialized() else 0]
-        at = [slice(None) if d in over else slice(self.rank(d), self.rank(d) + 1) for d in DIMENSIONS[1:]]
+        at = [slice(None) if d in over else self._at[d] for d in DIMENSIONS[1:]]
         return sorted(self._ranks[list(pp)][(slice(None), *at)].flatten().tolist())
 
     def new_group(self, purpose: str, *, pp: Sequence[int], over: Sequence[Dimension], **options: Any) -> Group | None:
@@ -190,11 +189,7 @@ class Mesh:
         """
         if purpose not in self._beside:
             other = self._beside[purpose] = copy(self)
-            other.same, other._control = {}, {}
-            for name in self._control:
-                assert self._own is not None
-                with _naming(name):
-                    other._control[name] = self._own.new(self.along(name), f"{purpose} {name}", gloo=True)
+            other.same, other._control = {}, self._comparing(purpose)
         return self._beside[purpose]
 
     def warm_up(self, device: torch.device) -> None:
@@ -255,11 +250,10 @@ class Mesh:
         group = self._control.get(dimension)
         if group is None:
             return [value]
+        ranks = self.along(dimension)
         with _naming(dimension):
-            found = gather_objects(group, (self.same, value))
-        mine = self.along(dimension)
-        found = [found[sorted(mine).index(rank)] for rank in mine]
-        self._compare(mine, [same for same, _ in found])
+            found = gather_objects(group, ranks, (self.same, value))
+        self._compare(ranks, [same for same, _ in found])
         return [value for _, value in found]
 
     def gathered_by_experts(self, value: T) -> list[T]:

@@ -282,6 +282,6 @@ class HostCopy:
         return self.tensors
 
 
-def side_stream(device: torch.device, name: str, *, priority: int = -1) -> SideStream:
-    """Return a new side stream of a device: CUDA's, or a thread."""
-    return CudaStream(device, priority=priority) if is_queued(device) else ThreadStream(name)
+def side_stream(device: torch.device, name: str) -> SideStream:
+    """Return a new side stream of a device: CUDA's, of high priority, or a thread."""
+    return CudaStream(device) if is_queued(device) else ThreadStream(name)

@@ -297,18 +297,17 @@ class ThreadState(NamedTuple):
             _C._push_on_torch_dispatch_stack(mode)
 
     @contextmanager
-    def applied(self, name: str, *, device: torch.device, grad: bool) -> Iterator[None]:
-        """Run the body in this state, with gradients off if ``grad`` is."""
+    def applied(self, name: str, device: torch.device) -> Iterator[None]:
+        """Run the body in this state."""
         outside = ThreadState.capture(device)
-        inside = self._replace(grad=self.grad and grad)
-        inside.restore(outside, name)
+        self.restore(outside, name)
         torch.autocast_increment_nesting()
         try:
             yield
         finally:
             if torch.autocast_decrement_nesting() == 0:  # else cached casts of weights would outlive an update
                 torch.clear_autocast_cache()
-            outside.restore(inside, name)
+            outside.restore(self, name)
 
 
 class Kept:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from overlap1f1b.engine.engine import WARM_STEPS
 from overlap1f1b.plan import CostKey, NodeCosts, Op, check_rendezvous
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.mesh import Mesh
 from tests.device.standin import World, here
 from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
 from tests.ranks import Ranks
@@ -19,8 +18,8 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
     inputs, target = batch_of(program, LAYOUT, rank)
     steps, timed, alone = 0, set[CostKey](), engine.boundary.timed
 
-    def noted(mesh: Mesh) -> dict[CostKey, float]:
-        took = alone(mesh)
+    def noted() -> dict[CostKey, float]:
+        took = alone()
         timed.update(took)
         return took
 

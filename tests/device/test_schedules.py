@@ -85,7 +85,7 @@ class _Joined(nn.Module):
         return self.linear(h * sign + (z * z).imag)
 
 
-def _unlike(rank: int, size: int) -> list[dict[str, Tensor]]:
+def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
     torch.manual_seed(3)
     model, x, y = nn.Sequential(_Several(), _Joined()), torch.randn(3, 4).double(), torch.randn(3, 4).double()
     loss_fn = nn.functional.mse_loss
@@ -98,8 +98,8 @@ def _unlike(rank: int, size: int) -> list[dict[str, Tensor]]:
         own = nn.Sequential(_Several(), _Joined())
         own.load_state_dict(state)
         program, mesh = program_of("1f1b", 2, 3), mesh_of(Layout(2, 1))
-        engine = Engine(own, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, timeout=30)
-        for _ in range(2):  # the first sends headers
+        engine = Engine(own, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, dynamic_shapes=dynamic, timeout=30)
+        for _ in range(2):  # the first sends headers, with dynamic shapes both do
             own.zero_grad()
             engine.step(x, target=y)
         found = gradients_of(engine, own)
@@ -110,8 +110,9 @@ def _unlike(rank: int, size: int) -> list[dict[str, Tensor]]:
     return [expected, found[0] | found[1]]
 
 
-def test_dtypes_that_nccl_lacks_pass_between_stages(alone: Ranks) -> None:
-    ((expected, found),) = alone.run(_unlike)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dtypes_that_nccl_lacks_pass_between_stages(alone: Ranks, dynamic: bool) -> None:
+    ((expected, found),) = alone.run(_unlike, dynamic)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert torch.allclose(gradient, found[name], rtol=1e-12), name

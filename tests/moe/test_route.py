@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.moe import GroupedExperts, MoEConfig
 from overlap1f1b.moe.experts import Aggregate, Gather, WeightsIn
 from overlap1f1b.moe.route import Route, WeightedRoute
 from overlap1f1b.transport.exchange import EqualSplits
 
 H = 3
+TORCH = Kernels("torch")
 
 
 def exchanged(routes: list[Route], rows: list[Tensor], *, back: bool) -> list[Tensor]:
@@ -25,7 +27,7 @@ def played(
 ) -> tuple[list[Route], list[Tensor]]:
     """The rows that every expert receives, and the routes."""
     ranks = len(indices)
-    routes = [kind(index, experts, ranks, capacity=capacity) for index in indices]
+    routes = [kind(index, experts, ranks, TORCH, capacity=capacity) for index in indices]
     for rank, route in enumerate(routes):
         route.arrive(torch.stack([other.counts.view(ranks, -1)[rank] for other in routes]))
     tokens = [torch.arange(len(index) * H).view(-1, H) + 1000.0 * (1 + rank) for rank, index in enumerate(indices)]
@@ -74,7 +76,7 @@ def test_equal_splits_bring_the_same_rows_to_the_same_experts(
 
 
 def test_what_finds_no_room_is_counted() -> None:
-    route = Route(torch.tensor([[0], [0], [0], [1], [3]]), 4, 2, capacity=0.8)
+    route = Route(torch.tensor([[0], [0], [0], [1], [3]]), 4, 2, TORCH, capacity=0.8)
     assert route.send == [2, 2]
     assert route.dropped is not None
     assert route.dropped.tolist() == [1, 1, 0, 0]
@@ -83,7 +85,7 @@ def test_what_finds_no_room_is_counted() -> None:
 
 def test_no_tokens() -> None:
     for capacity in (None, 1.25):
-        route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, capacity=capacity)
+        route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, TORCH, capacity=capacity)
         route.arrive(torch.zeros(2, 2, dtype=torch.int64))
         rows = route.group(route.gather(torch.empty(0, H), torch.empty(0, 2)))
         assert rows.shape == (0, H)
@@ -92,7 +94,7 @@ def test_no_tokens() -> None:
 
 def test_one_rank_needs_no_host() -> None:
     """The counts are not read: sizes follow from the number of tokens."""
-    route = Route(torch.tensor([[0, 2], [1, 2]]), 3, 1)
+    route = Route(torch.tensor([[0, 2], [1, 2]]), 3, 1, TORCH)
     counts = route.counts.view(1, -1)
     route.arrive(counts)
     assert (route.send, route.receive) == ([4], [4])
@@ -103,7 +105,7 @@ def test_one_rank_needs_no_host() -> None:
 
 def test_a_slot_that_the_device_counted_for_no_expert_is_refused() -> None:
     """On a GPU nothing looks at the indices before the counts are on the host."""
-    route = Route(torch.tensor([[0, 1], [2, 3]]), experts=4, ranks=2)
+    route = Route(torch.tensor([[0, 1], [2, 3]]), 4, 2, TORCH)
     route.counts = torch.tensor([1, 1, 1, 0])
     with pytest.raises(ValueError, match="indices name an expert that is none; allowed: 0 to 3"):
         route.arrive(torch.tensor([[1, 1], [0, 0]]))
@@ -170,7 +172,7 @@ def test_gradients_are_those_of_finite_differences(weights_in: WeightsIn) -> Non
 @pytest.mark.parametrize("kind", [Route, WeightedRoute])
 def test_gradients_under_a_capacity(kind: type[Route]) -> None:
     """Of rows in padded room, some of which are left out."""
-    route = kind(CHOICES[0], 8, 2, capacity=0.75)
+    route = kind(CHOICES[0], 8, 2, TORCH, capacity=0.75)
     assert route.dropped is not None
     assert route.dropped.any()
     tokens = torch.randn(4, H, dtype=torch.float64, requires_grad=True)

@@ -16,6 +16,7 @@ from overlap1f1b.transport.exchange import (
     PeerExchange,
     Transfer,
     build_exchange,
+    own_exchange,
 )
 from overlap1f1b.transport.streams import ThreadStream
 from tests.ranks import Ranks
@@ -36,12 +37,12 @@ def part(source: int, to: int, rows: int, tag: int) -> torch.Tensor:
 def build(kind: str) -> Exchange:
     group = dist.group.WORLD
     assert group is not None
-    groups = [dist.new_group() for _ in range(3)]
+    other = dist.new_group()
     return {
         "shared": lambda: build_exchange(group),
-        "lanes": lambda: build_exchange(group, *groups),
-        "collective": lambda: CollectiveExchange(group, groups[0]),
-        "streams": lambda: CollectiveExchange(group, groups[0], (ThreadStream("rows"), ThreadStream("counts"))),
+        "own": lambda: own_exchange(group),
+        "collective": lambda: CollectiveExchange(group, other),
+        "streams": lambda: CollectiveExchange(group, other, (ThreadStream("rows"), ThreadStream("counts"))),
     }[kind]()
 
 
@@ -71,7 +72,7 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("kind", "announced"),
-    [("shared", False), ("shared", True), ("lanes", False), ("lanes", True), ("collective", False), ("streams", False)],
+    [("shared", False), ("shared", True), ("own", False), ("own", True), ("collective", False), ("streams", False)],
 )
 def test_two_ranks(ranks2: Ranks, kind: str, announced: bool) -> None:
     assert ranks2.run(exchanged, kind, announced) == [[True] * 6] * 2
@@ -79,7 +80,7 @@ def test_two_ranks(ranks2: Ranks, kind: str, announced: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("kind", ["lanes", "collective"])
+@pytest.mark.parametrize("kind", ["own", "collective"])
 def test_four_ranks(ranks4: Ranks, kind: str, announced: bool) -> None:
     assert ranks4.run(exchanged, kind, announced) == [[True] * 6] * 4
 

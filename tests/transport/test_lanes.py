@@ -59,19 +59,6 @@ def test_a_background_lane_does_not_hold_up_its_caller() -> None:
     one.close()
 
 
-def test_a_late_start_is_put_off_to_the_wait() -> None:
-    started: list[int] = []
-    one = lane(background=False)
-    flights = [one.launch(node(number), starting(started, number), late=True) for number in range(3)]
-    assert started == []
-    assert not flights[1].arrived
-    assert flights[1].wait() == 1
-    assert started == [0, 1]  # those before it on the lane, and none after
-    flights[2].drain(0.0)
-    assert flights[0].wait() == 0
-    assert started == [0, 1]
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_of_a_start_is_raised_in_the_wait(background: bool) -> None:
     def fail() -> Transfer[int]:

@@ -22,7 +22,7 @@ from overlap1f1b.engine.foreign.functions import Form, Known, form_of
 from overlap1f1b.engine.foreign.watched import Watched, functional_operations, group_named, watched, watched_parts
 from overlap1f1b.engine.graph.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.graph.edges import ASKS, LAST, applying
-from overlap1f1b.transport.calls import Splits, splits_of, suspend_for
+from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import Forward, uncompiled
 
@@ -164,7 +164,7 @@ def _exchanged(
         return None
     if alone is not None and not alone(splits):
         return None
-    brought: Tensor = suspend_for([tensor], splits)[0]
+    brought: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
     return brought
 
 

@@ -155,7 +155,7 @@ class RecomputedRun(BlockRun):
                 function, rows.detach(), version_of(rows), state, self.part_random, buffers
             )
             kept = (*kept, _FORGETTING)
-        with state._replace(hooks=kept).applied(self.name, device=device, grad=True):
+        with state._replace(hooks=kept).applied(self.name, device):
             return function(rows)
 
     def _compute_once(self, function: Callable[[Tensor | None], Tensor]) -> Tensor:
@@ -203,11 +203,7 @@ class RecomputedRun(BlockRun):
             raise self._in_place(f"{self.name} changes the rows that its experts have received in place")
         (entry,) = segment.received
         self.stage.queue = segment.queue
-        with (
-            part.random,
-            part.state.applied(self.name, device=self.stage.device, grad=True),
-            replaced(part.buffers),
-        ):
+        with part.random, part.state.applied(self.name, self.stage.device), replaced(part.buffers):
             made = part.function(part.rows if entry is None else entry.enter(part.rows, self.stage.anchor))
             (sent,) = segment.sent
             sent.edges = [edge_of(made) if made.requires_grad else None]
@@ -218,7 +214,7 @@ class RecomputedRun(BlockRun):
         assert state is not None
         self.again, self.seen, self.watching = True, None, None
         with (
-            state.applied(self.name, device=stage.device, grad=True),
+            state.applied(self.name, stage.device),
             replaced((vars(carrier), "loss_scale", scale) for carrier, scale in self.loss_scales),
             ExitStack() as buffers,
         ):
