@@ -13,7 +13,7 @@ from rich.console import Console
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.output import console, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.status import Say, lines
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.train.progress import Board, shown
 from overlap1f1b.cli.train.summary import compared, show, speed_of
@@ -32,7 +32,7 @@ def train(options: TrainOptions, rank: Rank) -> None:
         ValueError: An option, the text or the checkpoint does not fit.
     """
     screen = console(options.json, quiet=rank.rank != 0)
-    with lines(screen, f"step 0/{options.steps}  reading the text and making the model") as say:
+    with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
         run = _Run(options, rank, screen, say)
         run.train()
     if rank.rank == 0:
