@@ -80,34 +80,18 @@ def build(
             vocabulary=4096, layers=layers, hidden=2048, heads=16, experts=16, top_k=2, intermediate=2048, sequence=4096
         )
         microbatches, batch = 8, 1 if overhead else 2
-    config = replace(config, kernels=kernels)
+    config = replace(config, kernels=kernels, force_load_balance=routing == "balanced")
     torch.manual_seed(0)
     with drawn_on_the_device():
         model = MoETransformer(config, dtype=context.dtype, device=context.device)
-    for router in (module for module in model.modules() if isinstance(module, Router)):
-        if routing == "balanced":
-            router.__dict__["forward"] = _Balanced(router)
-        else:  # scores of one sixteenth, moved apart until the largest load is a few times the mean
-            noise = torch.randn(config.experts, generator=torch.Generator().manual_seed(1))
+    if routing == "real":  # scores of one sixteenth, moved apart until the largest load is a few times the mean
+        noise = torch.randn(config.experts, generator=torch.Generator().manual_seed(1))
+        for router in (module for module in model.modules() if isinstance(module, Router)):
             router.correction_bias.copy_(0.02 * noise)
     generator = torch.Generator().manual_seed(0)
     shape = (microbatches * batch, config.sequence + 1)
     text = torch.randint(config.vocabulary, shape, generator=generator).to(context.device)
     return Workload(model, text[:, :-1].contiguous(), text[:, 1:].contiguous(), microbatches)
-
-
-class _Balanced:
-    """Stands in for a router's forward: experts in turn, weights by the gate."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.router.config
-        T, K = tokens.shape[0], config.top_k
-        indices = torch.arange(T * K, device=tokens.device).view(T, K) % config.experts
-        scores = F.linear(tokens.float(), self.router.gate.weight.float()).softmax(-1)
-        return indices, scores.gather(1, indices).to(tokens.dtype)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:

@@ -64,6 +64,14 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return input and target for the engine, ``[B, S]`` each; a model of transformers shifts the labels itself."""
+    inputs, target = inputs.to(rank.device), target.to(rank.device)
+    if options.hf_config is not None:
+        inputs = target = torch.cat([inputs, target[:, -1:]], dim=1)
+    return inputs, target
+
+
 def engine_options(options: RunOptions) -> dict[str, Any]:
     """Return the options that every engine is given as they are."""
     return {name: getattr(options, name) for name in ("recompute", "parts", "capacity", "overflow", "timeout")}

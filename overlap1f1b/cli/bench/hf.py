@@ -33,7 +33,6 @@ class HfBench(Bench):
 
     def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
         super().__init__(options, rank, report)
-        self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts the labels
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
     def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:

@@ -28,7 +28,7 @@ from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
-from overlap1f1b.cli.workload import build, engine_options, loss_fn, model_config
+from overlap1f1b.cli.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
@@ -82,7 +82,7 @@ class Bench:
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.inputs, self.target = (tokens.to(rank.device) for tokens in batch)
+        self.inputs, self.target = fed(options, rank, *batch)
         self.real, self.loopback_rate = real_exchange(options, rank)
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)

@@ -10,6 +10,7 @@ import tyro
 
 from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS
+from overlap1f1b.schedule.values import check_size
 
 LARGEST = 1e100
 """The largest cost."""
@@ -196,12 +197,8 @@ def _check_sizes(options: PlanOptions) -> None:
     least = dict.fromkeys(("ranks", "microbatches", "chunks", "group_size", "top", "layers", "parts"), 1)
     given = vars(options) | vars(options.output) | vars(options.sub_op_costs)
     for name, limit in (least | {"extra_warmup": 0, "width": 20}).items():
-        if given[name] is not None and given[name] < limit:
-            raise ValueError(f"{_option(name)} {given[name]}; allowed: {limit} or more")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        if given[name] is not None:
+            check_size(name, given[name], limit)
 
 
 MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts", "launch")
@@ -234,7 +231,7 @@ def _check_costs(options: PlanOptions) -> None:
 def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:
     for name in names:
         if (value := getattr(options, name)) is not None:
-            option = f"{_option(name)} {value:g}" if isinstance(value, float) else f"{_option(name)} {value}"
+            option = f"--{name.replace('_', '-')} {format(value, 'g' if isinstance(value, float) else '')}"
             raise ValueError(
                 f"{option} with {beside}; allowed: one of them" if beside else f"{option} alone; allowed: {needed}"
             )

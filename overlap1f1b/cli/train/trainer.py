@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.workload import build, engine_options
+from overlap1f1b.cli.workload import build, engine_options, fed
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.moe import Experts, MoETransformer, Router
 from overlap1f1b.plan import Overlap
@@ -102,9 +102,10 @@ class Trainer:
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
         measuring = self.engine.costs is None
-        inputs, target = self._given(
-            *self.corpus.batch(index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed)
+        batch = self.corpus.batch(
+            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
+        inputs, target = fed(options, rank, *batch)
         torch.manual_seed(_stream(options.seed, index, rank.rank))
         result = self.engine.step(inputs, target=target)
         # An expert without tokens gets a gradient of zeros, so that its optimizer state exists on every rank.
@@ -150,7 +151,7 @@ class Trainer:
         try:
             losses = [
                 self.engine.mean_loss(self.engine.evaluate(inputs, target=target))
-                for inputs, target in (self._given(*batch) for batch in batches)
+                for inputs, target in (fed(options, rank, *batch) for batch in batches)
             ]
         finally:
             self.model.train()
@@ -194,14 +195,6 @@ class Trainer:
         step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
         set_weight_decay(self.optimizer, self.options.weight_decay)  # the saved one may differ
         return step
-
-    def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return input and target for the engine: a model of transformers shifts labels itself."""
-        inputs, target = inputs.to(self.rank.device), target.to(self.rank.device)
-        if isinstance(self.model, MoETransformer):
-            return inputs, target
-        tokens = torch.cat([inputs, target[:, -1:]], dim=1)
-        return tokens, tokens
 
     def _identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
