@@ -38,7 +38,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.command import doubts
@@ -47,10 +46,10 @@ from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, 
 from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.cli.bench.variants import Samples
 from overlap1f1b.cli.launch import STORE, cores, end_with, run_ranks
-from overlap1f1b.cli.output import check_json, write_json
+from overlap1f1b.cli.output import check_json, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.wire import INTERFACE, Balanced, Wire, parse_wire, shape
+from overlap1f1b.cli.wire import Balanced, Wire, parse_wire, shape
 from overlap1f1b.cli.workload import environment, loss_fn
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
@@ -150,8 +149,8 @@ def by_megatron_names(model: MoETransformer, of: Callable[[nn.Parameter], Tensor
     """Return a tensor of each parameter of our model (itself, its gradient), laid out and named as in Megatron-Core."""
     found = {"embedding.word_embeddings.weight": of(model.embedding.weight)}
     heads = model.config.heads
-    for number in range(model.config.layers):
-        block, name = model[number + 1], f"decoder.layers.{number}"
+    for layer in range(model.config.layers):
+        block, name = model[layer + 1], f"decoder.layers.{layer}"
         qkv = rearrange(of(block.attention.qkv.weight), "(P N D) H -> (N P D) H", P=3, N=heads)
         found |= {
             f"{name}.input_layernorm.weight": of(block.attention_norm.weight),
@@ -340,7 +339,7 @@ class MegatronBench:
             seconds = median(self.step(alone)[0] for _ in range(CALIBRATIONS))
             rate = 8 * sent / seconds / FRAMES * rate.factor
         dist.barrier()
-        shape(os.environ[INTERFACE], rate)
+        shape(rate)
         dist.barrier()
         for engine in (row.engine for row in self.rows if row.engine is not None):
             engine.costs = None  # they were measured without a limit
@@ -573,25 +572,11 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"our layers: compute only {result['our_layers_compute_only_ms']:.0f}, "
         f"exchange only {result['our_layers_exchange_only_ms']:.0f}; processors {result['processor_share']:.0%} busy"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "overlap", "order"):
-        table.add_column(name, no_wrap=True)
-    for name in (
-        "step ms",
-        "min–max",
-        "speed-up",
-        "over bound",
-        "hidden",
-        "exposed ms",
-        "counts ms",
-        "predicted ms",
-        "gradients",
-    ):
-        table.add_column(name, justify="right")
+    text = ("schedule", "overlap", "order")
+    figures = ("step ms", "min–max", "speed-up", "over bound", "hidden", "exposed ms", "counts ms", "predicted ms")
+    table = plain_table((*text, *figures, "gradients"), text, no_wrap=True)
     for row in result["rows"]:
-        step, hidden, exposed, predicted = (
-            row[name] for name in ("step_ms", "hidden_fraction", "exposed_ms", "predicted_ms")
-        )
+        step = row["step_ms"]
         table.add_row(
             row["program"],
             row["overlap"],
@@ -600,10 +585,10 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{step['min']:.0f}–{step['max']:.0f}",
             f"{row['speedup']:.2f}×",
             f"{row['over_bound']:.3f}",
-            "–" if hidden is None else f"{hidden:.1%}",
-            "–" if exposed is None else f"{exposed:.0f}",
+            number(row["hidden_fraction"], ".1%"),
+            number(row["exposed_ms"], ".0f"),
             f"{row['gathering_counts_ms']:.0f}",
-            "–" if predicted is None else f"{predicted:.0f}",
+            number(row["predicted_ms"], ".0f"),
             "equal" if row["grads_equal"] else f"differ by {row['max_relative_grad_diff']:.1e}",
         )
     screen.print(table)
@@ -612,8 +597,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"{result['speedup_over_both_directions']:.2f}× with both directions at once; hidden "
         f"{result['hidden_points_from_our_layers']:+.1f} points from our layers"
     )
-    for doubt in result["doubts"]:
-        screen.print(f"error of measurement: {doubt}", style="bold red", highlight=False, soft_wrap=True)
+    print_lines(screen, *(f"error of measurement: {doubt}" for doubt in result["doubts"]), style="bold red")
 
 
 def bench(options: argparse.Namespace, rank: Rank) -> None:

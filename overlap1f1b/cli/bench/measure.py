@@ -27,7 +27,7 @@ from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
+from overlap1f1b.cli.wire import Balanced, parse_wire, shape
 from overlap1f1b.cli.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
@@ -271,7 +271,7 @@ class Bench:
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
             rate = 8 * self._sent() / seconds / FRAMES * rate.factor
         self.meet()
-        shape(os.environ[INTERFACE], rate)
+        shape(rate)
         self.meet()
         return rate
 

@@ -38,7 +38,7 @@ class ActionCosts:
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
-    layers: Annotated[int | None, by_default("INT", "none")] = None
+    layers: Annotated[int | None, by_default("INT")] = None
     """Blocks of a rank, over all its chunks. Every sub-op is then simulated on a resource: compute, exchange or
     peer."""
     attention: Annotated[float | None, by_default("FLOAT", 3)] = None
@@ -71,15 +71,15 @@ class OutputOptions:
 
     tables: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the tables alone, without the drawing."""
-    png: Annotated[Path | None, by_default("FILE", "none")] = None
+    png: Annotated[Path | None, by_default("FILE")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
-    svg: Annotated[Path | None, by_default("FILE", "none")] = None
+    svg: Annotated[Path | None, by_default("FILE")] = None
     """Draw the timeline into this SVG file (needs matplotlib as well)."""
-    csv: Annotated[Path | None, by_default("FILE", "none")] = None
+    csv: Annotated[Path | None, by_default("FILE")] = None
     """Write the program, one row a rank; --from-csv reads it."""
-    trace: Annotated[Path | None, by_default("FILE", "none")] = None
+    trace: Annotated[Path | None, by_default("FILE")] = None
     """Write a Chrome trace, for Perfetto or chrome://tracing."""
-    json: Annotated[str | None, by_default("FILE", "none")] = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
     width: Annotated[int | None, by_default("INT", "the terminal's")] = None
     """Columns to draw in."""
@@ -121,7 +121,7 @@ class PlanOptions:
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Forwards alone, as in evaluation; with --compare and --search too."""
-    from_csv: Annotated[Path | None, by_default("FILE", "none")] = None
+    from_csv: Annotated[Path | None, by_default("FILE")] = None
     """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules, with at most
     10 million actions and 256 MiB."""
     send: Annotated[float | None, by_default("FLOAT", 0)] = None
@@ -134,7 +134,7 @@ class PlanOptions:
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. Options that are given are not varied."""
-    memory: Annotated[float | None, by_default("FLOAT", "none")] = None
+    memory: Annotated[float | None, by_default("FLOAT")] = None
     """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
     share of the model. For auto it is by default twice the number of ranks, at least 3."""
     top: Annotated[int | None, by_default("INT", 15)] = None

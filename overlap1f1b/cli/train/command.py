@@ -41,19 +41,13 @@ def train(options: TrainOptions, rank: Rank) -> None:
         write_json(options.json, result)
 
 
-@dataclass
 class _Run:
     """A run of the command, from its first line to the figures of its summary."""
 
-    options: TrainOptions
-    rank: Rank
-    screen: Console
-    say: Say
-    steps: list[Step] = field(default_factory=list)
-    reference_steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        options = self.options
+    def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
+        self.options, self.rank, self.screen, self.say = options, rank, screen, say
+        self.steps: list[Step] = []
+        self.reference_steps: list[Step] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
@@ -76,7 +70,7 @@ class _Run:
         print_lines(
             self.screen,
             f"text: {self.corpus}",
-            f"model: {trainer.parameters / 1e6:.1f} M parameters, {trainer.description}",
+            f"model: {trainer.model.total / 1e6:.1f} M parameters, {trainer.model.description}",
             f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
             f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}",
         )

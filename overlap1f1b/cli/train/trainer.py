@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.workload import build, engine_options, fed
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
-from overlap1f1b.moe import Experts, MoETransformer, Router
+from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program
 
@@ -77,22 +77,6 @@ class Trainer:
         # made by torch.distributed, since a router needs a process group
         data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the whole model, on all ranks."""
-        if not isinstance(self.model, MoETransformer):
-            return self.model.total
-        experts = {p for m in self.model.modules() if isinstance(m, Experts) for p in m.parameters()}
-        return sum(p.numel() * (self.options.ep if p in experts else 1) for p in self.model.parameters())
-
-    @property
-    def description(self) -> str:
-        """The model's sizes, in words."""
-        if not isinstance(self.model, MoETransformer):
-            return self.model.description
-        sizes = self.options.model
-        return f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
 
     def step(self, index: int) -> Step:
         """Make the step with this index, from 0.
@@ -199,8 +183,8 @@ class Trainer:
     def _identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
         options = self.options
-        sizes = asdict(options.model) if isinstance(self.model, MoETransformer) else self.model.identity
-        return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
+        of_text = {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
+        return {**self.model.identity, **of_text}
 
 
 def _stream(seed: int, step: int, rank: int) -> int:
