@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_bench.context import Context
 from overlap1f1b.kernels.choice import Choice
-from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router, set_auxiliary_scale
 
 Routing = Literal["balanced", "real"]
 
@@ -43,6 +43,13 @@ class Workload:
     inputs: Tensor
     target: Tensor
     microbatches: int
+
+    def plain_step(self) -> None:
+        """Run forward and backward of every microbatch without an engine."""
+        count = self.microbatches
+        set_auxiliary_scale(self.model, 1 / count)
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            (loss_fn(self.model(x), y) / count).backward()
 
     @property
     def tokens(self) -> int:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.cli.bench.measure import Bench, Bounds, Report, slowest
+from overlap1f1b.cli.bench.measure import Bench, Bounds, slowest
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.hf import HfModel
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.status import Say
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 
@@ -31,8 +32,8 @@ class HfBench(Bench):
 
     model: HfModel
 
-    def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
-        super().__init__(options, rank, report)
+    def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
+        super().__init__(options, rank, say)
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
     def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:

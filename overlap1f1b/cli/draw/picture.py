@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from overlap1f1b.cli.draw.grid import letters
-from overlap1f1b.cli.draw.tracks import STYLES, Cell, Track
+from overlap1f1b.cli.draw.tracks import STYLES, Track
 from overlap1f1b.cli.output import writing
 
 LETTER = 0.085
@@ -34,8 +33,15 @@ def paint(
     figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(tracks))), layout="constrained")
     axes = figure.add_subplot()
     count = sum(len(track.cells) for track in tracks)
-    for height, track in enumerate(tracks):
-        _paint_track(axes, height, track, end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf"))
+    letter = end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf")  # time that a letter takes
+    for height, (_, cells) in enumerate(tracks):
+        spans = [(cell.start, cell.end - cell.start) for cell in cells]
+        colours = [STYLES[cell.style].colour for cell in cells]
+        axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=colours, edgecolors="white", linewidth=0.5)
+        for cell in cells:
+            if cell.end - cell.start >= letter * len(cell.text):
+                middle = (cell.start + cell.end) / 2
+                axes.text(middle, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
     axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, end)
@@ -46,19 +52,3 @@ def paint(
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
     with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
         figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
-
-
-def _paint_track(axes: Any, height: int, track: Track, letter: float) -> None:
-    """Draw the bars of a track; a bar has its text if each letter gets ``letter`` units of time."""
-    styles: dict[str, list[Cell]] = {}
-    for cell in track.cells:
-        styles.setdefault(cell.style, []).append(cell)
-    for style, cells in styles.items():
-        spans = [(cell.start, cell.end - cell.start) for cell in cells]
-        colour = STYLES[style].colour
-        axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.5)
-    for cell in track.cells:
-        if cell.end - cell.start >= letter * len(cell.text):
-            axes.text(
-                (cell.start + cell.end) / 2, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True
-            )
