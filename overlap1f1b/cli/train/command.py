@@ -15,7 +15,7 @@ from overlap1f1b.cli.output import console, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.train.progress import Board, shown
+from overlap1f1b.cli.train.progress import Board, Progress
 from overlap1f1b.cli.train.summary import compared, show, speed_of
 from overlap1f1b.cli.train.trainer import Step, Trainer
 from overlap1f1b.cli.workload import environment, workload
@@ -105,10 +105,8 @@ class _Run:
         """Make all steps that are left."""
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
-        with (
-            shown(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
-            closing(Board(folder, tokens=self.tokens, start=self.start)) as board,
-        ):
+        progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
+        with progress.shown(), closing(Board(folder, tokens=self.tokens, start=self.start)) as board:
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self._step(index)
