@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.command import doubts
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
-from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, slowest
+from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
 from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.cli.bench.variants import Samples
 from overlap1f1b.cli.launch import STORE, cores, end_with, run_ranks
@@ -138,11 +139,6 @@ class Waits:
         gathering = union((start - begun, end - begun) for start, end in self.intervals)
         beside = intersection(intersection(in_flight, timeline.busy(Resource.COMPUTE)), gathering)
         return timeline.hidden_fraction - length(beside) / timeline.exchange
-
-
-def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """Return the loss of our model."""
-    return loss_fn(model(inputs), target)
 
 
 def by_megatron_names(model: MoETransformer, of: Callable[[nn.Parameter], Tensor]) -> Grads:
@@ -297,22 +293,13 @@ class MegatronBench:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
         clear(row.model.parameters())
         self.recording.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        result = row.function()
-        return slowest(time.perf_counter() - start, self.rank), result
+        return timed(row.function, self.rank)
 
     def _speed(self) -> float:
-        """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
-        sizes = {**vars(self.config), "layers": 1}
-        found, count = 0.0, self.options.microbatches
-        for rank in range(self.rank.size):
-            dist.barrier()
-            if rank == self.rank.rank:
-                model = MoETransformer(MoEConfig(**sizes), seed=self.options.seed)
-                x, y = self.inputs.chunk(count)[0], self.target.chunk(count)[0]
-                found = operations_per_second(model, partial(loss_of, model, x, y))
-        return -slowest(-found, self.rank)
+        """Return the operations per second of the slowest rank's compute."""
+        model = MoETransformer(replace(self.config, layers=1), seed=self.options.seed)
+        x, y = (tokens.chunk(self.options.microbatches)[0] for tokens in (self.inputs, self.target))
+        return least_in_turn(lambda: operations_per_second(model, lambda: loss_fn(model(x), y)), self.rank)
 
     def _measure_nodes(self) -> None:
         """Give all engines costs: the drop-ins play the same nodes, so one of them measures for all."""
@@ -436,13 +423,7 @@ class MegatronBench:
         return slowest(replay.run(), self.rank)
 
     def _beside(self, alone: Row, replay: Replay) -> float:
-        beside = replay.beside()
-        dist.barrier()
-        start = time.perf_counter()
-        beside.start()
-        self.step(alone)
-        beside.join()
-        return slowest(time.perf_counter() - start, self.rank)
+        return timed(lambda: replay.beside(lambda: self.step(alone)), self.rank)[0]
 
     def _check(self) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with those of Megatron-Core's own schedule, by real compute."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
+T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
 Player: TypeAlias = "Engine | TorchSchedule"
 
@@ -113,13 +114,7 @@ class Bench:
             return self.step(engine)[0]
 
         def contended() -> float:
-            beside = replay.beside()
-            self.meet()
-            start = time.perf_counter()
-            beside.start()
-            compute_only()
-            beside.join()
-            return slowest(time.perf_counter() - start, self.rank)
+            return timed(lambda: replay.beside(compute_only), self.rank)[0]
 
         return {
             "compute_only": compute_only,
@@ -195,16 +190,7 @@ class Bench:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
         clear(player.parameters())
         self.recording.clear()
-        self.meet()
-        start = time.perf_counter()
-        result = player.step(self.inputs, target=self.target)
-        settle(self.rank.device)
-        return slowest(time.perf_counter() - start, self.rank), result
-
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        if self.rank.size > 1:
-            dist.barrier()
+        return timed(lambda: player.step(self.inputs, target=self.target), self.rank)
 
     def plain_loop(self) -> float:
         """Return the seconds of a loop of forward and backward over the model, without an engine."""
@@ -224,14 +210,9 @@ class Bench:
         return TimedCompute(self._speed()).entered(self.model, self._real_modules())
 
     def _speed(self) -> float:
-        """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
+        """Return the operations per second of the slowest rank's compute."""
         self.say(f"measuring compute, then {self.options.rounds} rounds")
-        found = 0.0
-        for rank in range(self.rank.size):
-            self.meet()
-            if rank == self.rank.rank:
-                found = operations_per_second(*self._sample())
-        return -slowest(-found, self.rank)
+        return least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
         while engine.costs is None:
@@ -260,13 +241,13 @@ class Bench:
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
             rate = 8 * self._sent() / seconds / FRAMES * rate.factor
-        self.meet()
+        meet(self.rank)
         shape(rate)
-        self.meet()
+        meet(self.rank)
         return rate
 
     def _exchange_only(self, replay: Replay) -> float:
-        self.meet()
+        meet(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(replay.run() if travels else 0.0, self.rank)
 
@@ -386,6 +367,31 @@ class Bench:
             "contended_ms": ms.get("contended"),
             "rows": rows,
         }
+
+
+def meet(rank: Rank) -> None:
+    """Wait for all ranks."""
+    if rank.size > 1:
+        dist.barrier()
+
+
+def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
+    """Call a function that all ranks start together; return the slowest rank's seconds and this rank's result."""
+    meet(rank)
+    start = time.perf_counter()
+    result = function()
+    settle(rank.device)
+    return slowest(time.perf_counter() - start, rank), result
+
+
+def least_in_turn(measure: Callable[[], float], rank: Rank) -> float:
+    """Return the least of the ranks' values; ranks measure one after another."""
+    found = 0.0
+    for turn in range(rank.size):
+        meet(rank)
+        if turn == rank.rank:
+            found = measure()
+    return -slowest(-found, rank)
 
 
 def slowest(value: float, rank: Rank) -> float:

@@ -121,9 +121,8 @@ class _Run:
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
                     self._save(options.checkpoint, number)
         if self.saving is not None:
-            assert options.checkpoint is not None
             self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
-            self.checkpoint = self.trainer.saved(options.checkpoint, self.saving)
+            self.checkpoint = self.trainer.saved(self.saving)
         if not self.steps:
             self._evaluate(self.start)
 

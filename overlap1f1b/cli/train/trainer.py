@@ -150,23 +150,24 @@ class Trainer:
         Raises:
             ValueError: It cannot be written, or the one before could not.
         """
-        with self._writing(folder):
+        with self._writing():
             return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity(), background=True)
 
-    def saved(self, folder: Path, saving: Saving) -> Path:
+    def saved(self, saving: Saving) -> Path:
         """Wait for a checkpoint and return its folder.
 
         Raises:
             ValueError: It cannot be written.
         """
-        with self._writing(folder):
+        with self._writing():
             return saving.result()
 
     @contextmanager
-    def _writing(self, folder: Path) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            folder = self.options.checkpoint
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
     def load(self, path: Path) -> int:
