@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes beside the ranks
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from overlap1f1b.cli.bench.measure import slowest
+from overlap1f1b.cli.bench.measure import slowest, timed
 from overlap1f1b.cli.launch import STORE, end_with, run_ranks
 from overlap1f1b.cli.output import check_json, console, plain_table, write_json
 from overlap1f1b.cli.ranks import Rank, joined
@@ -82,10 +81,8 @@ def measure(options: argparse.Namespace, rank: Rank, say: Say) -> list[dict[str,
             say(f"{max(0, turn - WARM)} of {options.rounds} rounds done, {row} plays step {turn + 1}")
             for parameter in engine.parameters():
                 parameter.grad = None
-            dist.barrier()
-            begin = time.perf_counter()
-            overlap = engine.step(tokens, target=tokens).overlap
-            seconds = slowest(time.perf_counter() - begin, rank)
+            seconds, result = timed(partial(engine.step, tokens, target=tokens), rank)
+            overlap = result.overlap
             hidden = -slowest(-overlap.hidden_fraction, rank)
             if turn >= WARM:
                 found[row].append((1e3 * seconds, hidden, 1e3 * slowest(overlap.exposed, rank)))

@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,21 +39,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from overlap1f1b.cli.bench.command import doubts
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
-from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, slowest
+from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
 from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.cli.bench.variants import Samples
 from overlap1f1b.cli.launch import STORE, cores, end_with, run_ranks
-from overlap1f1b.cli.output import check_json, write_json
+from overlap1f1b.cli.output import check_json, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.wire import INTERFACE, Balanced, Wire, parse_wire, shape
+from overlap1f1b.cli.wire import Balanced, Wire, parse_wire, shape
 from overlap1f1b.cli.workload import environment, loss_fn
 from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
@@ -108,7 +109,7 @@ def chunk_of(config: MoEConfig, *, fused: bool) -> nn.Module:
 
 def in_both_directions(chunk: nn.Module, play: Callable[[], None]) -> None:
     """Play a step in which Megatron-Core's dispatchers send by our exchange, without an engine."""
-    with exchanging(dispatchers_of(chunk)):
+    with replaced(exchanging(dispatchers_of(chunk))):
         play()
 
 
@@ -141,17 +142,12 @@ class Waits:
         return timeline.hidden_fraction - length(beside) / timeline.exchange
 
 
-def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """Return the loss of our model."""
-    return loss_fn(model(inputs), target)
-
-
 def by_megatron_names(model: MoETransformer, of: Callable[[nn.Parameter], Tensor]) -> Grads:
     """Return a tensor of each parameter of our model (itself, its gradient), laid out and named as in Megatron-Core."""
     found = {"embedding.word_embeddings.weight": of(model.embedding.weight)}
     heads = model.config.heads
-    for number in range(model.config.layers):
-        block, name = model[number + 1], f"decoder.layers.{number}"
+    for layer in range(model.config.layers):
+        block, name = model[layer + 1], f"decoder.layers.{layer}"
         qkv = rearrange(of(block.attention.qkv.weight), "(P N D) H -> (N P D) H", P=3, N=heads)
         found |= {
             f"{name}.input_layernorm.weight": of(block.attention_norm.weight),
@@ -298,22 +294,13 @@ class MegatronBench:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
         clear(row.model.parameters())
         self.recording.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        result = row.function()
-        return slowest(time.perf_counter() - start, self.rank), result
+        return timed(row.function, self.rank)
 
     def _speed(self) -> float:
-        """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
-        sizes = {**vars(self.config), "layers": 1}
-        found, count = 0.0, self.options.microbatches
-        for rank in range(self.rank.size):
-            dist.barrier()
-            if rank == self.rank.rank:
-                model = MoETransformer(MoEConfig(**sizes), seed=self.options.seed)
-                x, y = self.inputs.chunk(count)[0], self.target.chunk(count)[0]
-                found = operations_per_second(model, partial(loss_of, model, x, y))
-        return -slowest(-found, self.rank)
+        """Return the operations per second of the slowest rank's compute."""
+        model = MoETransformer(replace(self.config, layers=1), seed=self.options.seed)
+        x, y = (tokens.chunk(self.options.microbatches)[0] for tokens in (self.inputs, self.target))
+        return least_in_turn(lambda: operations_per_second(model, lambda: loss_fn(model(x), y)), self.rank)
 
     def _measure_nodes(self) -> None:
         """Give all engines costs: the drop-ins play the same nodes, so one of them measures for all."""
@@ -340,7 +327,7 @@ class MegatronBench:
             seconds = median(self.step(alone)[0] for _ in range(CALIBRATIONS))
             rate = 8 * sent / seconds / FRAMES * rate.factor
         dist.barrier()
-        shape(os.environ[INTERFACE], rate)
+        shape(rate)
         dist.barrier()
         for engine in (row.engine for row in self.rows if row.engine is not None):
             engine.costs = None  # they were measured without a limit
@@ -437,13 +424,7 @@ class MegatronBench:
         return slowest(replay.run(), self.rank)
 
     def _beside(self, alone: Row, replay: Replay) -> float:
-        beside = replay.beside()
-        dist.barrier()
-        start = time.perf_counter()
-        beside.start()
-        self.step(alone)
-        beside.join()
-        return slowest(time.perf_counter() - start, self.rank)
+        return timed(lambda: replay.beside(lambda: self.step(alone)), self.rank)[0]
 
     def _check(self) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with those of Megatron-Core's own schedule, by real compute."""
@@ -573,25 +554,11 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"our layers: compute only {result['our_layers_compute_only_ms']:.0f}, "
         f"exchange only {result['our_layers_exchange_only_ms']:.0f}; processors {result['processor_share']:.0%} busy"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "overlap", "order"):
-        table.add_column(name, no_wrap=True)
-    for name in (
-        "step ms",
-        "min–max",
-        "speed-up",
-        "over bound",
-        "hidden",
-        "exposed ms",
-        "counts ms",
-        "predicted ms",
-        "gradients",
-    ):
-        table.add_column(name, justify="right")
+    text = ("schedule", "overlap", "order")
+    figures = ("step ms", "min–max", "speed-up", "over bound", "hidden", "exposed ms", "counts ms", "predicted ms")
+    table = plain_table((*text, *figures, "gradients"), text, no_wrap=True)
     for row in result["rows"]:
-        step, hidden, exposed, predicted = (
-            row[name] for name in ("step_ms", "hidden_fraction", "exposed_ms", "predicted_ms")
-        )
+        step = row["step_ms"]
         table.add_row(
             row["program"],
             row["overlap"],
@@ -600,10 +567,10 @@ def show(result: dict[str, Any], screen: Console) -> None:
             f"{step['min']:.0f}–{step['max']:.0f}",
             f"{row['speedup']:.2f}×",
             f"{row['over_bound']:.3f}",
-            "–" if hidden is None else f"{hidden:.1%}",
-            "–" if exposed is None else f"{exposed:.0f}",
+            number(row["hidden_fraction"], ".1%"),
+            number(row["exposed_ms"], ".0f"),
             f"{row['gathering_counts_ms']:.0f}",
-            "–" if predicted is None else f"{predicted:.0f}",
+            number(row["predicted_ms"], ".0f"),
             "equal" if row["grads_equal"] else f"differ by {row['max_relative_grad_diff']:.1e}",
         )
     screen.print(table)
@@ -612,8 +579,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         f"{result['speedup_over_both_directions']:.2f}× with both directions at once; hidden "
         f"{result['hidden_points_from_our_layers']:+.1f} points from our layers"
     )
-    for doubt in result["doubts"]:
-        screen.print(f"error of measurement: {doubt}", style="bold red", highlight=False, soft_wrap=True)
+    print_lines(screen, *(f"error of measurement: {doubt}" for doubt in result["doubts"]), style="bold red")
 
 
 def bench(options: argparse.Namespace, rank: Rank) -> None:

@@ -16,7 +16,6 @@ from overlap1f1b import Engine, NodeCosts, build_schedule
 from overlap1f1b.engine import CapacityOverflowError
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
-from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 
@@ -113,11 +112,8 @@ def _engine(context: Context, overlap: Any, exchange: Exchange | None = None, **
 def against_autograd(context: Context, wanted: list[Tensor]) -> str | None:
     """The engine's own baseline against ``loss.backward()``."""
     work = _workload(context)
-    count = work.microbatches
-    set_auxiliary_scale(work.model, 1 / count)
     with deterministic():
-        for x, y in zip(work.inputs.chunk(count), work.target.chunk(count), strict=True):
-            (loss_fn(work.model(x), y) / count).backward()
+        work.plain_step()
     plain = gradients(work.model.parameters())
     wanted += gradients(_engine(context, "serial", LoopbackExchange(context.device, check=True)).parameters())
     error = relative_error(wanted, plain)

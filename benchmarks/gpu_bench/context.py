@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class NoTimeError(RuntimeError):
@@ -56,6 +58,14 @@ class Context:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
+    def seconds(self, function: Callable[[], T]) -> tuple[float, T]:
+        """Return the time of one call, from an idle device to an idle device, and its result."""
+        self.synchronize()
+        start = time.perf_counter()
+        result = function()
+        self.synchronize()
+        return time.perf_counter() - start, result
+
     def free(self) -> None:
         """Give memory back that nothing holds any more; engines and their stages hold each other."""
         gc.collect()
@@ -85,11 +95,8 @@ class Context:
             function()
         self.synchronize()
         if not self.cuda:
-            return self._host_milliseconds(function)
-        start = time.perf_counter()
-        function()
-        self.synchronize()
-        rounds = max(3, min(rounds // 3 if self.quick else rounds, int(seconds / (time.perf_counter() - start))))
+            return 1e3 * median(self.seconds(function)[0] for _ in range(3))
+        rounds = max(3, min(rounds // 3 if self.quick else rounds, int(seconds / self.seconds(function)[0])))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
         events[0].record()
         for event in events[1:]:
@@ -97,14 +104,6 @@ class Context:
             event.record()
         self.synchronize()
         return median(a.elapsed_time(b) for a, b in pairwise(events))
-
-    def _host_milliseconds(self, function: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            function()
-            times.append(1e3 * (time.perf_counter() - start))
-        return median(times)
 
 
 def relative_error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_bench.context import Context
 from overlap1f1b.kernels.choice import Choice
-from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router, set_auxiliary_scale
 
 Routing = Literal["balanced", "real"]
 
@@ -43,6 +43,13 @@ class Workload:
     inputs: Tensor
     target: Tensor
     microbatches: int
+
+    def plain_step(self) -> None:
+        """Run forward and backward of every microbatch without an engine."""
+        count = self.microbatches
+        set_auxiliary_scale(self.model, 1 / count)
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            (loss_fn(self.model(x), y) / count).backward()
 
     @property
     def tokens(self) -> int:
@@ -80,34 +87,18 @@ def build(
             vocabulary=4096, layers=layers, hidden=2048, heads=16, experts=16, top_k=2, intermediate=2048, sequence=4096
         )
         microbatches, batch = 8, 1 if overhead else 2
-    config = replace(config, kernels=kernels)
+    config = replace(config, kernels=kernels, force_load_balance=routing == "balanced")
     torch.manual_seed(0)
     with drawn_on_the_device():
         model = MoETransformer(config, dtype=context.dtype, device=context.device)
-    for router in (module for module in model.modules() if isinstance(module, Router)):
-        if routing == "balanced":
-            router.__dict__["forward"] = _Balanced(router)
-        else:  # scores of one sixteenth, moved apart until the largest load is a few times the mean
-            noise = torch.randn(config.experts, generator=torch.Generator().manual_seed(1))
+    if routing == "real":  # scores of one sixteenth, moved apart until the largest load is a few times the mean
+        noise = torch.randn(config.experts, generator=torch.Generator().manual_seed(1))
+        for router in (module for module in model.modules() if isinstance(module, Router)):
             router.correction_bias.copy_(0.02 * noise)
     generator = torch.Generator().manual_seed(0)
     shape = (microbatches * batch, config.sequence + 1)
     text = torch.randint(config.vocabulary, shape, generator=generator).to(context.device)
     return Workload(model, text[:, :-1].contiguous(), text[:, 1:].contiguous(), microbatches)
-
-
-class _Balanced:
-    """Stands in for a router's forward: experts in turn, weights by the gate."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.router.config
-        T, K = tokens.shape[0], config.top_k
-        indices = torch.arange(T * K, device=tokens.device).view(T, K) % config.experts
-        scores = F.linear(tokens.float(), self.router.gate.weight.float()).softmax(-1)
-        return indices, scores.gather(1, indices).to(tokens.dtype)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from statistics import median
 from typing import Any
 
 from gpu_bench.context import Context
-from gpu_bench.model import build, loss_fn
+from gpu_bench.model import build
 from gpu_bench.steps import Steps
-from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import LocalExchange
 
@@ -19,17 +18,10 @@ ROWS: tuple[tuple[str, int, Overlap], ...] = (("sequential", 0, 3), ("combined_1
 def run(context: Context) -> dict[str, Any]:
     """Four layers of hidden 2048, 4,096 tokens a microbatch; in turns, medians."""
     work = build(context, 4, overhead=True)
-    count = work.microbatches
 
     def plain() -> float:
         work.model.zero_grad()
-        set_auxiliary_scale(work.model, 1 / count)
-        context.synchronize()
-        start = time.perf_counter()
-        for x, y in zip(work.inputs.chunk(count), work.target.chunk(count), strict=True):
-            (loss_fn(work.model(x), y) / count).backward()
-        context.synchronize()
-        return time.perf_counter() - start
+        return context.seconds(work.plain_step)[0]
 
     engines = [Steps(context, work, row, LocalExchange()) for row in ROWS]
     for engine in engines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -162,11 +161,7 @@ class Steps:
     def step(self) -> tuple[float, Any]:
         """Seconds from the first launch to the last kernel."""
         self.work.model.zero_grad()
-        self.context.synchronize()
-        start = time.perf_counter()
-        result = self.engine.step(self.work.inputs, target=self.work.target)
-        self.context.synchronize()
-        return time.perf_counter() - start, result
+        return self.context.seconds(lambda: self.engine.step(self.work.inputs, target=self.work.target))
 
     def checked(self) -> dict[str, Any]:
         """A step whose gradients and memory are looked at."""
@@ -204,8 +199,9 @@ class Alone:
 
     def run(self) -> float:
         """Seconds from the first launch to the last byte."""
-        self.context.synchronize()
-        start = time.perf_counter()
+        return self.context.seconds(self._exchange)[0]
+
+    def _exchange(self) -> None:
         flying: deque[Any] = deque()
         for _ in range(self.count):
             if len(flying) == DEPTH:
@@ -213,8 +209,6 @@ class Alone:
             flying.append(self.exchange.rows(self.rows))
         while flying:
             flying.popleft().finish()
-        self.context.synchronize()
-        return time.perf_counter() - start
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -44,9 +46,10 @@ def not_fitted(found: dict[str, Any]) -> list[str]:
     return late
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, all others to the right."""
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+def table(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+    """A column for each heading, with a text of each row; the first to the left, all others to the right."""
+    lines = [[*columns], ["---", *["--:"] * (len(columns) - 1)]]
+    lines += [[text(row) for text in columns.values()] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -61,64 +64,74 @@ def _checks(result: dict[str, Any]) -> list[str]:
 
 
 def _ceilings(result: dict[str, Any]) -> list[str]:
-    return [table(["ceiling", "value"], [[name.replace("_", " "), f"{value:.1f}"] for name, value in result.items()])]
+    columns = {"ceiling": lambda item: item[0].replace("_", " "), "value": lambda item: f"{item[1]:.1f}"}
+    return [table(result.items(), columns)]
 
 
 def _compiles(result: dict[str, Any]) -> list[str]:
     slowest = sorted(result["rows"], key=lambda row: -row["seconds"])[:5]
-    rows = [["all", f"{result['seconds']:.1f}"], *([row["name"], f"{row['seconds']:.1f}"] for row in slowest)]
-    return [f"First calls of {len(result['rows'])} kernels, the slowest of them:", table(["kernel", "s"], rows)]
+    rows = [{"name": "all", "seconds": result["seconds"]}, *slowest]
+    columns = {"kernel": lambda row: row["name"], "s": lambda row: f"{row['seconds']:.1f}"}
+    return [f"First calls of {len(result['rows'])} kernels, the slowest of them:", table(rows, columns)]
 
 
 def _nccl(result: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            f"{row['bytes'] / 2**20:.1f} MiB, {'uneven' if row['uneven'] else 'equal'}",
-            *(f"{row[name]:.3f}" for name in ("exchange_ms", "products_ms", "both_ms")),
-            f"{row['gb_s']:.1f}",
-            f"{row['hidden']:.0%}",
-        ]
-        for row in result["rows"]
-    ]
-    return [table(["sent by a rank", "alone ms", "products ms", "both ms", "GB/s", "hidden"], rows)] if rows else []
+    columns = {
+        "sent by a rank": lambda row: f"{row['bytes'] / 2**20:.1f} MiB, {'uneven' if row['uneven'] else 'equal'}",
+        "alone ms": lambda row: f"{row['exchange_ms']:.3f}",
+        "products ms": lambda row: f"{row['products_ms']:.3f}",
+        "both ms": lambda row: f"{row['both_ms']:.3f}",
+        "GB/s": lambda row: f"{row['gb_s']:.1f}",
+        "hidden": lambda row: f"{row['hidden']:.0%}",
+    }
+    return [table(result["rows"], columns)] if result["rows"] else []
 
 
 def _kernels(result: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            f"{row['kernel']}, {row['shape']['name']}",
-            number(row.get("triton_ms"), ".3f"),
-            number(row.get("roofline"), ".0%"),
-            number(row.get("eager_ms"), ".3f"),
-            number(row.get("compiled_ms"), ".3f"),
-            number(row.get("error"), ".1e"),
-        ]
-        for row in result["rows"]
-    ]
-    return [table(["kernel, shape", "Triton ms", "of the roofline", "eager ms", "compiled ms", "error"], rows)]
+    columns = {
+        "kernel, shape": lambda row: f"{row['kernel']}, {row['shape']['name']}",
+        "Triton ms": lambda row: number(row.get("triton_ms"), ".3f"),
+        "of the roofline": lambda row: number(row.get("roofline"), ".0%"),
+        "eager ms": lambda row: number(row.get("eager_ms"), ".3f"),
+        "compiled ms": lambda row: number(row.get("compiled_ms"), ".3f"),
+        "error": lambda row: number(row.get("error"), ".1e"),
+    }
+    return [table(result["rows"], columns)]
 
 
 def _layer(result: dict[str, Any]) -> list[str]:
-    rows = [
-        [
-            row["shape"]["name"],
-            f"{row['both_ms']:.3f}",
-            f"{row['both_tflop_s']:.1f}",
-            f"{row['gemm_ms']:.3f}",
-            f"{row['share_of_gemm']:.0%}",
-            f"{row['loop_ms']:.3f}",
-            f"{row['over_loop']:.2f}×",
-            f"{row['inside_ms']:.3f}",
-            *(number(b and b / 2**30, ".2f") for b in (row["held_bytes"], row["inside_held_bytes"])),
-        ]
-        for row in result["rows"]
-    ]
-    head = ["layer", "forward + backward ms", "TFLOP/s", "products alone ms", "of their bound", "loop ms", "over loop"]
-    head += ["weights inside ms", "held GiB", "weights inside, held GiB"]
-    return [table(head, rows)]
+    columns = {
+        "layer": lambda row: row["shape"]["name"],
+        "forward + backward ms": lambda row: f"{row['both_ms']:.3f}",
+        "TFLOP/s": lambda row: f"{row['both_tflop_s']:.1f}",
+        "products alone ms": lambda row: f"{row['gemm_ms']:.3f}",
+        "of their bound": lambda row: f"{row['share_of_gemm']:.0%}",
+        "loop ms": lambda row: f"{row['loop_ms']:.3f}",
+        "over loop": lambda row: f"{row['over_loop']:.2f}×",
+        "weights inside ms": lambda row: f"{row['inside_ms']:.3f}",
+        "held GiB": lambda row: _gibibytes(row["held_bytes"]),
+        "weights inside, held GiB": lambda row: _gibibytes(row["inside_held_bytes"]),
+    }
+    return [table(result["rows"], columns)]
+
+
+def _gibibytes(size: int | None) -> str:
+    return number(None if size is None else size / 2**30, ".2f")
 
 
 def _steps(result: dict[str, Any]) -> list[str]:
+    columns = {
+        "program": lambda row: f"`{row['name']}`",
+        "step ms": lambda row: "{median:.1f} ({min:.1f}–{max:.1f})".format(**row["step_ms"]),
+        "speed-up": lambda row: f"{row['speedup']:.2f}×",
+        "over bound": lambda row: f"{row['over_bound']:.3f}",
+        "exposed ms": lambda row: f"{row['exposed_ms']:.1f}",
+        "hidden": lambda row: f"{row['hidden_fraction']:.0%}",
+        "predicted ms": lambda row: f"{row['predicted_ms']:.1f}",
+        "peak GiB": lambda row: f"{row['peak_bytes'] / 2**30:.1f}",
+        "retries": lambda row: str(row["allocator_retries"]),
+        "gradients": lambda row: "equal" if row["grads_equal"] else "differ",
+    }
     parts = []
     for t in result["tables"]:
         parts.append(
@@ -126,42 +139,18 @@ def _steps(result: dict[str, Any]) -> list[str]:
             f"({t['gbps']:.1f} GB/s each way; compute only {t['compute_only_ms']:.1f} ms, "
             f"exchange only {t['exchange_only_ms']:.1f} ms, bound {t['bound_ms']:.1f} ms)"
         )
-        rows = [
-            [
-                f"`{row['name']}`",
-                f"{row['step_ms']['median']:.1f} ({row['step_ms']['min']:.1f}–{row['step_ms']['max']:.1f})",
-                f"{row['speedup']:.2f}×",
-                f"{row['over_bound']:.3f}",
-                f"{row['exposed_ms']:.1f}",
-                f"{row['hidden_fraction']:.0%}",
-                f"{row['predicted_ms']:.1f}",
-                f"{row['peak_bytes'] / 2**30:.1f}",
-                str(row["allocator_retries"]),
-                "equal" if row["grads_equal"] else "differ",
-            ]
-            for row in t["rows"]
-        ]
-        head = [
-            "program",
-            "step ms",
-            "speed-up",
-            "over bound",
-            "exposed ms",
-            "hidden",
-            "predicted ms",
-            "peak GiB",
-            "retries",
-        ]
-        parts.append(table([*head, "gradients"], rows))
+        parts.append(table(t["rows"], columns))
     return parts
 
 
 def _overhead(result: dict[str, Any]) -> list[str]:
-    rows = [
-        [row["name"], f"{row['step_ms']:.2f}", f"{row['over_plain']:.3f}", number(row.get("launch_ms"), ".2f")]
-        for row in result["rows"]
-    ]
-    return [table(["loop", "step ms", "over plain", "queued after ms"], rows)]
+    columns = {
+        "loop": lambda row: row["name"],
+        "step ms": lambda row: f"{row['step_ms']:.2f}",
+        "over plain": lambda row: f"{row['over_plain']:.3f}",
+        "queued after ms": lambda row: number(row.get("launch_ms"), ".2f"),
+    }
+    return [table(result["rows"], columns)]
 
 
 def _trace(result: dict[str, Any]) -> list[str]:

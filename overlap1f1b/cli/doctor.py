@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from overlap1f1b.cli.launch import run_ranks
-from overlap1f1b.cli.options import LONGEST
+from overlap1f1b.cli.options import check_timeout
 from overlap1f1b.cli.output import by_default, check_json, console, write_json
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire
@@ -251,8 +251,7 @@ def doctor(options: DoctorOptions) -> int:
     Raises:
         ValueError: An option has a value that is not allowed.
     """
-    if not 0 < options.timeout <= LONGEST:
-        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    check_timeout(options.timeout)
     if options.json is not None:
         check_json(options.json)
     screen = console(options.json)

@@ -48,12 +48,12 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     return not missing
 
 
-def end_with_agent(environ: Mapping[str, str] = os.environ) -> None:
+def end_with_agent() -> None:
     """Let the kernel end this rank when torchrun's agent ends, even if that is killed; on Linux.
 
     Without it the rank goes on, and with it the ranks of all other machines, although nobody supervises them any more.
     """
-    if sys.platform.startswith("linux") and "TORCHELASTIC_RUN_ID" in environ:
+    if sys.platform.startswith("linux") and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
@@ -85,7 +85,7 @@ def run_ranks(
 ) -> int:
     """Run `command` with `argv` as ranks 0 to `ranks` - 1, wait for them and return an exit status.
 
-        sys.exit(run_ranks(["train", "run.toml"], 4))
+        sys.exit(run_ranks(["train", "--ep", "4"], 4))
 
     0 means that every rank returned 0; otherwise it is the status of the rank that failed first, 128 + n for signal n.
     When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and `TERM_S` later SIGKILL,

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,6 @@ from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.cli.wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from overlap1f1b.cli.ranks import Rank
 
 MOST_RANKS = 32

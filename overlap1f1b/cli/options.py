@@ -14,6 +14,7 @@ from overlap1f1b.cli.output import by_default, check_folder, check_json
 from overlap1f1b.cli.wire import parse_loopback, parse_wire
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 from overlap1f1b.transport.versions import check_torch
 
@@ -243,19 +244,23 @@ def check_run(options: RunOptions) -> None:
 
 def _check_numbers(options: RunOptions) -> None:
     train = isinstance(options, TrainOptions)
-    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence"]
-    counts += [] if options.chunks is None else ["chunks"]
+    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence", "chunks"]
     counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
     for name in counts:
-        if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: 1 or more")
+        if (value := getattr(options, name)) is not None:
+            check_size(name, value)
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed {options.seed}; allowed: 0 to {2**63 - 1}")
-    if not 0 < options.timeout <= LONGEST:
-        raise ValueError(f"--timeout {options.timeout}; allowed: more than 0, at most {LONGEST}")
+    check_timeout(options.timeout)
     for name in ("capacity", "lr", "clip") if train else ("capacity",):
         if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name} {value}; allowed: more than 0")
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ``ValueError`` for a ``--timeout`` that no wait can have."""
+    if not 0 < timeout <= LONGEST:
+        raise ValueError(f"--timeout {timeout}; allowed: more than 0, at most {LONGEST}")
 
 
 def _check_default_sizes(model: ModelOptions) -> None:
@@ -371,8 +376,6 @@ VERBS = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}
 def check_profile(options: ProfileTrainOptions | ProfileBenchOptions) -> None:
     """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
     check_run(options)
-    if options.profile_steps < 1:
-        raise ValueError(f"--profile-steps {options.profile_steps}; allowed: 1 or more")
-    if options.profile_warmup < 0:
-        raise ValueError(f"--profile-warmup {options.profile_warmup}; allowed: 0 or more")
+    check_size("profile_steps", options.profile_steps)
+    check_size("profile_warmup", options.profile_warmup, 0)
     check_folder(options.out, "--out")

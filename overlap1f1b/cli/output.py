@@ -29,7 +29,9 @@ def by_default(metavar: str, default: object = "none") -> Any:
 def console(json_target: str | None, *, quiet: bool = False) -> Console:
     """Return the console for all text: standard error if JSON goes to standard output; silent if ``quiet``."""
     screen = Console(stderr=json_target == "-", quiet=quiet)
-    return screen if screen.is_terminal else Console(stderr=json_target == "-", quiet=quiet, width=160)
+    if not screen.is_terminal:
+        screen.width = 160
+    return screen
 
 
 def print_lines(screen: Console, *lines: str, style: str | None = None) -> None:

@@ -14,14 +14,13 @@ from rich.console import Console
 from torch.profiler import profile as torch_profile
 
 from overlap1f1b.cli.bench.command import kind_of
-from overlap1f1b.cli.bench.measure import Report
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
 from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
-from overlap1f1b.cli.status import showing
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.train.trainer import Trainer
 from overlap1f1b.cli.workload import environment
@@ -134,24 +133,24 @@ Subject = tuple[Engine, Callable[[], object]]
 
 
 @contextmanager
-def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, report: Report) -> Iterator[Subject]:
+def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, say: Say) -> Iterator[Subject]:
     """Yield an engine whose plan is compiled, and a function that makes its next step.
 
     A training goes on from its last checkpoint, if there is one, and is not saved.
     """
     if isinstance(options, BenchOptions):
         variant = asked_for(options)
-        bench = kind_of(options)(options, rank, report)
+        bench = kind_of(options)(options, rank, say)
         with bench.ready([variant]) as (engines, _):
             engine = engines[variant.key]
             yield engine, lambda: bench.step(engine)
         return
-    report(f"loading, then {options.profile_steps} steps")
+    say(f"loading, then {options.profile_steps} steps")
     corpus = Corpus.load(options.text, sequence=options.sequence)
     trainer = Trainer(options, rank, corpus, options.program(), overlap=parse_overlap(options.overlap))
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
     indices = count(0 if checkpoint is None else trainer.load(checkpoint))
-    report(f"measuring nodes, then {options.profile_steps} steps")
+    say(f"measuring nodes, then {options.profile_steps} steps")
     while trainer.engine.costs is None:
         trainer.step(next(indices))
     yield trainer.engine, lambda: trainer.step(next(indices))

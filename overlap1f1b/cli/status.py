@@ -25,37 +25,25 @@ class Say(Protocol):
 
 
 @contextmanager
-def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
-    """Yield a function that is told what is done and left: the text of a spinner, or of :func:`lines`.
+def showing(screen: Console, text: str, *, to: Console | None = None, bar: bool = False) -> Iterator[Say]:
+    """Yield a function that is told what is done and left: the text of a spinner in a terminal.
+
+    Elsewhere a thread prints the last text every ten seconds. If the reader of these lines is gone, they end.
 
     Args:
         screen: Console of the command; nothing is printed if it is quiet.
         text: What begins now.
         to: Console of the lines where there is no terminal, by default ``screen``.
+        bar: Whether the caller shows a bar in a terminal, in place of the spinner.
     """
-    if not screen.is_terminal:
-        with lines(screen, text, to=to) as say:
-            yield say
-        return
-    spinner = Spinner("dots", Text(text))
-    # Not Console.status: it sends what goes to a standard output that is a file to the terminal, too.
-    with Live(spinner, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False):
-        yield lambda text, now=False: spinner.update(text=Text(text))
-
-
-@contextmanager
-def lines(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
-    """Yield a function that is told what is done and left; a thread prints its last text every ten seconds.
-
-    In a terminal it prints nothing: there the caller shows a bar. If the reader of the lines is gone, they end.
-
-    Args:
-        screen: Console of the command; nothing is printed if it is quiet.
-        text: What begins now.
-        to: Console of the lines, by default ``screen``.
-    """
-    if screen.is_terminal or screen.quiet:
+    if screen.quiet or (bar and screen.is_terminal):
         yield lambda text, now=False: None
+        return
+    if screen.is_terminal:
+        spinner = Spinner("dots", Text(text))
+        # Not Console.status: it sends what goes to a standard output that is a file to the terminal, too.
+        with Live(spinner, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield lambda text, now=False: spinner.update(text=Text(text))
         return
     printed = _Lines(to or screen, text)
     thread = threading.Thread(target=printed.print_until_ended, name="status", daemon=True)

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 from overlap1f1b.transport.limits import KILL_POLL_S, KILL_S, SHELL_S
 
-INTERFACE = "OVERLAP1F1B_WIRE_INTERFACE"  # in a rank's environment: the interface to shape ...
-HUB = "OVERLAP1F1B_WIRE_HUB"  # ... and with more than two ranks the hub's namespace ...
+INTERFACE = "wire"  # of a rank, in its namespace
+HUB = "OVERLAP1F1B_WIRE_HUB"  # in the environment of each of more than two ranks: the hub's namespace ...
 PORT = "OVERLAP1F1B_WIRE_PORT"  # ... and the rank's port there
 
 PREFIX = "o1f1b-"
@@ -62,15 +62,15 @@ def require() -> None:
         raise ValueError(f"--wire needs root (it makes network namespaces; this is user {os.geteuid()})")
 
 
-def shape(interface: str, rate_bps: float) -> None:
+def shape(rate_bps: float) -> None:
     """Limit a rank's end of the wire in both directions; called in that rank. A further call replaces the rate.
 
-        shape(os.environ["OVERLAP1F1B_WIRE_INTERFACE"], parse_rate("500mbit"))
+        shape(parse_rate("500mbit"))
 
     Every rank has to call it: without a hub, a rank's receiving is limited at the other end. The rate counts Ethernet
     frames, of which TCP's payload is 95.6 %. The first 32 KiB (or millisecond) after a pause pass at once.
     """
-    _limit([], interface, rate_bps)
+    _limit([], INTERFACE, rate_bps)
     if os.environ.get(HUB):
         _limit(["-n", os.environ[HUB]], os.environ[PORT], rate_bps)
 
@@ -84,8 +84,6 @@ class Wire:
     Without `rate` the links are as fast as the kernel. At the end, processes in the namespaces are killed and the
     namespaces removed. A process that is killed leaves them, and the next Wire removes them.
     """
-
-    interface = "wire"  # in every namespace
 
     def __init__(self, ranks: int, rate: float | None = None) -> None:
         require()
@@ -107,7 +105,7 @@ class Wire:
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables for the process of `rank`: gloo's interface, and the variables that `shape` reads."""
         hub = {HUB: self._hub, PORT: f"port{rank}"} if self._hub else {}
-        return {"GLOO_SOCKET_IFNAME": self.interface, INTERFACE: self.interface} | hub
+        return {"GLOO_SOCKET_IFNAME": INTERFACE} | hub
 
     def address(self, rank: int) -> str:
         return f"{SUBNET}.{rank + 1}"
@@ -115,7 +113,7 @@ class Wire:
     def shape(self, rate_bps: float) -> None:
         """Limit every link in both directions, from outside the namespaces: see `shape` in this module."""
         for rank, namespace in enumerate(self._namespaces):
-            _limit(["-n", namespace], self.interface, rate_bps)
+            _limit(["-n", namespace], INTERFACE, rate_bps)
             if self._hub:
                 _limit(["-n", self._hub], f"port{rank}", rate_bps)
 
@@ -157,19 +155,19 @@ class Wire:
                 _run("ip", "-n", self._hub, "link", "set", f"port{rank}", "master", "hub", "up")
         else:
             first, second = self._namespaces
-            self._cable(first, second, self.interface)
+            self._cable(first, second, INTERFACE)
         for rank, namespace in enumerate(self._namespaces):
-            _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", self.interface)
-            _run("ip", "-n", namespace, "link", "set", self.interface, "up")
+            _run("ip", "-n", namespace, "address", "add", f"{self.address(rank)}/24", "dev", INTERFACE)
+            _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
         # a kernel without htb fails here, not after the caller has measured for a while
-        _limit(["-n", self._namespaces[0]], self.interface, 1e9)
-        _run("tc", "-n", self._namespaces[0], "qdisc", "delete", "dev", self.interface, "root")
+        _limit(["-n", self._namespaces[0]], INTERFACE, 1e9)
+        _run("tc", "-n", self._namespaces[0], "qdisc", "delete", "dev", INTERFACE, "root")
 
     def _cable(self, namespace: str, other: str, port: str) -> None:
         """Make a cable with both ends inside the namespaces, so that no name outside is taken, even for a moment."""
-        end, far_end = ["name", self.interface, "netns", namespace], ["name", port, "netns", other]
+        end, far_end = ["name", INTERFACE, "netns", namespace], ["name", port, "netns", other]
         _run("ip", "link", "add", *end, "type", "veth", "peer", *far_end)
-        for space, name in ((namespace, self.interface), (other, port)):
+        for space, name in ((namespace, INTERFACE), (other, port)):
             # The kernel would split packets larger than the burst, which takes processor time from the measured work.
             _run("ip", "-n", space, "link", "set", "dev", name, "gso_max_size", str(PACKET))
 

@@ -16,7 +16,7 @@ from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.engine import LossFunction
 from overlap1f1b.engine.stages import Model
-from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.moe import Experts, MoEConfig, MoETransformer
 from overlap1f1b.schedule import Program
 
 if TYPE_CHECKING:
@@ -38,19 +38,37 @@ def model_config(options: RunOptions) -> MoEConfig:
     )
 
 
+class ByteModel(MoETransformer):
+    """The byte-level model of the options, with this rank's experts.
+
+    Args:
+        options: Sizes and seed.
+        rank: This process.
+    """
+
+    def __init__(self, options: RunOptions, rank: Rank) -> None:
+        super().__init__(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
+        sizes = options.model
+        experts = {p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
+        self.total = sum(p.numel() * (options.ep if p in experts else 1) for p in self.parameters())
+        self.description = f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
+        self.identity = asdict(sizes)
+
+
 def build(
     options: RunOptions, rank: Rank, program: Program
-) -> tuple[MoETransformer | HfModel, Model, LossFunction, list[float] | None]:
+) -> tuple[ByteModel | HfModel, Model, LossFunction, list[float] | None]:
     """Return a module with this rank's parameters, the model for the engine, its loss and its blocks' relative costs.
 
-    The parameters' values depend on the options alone.
+    The parameters' values depend on the options alone. The module also has ``total``, the number of parameters on all
+    ranks; ``description``, its sizes in words; and ``identity``, the options that a resumed run must share.
     """
     if options.hf_config is not None:
         from overlap1f1b.cli.hf import HfModel
 
         whole = HfModel(options, rank, program)
         return whole, whole.split, whole.split.loss_fn, None
-    model = MoETransformer(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
+    model = ByteModel(options, rank)
     return model, model, loss_fn, block_weights(options)
 
 
@@ -62,6 +80,14 @@ def block_weights(options: RunOptions) -> list[float]:
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross entropy in nats per byte, of ``logits [B, S, V]`` and ``target [B, S]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return input and target for the engine, ``[B, S]`` each; a model of transformers shifts the labels itself."""
+    inputs, target = inputs.to(rank.device), target.to(rank.device)
+    if options.hf_config is not None:
+        inputs = target = torch.cat([inputs, target[:, -1:]], dim=1)
+    return inputs, target
 
 
 def engine_options(options: RunOptions) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overlap1f1b.cli.status import lines, showing
+from overlap1f1b.cli.status import showing
 from tests.cli.fork import Fork
 from tests.cli.run import SIZES
 
@@ -50,12 +50,12 @@ def test_a_quiet_screen_and_a_short_command_print_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_line_that_is_printed_at_once_puts_the_next_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    with lines(Console(file=(output := io.StringIO())), "starting") as say:
+    with showing(Console(file=(output := io.StringIO())), "starting") as say:
         say("step 1 of 2")
         say("step 2 of 2", now=True)
     assert output.getvalue() == "step 2 of 2\n"
     monkeypatch.setattr("overlap1f1b.cli.status.EVERY_S", 0.01)
-    with lines(Console(file=(terminal := io.StringIO()), force_terminal=True), "starting") as say:
+    with showing(Console(file=(terminal := io.StringIO()), force_terminal=True), "starting", bar=True) as say:
         say("step 1 of 2", now=True)
         time.sleep(0.05)
     assert not terminal.getvalue()  # a bar shows it

@@ -172,9 +172,9 @@ def test_a_few_bytes_do_not_wait_for_many() -> None:
 
 
 SHAPE = """
-import os, sys
+import sys
 from overlap1f1b.cli.wire import shape
-shape(os.environ["OVERLAP1F1B_WIRE_INTERFACE"], float(sys.argv[1]))
+shape(float(sys.argv[1]))
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -126,6 +126,9 @@ class Replay:
         settle(self.device)
         return time.perf_counter() - start
 
-    def beside(self) -> threading.Thread:
-        """Return a thread, not yet started, that runs the exchanges beside the compute of this thread."""
-        return threading.Thread(target=self.run, name="overlap1f1b-replay", daemon=True)
+    def beside(self, compute: Callable[[], object]) -> None:
+        """Run the exchanges in a thread beside the compute of this one, until both have ended."""
+        thread = threading.Thread(target=self.run, name="overlap1f1b-replay", daemon=True)
+        thread.start()
+        compute()
+        thread.join()

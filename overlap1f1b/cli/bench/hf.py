@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.cli.bench.measure import Bench, Bounds, Report, slowest
+from overlap1f1b.cli.bench.measure import Bench, Bounds, slowest, timed
 from overlap1f1b.cli.bench.variants import asked_for
 from overlap1f1b.cli.hf import HfModel
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.status import Say
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 
@@ -31,9 +31,8 @@ class HfBench(Bench):
 
     model: HfModel
 
-    def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
-        super().__init__(options, rank, report)
-        self.inputs = self.target = torch.cat([self.inputs, self.target[:, -1:]], dim=1)  # the model shifts the labels
+    def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
+        super().__init__(options, rank, say)
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
     def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
@@ -49,14 +48,9 @@ class HfBench(Bench):
     def _bounds(self, default: Engine) -> Bounds:
         bounds, peer = super()._bounds(default), self.peer
 
-        def step() -> float:
-            assert peer is not None
-            self.meet()
-            start = time.perf_counter()
-            peer.step(self.inputs)
-            return slowest(time.perf_counter() - start, self.rank)
-
-        return bounds if peer is None else bounds | {PEER: step}
+        if peer is None:
+            return bounds
+        return bounds | {PEER: lambda: timed(lambda: peer.step(self.inputs), self.rank)[0]}
 
     def _losses(self, count: int) -> Iterator[Tensor]:
         return (_loss(self.model, x) for x in self.inputs.chunk(count))

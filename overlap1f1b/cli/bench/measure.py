@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,10 @@ from overlap1f1b.cli.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
+from overlap1f1b.cli.status import Say
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.wire import INTERFACE, Balanced, parse_wire, shape
-from overlap1f1b.cli.workload import build, engine_options, loss_fn, model_config
+from overlap1f1b.cli.wire import Balanced, parse_wire, shape
+from overlap1f1b.cli.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
@@ -36,24 +37,14 @@ from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 
+if TYPE_CHECKING:
+    from overlap1f1b.cli.bench.pipelines import TorchSchedule
+
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
-Report = Callable[[str], None]
+T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
-
-
-class Peer(Protocol):
-    """A schedule of another library on the same layers."""
-
-    name: str
-    overlap: str
-
-    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-Player = Engine | Peer
+Player: TypeAlias = "Engine | TorchSchedule"
 
 
 class Bench:
@@ -62,7 +53,7 @@ class Bench:
     Args:
         options: From the command line.
         rank: This process.
-        report: Function that is called with the name of each measurement as it begins.
+        say: Function that is called with the name of each measurement as it begins.
 
     Raises:
         ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.
@@ -71,18 +62,18 @@ class Bench:
     shared_costs = True
     """Whether all programs have the same nodes, so that one measurement of their costs serves them all."""
 
-    def __init__(self, options: BenchOptions, rank: Rank, report: Report) -> None:
+    def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(
                 f"{given} on {rank.device.type}; allowed: on a CPU alone (CUDA_VISIBLE_DEVICES= hides GPUs)"
             )
-        self.options, self.rank, self.report = options, rank, report
+        self.options, self.rank, self.say = options, rank, say
         self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
-        self.inputs, self.target = (tokens.to(rank.device) for tokens in batch)
+        self.inputs, self.target = fed(options, rank, *batch)
         self.real, self.loopback_rate = real_exchange(options, rank)
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
@@ -123,13 +114,7 @@ class Bench:
             return self.step(engine)[0]
 
         def contended() -> float:
-            beside = replay.beside()
-            self.meet()
-            start = time.perf_counter()
-            beside.start()
-            compute_only()
-            beside.join()
-            return slowest(time.perf_counter() - start, self.rank)
+            return timed(lambda: replay.beside(compute_only), self.rank)[0]
 
         return {
             "compute_only": compute_only,
@@ -141,7 +126,7 @@ class Bench:
         """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
         return {}, 1.0
 
-    def _peers(self) -> list[Peer]:
+    def _peers(self) -> list[TorchSchedule]:
         """Return the schedules of other libraries that are measured as rows."""
         return []
 
@@ -159,7 +144,7 @@ class Bench:
             players: dict[str, Player] = {**engines, **{peer.name: peer for peer in peers}}
             self._record(default)
             bounds, samples, share = self._rounds(players, default)
-        self.report(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
+        self.say(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
         checked = self._check(players, variants)
         rows = [row | checked[key] for key, row in self._rows(players, variants, samples, bounds, default).items()]
         return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
@@ -171,7 +156,7 @@ class Bench:
             default = next(variant for variant in variants if variant.default)
             rate = self._shape_wire(self.engine(default))
             if self.options.parts == "auto":
-                self.report(f"choosing the number of parts, then {self.options.rounds} rounds")
+                self.say(f"choosing the number of parts, then {self.options.rounds} rounds")
                 self.parts = "auto"
                 engine = self.engine(default)
                 self._calibrated(engine)
@@ -179,7 +164,7 @@ class Bench:
             costs: dict[Program | None, NodeCosts] = {}
             engines = {}
             for number, variant in enumerate(variants, 1):
-                self.report(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
+                self.say(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
                 of = None if self.shared_costs else variant.program
                 engine = engines[variant.key] = self.engine(variant, costs.get(of))
                 costs[of] = self._calibrated(engine)
@@ -205,16 +190,7 @@ class Bench:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
         clear(player.parameters())
         self.recording.clear()
-        self.meet()
-        start = time.perf_counter()
-        result = player.step(self.inputs, target=self.target)
-        settle(self.rank.device)
-        return slowest(time.perf_counter() - start, self.rank), result
-
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        if self.rank.size > 1:
-            dist.barrier()
+        return timed(lambda: player.step(self.inputs, target=self.target), self.rank)
 
     def plain_loop(self) -> float:
         """Return the seconds of a loop of forward and backward over the model, without an engine."""
@@ -234,14 +210,9 @@ class Bench:
         return TimedCompute(self._speed()).entered(self.model, self._real_modules())
 
     def _speed(self) -> float:
-        """Return the operations per second of the slowest rank's compute; ranks measure one after another."""
-        self.report(f"measuring compute, then {self.options.rounds} rounds")
-        found = 0.0
-        for rank in range(self.rank.size):
-            self.meet()
-            if rank == self.rank.rank:
-                found = operations_per_second(*self._sample())
-        return -slowest(-found, self.rank)
+        """Return the operations per second of the slowest rank's compute."""
+        self.say(f"measuring compute, then {self.options.rounds} rounds")
+        return least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
         while engine.costs is None:
@@ -264,19 +235,19 @@ class Bench:
             return None
         rate = parse_wire(self.options.wire)
         if isinstance(rate, Balanced):
-            self.report(f"finding the rate at which exchange equals compute, then {self.options.rounds} rounds")
+            self.say(f"finding the rate at which exchange equals compute, then {self.options.rounds} rounds")
             self._calibrated(default)
             self._record(default)
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
             rate = 8 * self._sent() / seconds / FRAMES * rate.factor
-        self.meet()
-        shape(os.environ[INTERFACE], rate)
-        self.meet()
+        meet(self.rank)
+        shape(rate)
+        meet(self.rank)
         return rate
 
     def _exchange_only(self, replay: Replay) -> float:
-        self.meet()
+        meet(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(replay.run() if travels else 0.0, self.rank)
 
@@ -290,12 +261,12 @@ class Bench:
         busy = lasted = 0.0
         for turn in range(self.options.rounds + 1):  # the first is for warming up
             what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {self.options.rounds} rounds"
-            self.report(what)
+            self.say(what)
             for name, measure in phases.items():
                 bounds[name].append(measure())
             busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
             for number, (key, player) in enumerate(players.items(), 1):
-                self.report(f"{what}, row {number} of {len(players)}, {key}")
+                self.say(f"{what}, row {number} of {len(players)}, {key}")
                 seconds, result = self.step(player)
                 if not turn:
                     continue
@@ -306,7 +277,11 @@ class Bench:
             busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
         share = slowest(busy / lasted, self.rank) * local / cores()
-        return {name: median(values[1:]) for name, values in bounds.items()}, samples, share
+        found = {name: median(values[1:]) for name, values in bounds.items()}
+        if "plain" in found:  # nothing is exchanged
+            found |= dict.fromkeys(("compute_only", "contended"), found["plain"]) | {"exchange_only": 0.0}
+        found["bound"] = max(found["compute_only"], found["exchange_only"])
+        return found, samples, share
 
     def _check(self, players: Mapping[str, Player], variants: Mapping[str, Variant]) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with the reference, by real compute, and measure its memory.
@@ -342,13 +317,10 @@ class Bench:
         players: Mapping[str, Player],
         variants: Mapping[str, Variant],
         samples: Mapping[str, Samples],
-        bounds: dict[str, float],
+        bounds: Mapping[str, float],
         default: Engine,
     ) -> dict[str, dict[str, Any]]:
-        """Return the rows of the JSON, without their gradients, and complete the bounds."""
-        if "plain" in bounds:  # nothing is exchanged
-            bounds |= dict.fromkeys(("compute_only", "contended"), bounds["plain"]) | {"exchange_only": 0.0}
-        bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
+        """Return the rows of the JSON, without their gradients."""
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
@@ -395,6 +367,31 @@ class Bench:
             "contended_ms": ms.get("contended"),
             "rows": rows,
         }
+
+
+def meet(rank: Rank) -> None:
+    """Wait for all ranks."""
+    if rank.size > 1:
+        dist.barrier()
+
+
+def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
+    """Call a function that all ranks start together; return the slowest rank's seconds and this rank's result."""
+    meet(rank)
+    start = time.perf_counter()
+    result = function()
+    settle(rank.device)
+    return slowest(time.perf_counter() - start, rank), result
+
+
+def least_in_turn(measure: Callable[[], float], rank: Rank) -> float:
+    """Return the least of the ranks' values; ranks measure one after another."""
+    found = 0.0
+    for turn in range(rank.size):
+        meet(rank)
+        if turn == rank.rank:
+            found = measure()
+    return -slowest(-found, rank)
 
 
 def slowest(value: float, rank: Rank) -> float:

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from overlap1f1b.cli.draw.grid import letters
-from overlap1f1b.cli.draw.tracks import Cell, Track
+from overlap1f1b.cli.draw.tracks import STYLES, Track
 from overlap1f1b.cli.output import writing
 
-COLOURS = {
-    "F": "#4c8bf5",
-    "B": "#34a853",
-    "I": "#7cc576",
-    "W": "#f4b400",
-    "pair": "#9c6ade",
-    "exchange": "#e8710a",
-    "peer": "#8d8d8d",
-    "other": "#b8b8b8",
-}
-LABELS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "pair": "fused pair",
-    "exchange": "exchange",
-    "peer": "transfer between ranks",
-    "other": "outside all ranges",
-}
 LETTER = 0.085
 """Inches for a letter."""
 MOST_TEXTS = 2000
@@ -54,30 +33,22 @@ def paint(
     figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(tracks))), layout="constrained")
     axes = figure.add_subplot()
     count = sum(len(track.cells) for track in tracks)
-    for height, track in enumerate(tracks):
-        _paint_track(axes, height, track, end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf"))
+    letter = end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf")  # time that a letter takes
+    for height, (_, cells) in enumerate(tracks):
+        spans = [(cell.start, cell.end - cell.start) for cell in cells]
+        colours = [STYLES[cell.style].colour for cell in cells]
+        axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=colours, edgecolors="white", linewidth=0.5)
+        for cell in cells:
+            if cell.end - cell.start >= letter * len(cell.text):
+                middle = (cell.start + cell.end) / 2
+                axes.text(middle, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
     axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, end)
     axes.set_xlabel(unit)
     figure.suptitle(title, fontsize=10)
     used = {cell.style for track in tracks for cell in track.cells}
-    handles = [axes.barh(0, 0, color=COLOURS[style], label=LABELS[style]) for style in COLOURS if style in used]
+    handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
     with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
         figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
-
-
-def _paint_track(axes: Any, height: int, track: Track, letter: float) -> None:
-    """Draw the bars of a track; a bar has its text if each letter gets ``letter`` units of time."""
-    styles: dict[str, list[Cell]] = {}
-    for cell in track.cells:
-        styles.setdefault(cell.style, []).append(cell)
-    for style, cells in styles.items():
-        spans = [(cell.start, cell.end - cell.start) for cell in cells]
-        axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=COLOURS[style], edgecolors="white", linewidth=0.5)
-    for cell in track.cells:
-        if cell.end - cell.start >= letter * len(cell.text):
-            axes.text(
-                (cell.start + cell.end) / 2, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True
-            )

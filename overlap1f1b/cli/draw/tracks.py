@@ -13,8 +13,29 @@ if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
 
 
+class Style(NamedTuple):
+    """A colour of files, one of the terminal, and their meaning."""
+
+    colour: str
+    terminal: str
+    label: str
+
+
+STYLES = {
+    "F": Style("#4c8bf5", "white on blue", "forward"),
+    "B": Style("#34a853", "black on green", "backward"),
+    "I": Style("#7cc576", "black on bright_green", "input gradient"),
+    "W": Style("#f4b400", "black on yellow", "weight gradient"),
+    "pair": Style("#9c6ade", "white on magenta", "fused pair"),
+    "exchange": Style("#e8710a", "black on bright_red", "exchange"),
+    "peer": Style("#8d8d8d", "black on bright_black", "transfer between ranks"),
+    "other": Style("#b8b8b8", "", "outside all ranges"),
+}
+"""All styles of cells, in the order of a legend."""
+
+
 class Cell(NamedTuple):
-    """A text that is drawn from ``start`` to ``end``; ``style`` names its colour, ``what`` the thing in full."""
+    """A text that is drawn from ``start`` to ``end``; ``style`` is a key of ``STYLES``, ``what`` the thing in full."""
 
     text: str
     start: float

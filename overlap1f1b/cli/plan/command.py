@@ -10,7 +10,7 @@ from rich.text import Text
 
 from overlap1f1b.cli.draw.grid import Grid
 from overlap1f1b.cli.draw.picture import paint
-from overlap1f1b.cli.draw.tracks import tracks_of
+from overlap1f1b.cli.draw.tracks import STYLES, tracks_of
 from overlap1f1b.cli.output import console, print_lines, write_json, writing
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
@@ -24,18 +24,6 @@ DEFAULT_MICROBATCHES = 8
 
 ROWS = 15
 """Rows of the table of a search."""
-
-STYLES = {
-    "F": "white on blue",
-    "B": "black on green",
-    "I": "black on bright_green",
-    "W": "black on yellow",
-    "pair": "white on magenta",
-    "exchange": "black on bright_red",
-    "peer": "black on bright_black",
-    "axis": "dim",
-}
-"""Colours of the terminal."""
 
 
 def plan(options: PlanOptions) -> None:
@@ -157,8 +145,9 @@ def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> No
 
 def _draw(timeline: Played, screen: Console, width: int) -> None:
     grid = Grid.of(tracks_of(timeline), width=width, shortens=isinstance(timeline, PlanTimeline))
+    colours = {name: style.terminal for name, style in STYLES.items()} | {"axis": "dim"}
     for line in grid.lines:
-        text = Text.assemble(*((piece.text, STYLES.get(piece.style, "")) for piece in line))
+        text = Text.assemble(*((piece.text, colours.get(piece.style, "")) for piece in line))
         text.rstrip()
         screen.print(text, soft_wrap=True)
     if grid.until is not None:

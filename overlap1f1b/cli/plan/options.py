@@ -10,6 +10,7 @@ import tyro
 
 from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS
+from overlap1f1b.schedule.values import check_size
 
 LARGEST = 1e100
 """The largest cost."""
@@ -37,7 +38,7 @@ class ActionCosts:
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
-    layers: Annotated[int | None, by_default("INT", "none")] = None
+    layers: Annotated[int | None, by_default("INT")] = None
     """Blocks of a rank, over all its chunks. Every sub-op is then simulated on a resource: compute, exchange or
     peer."""
     attention: Annotated[float | None, by_default("FLOAT", 3)] = None
@@ -70,15 +71,15 @@ class OutputOptions:
 
     tables: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the tables alone, without the drawing."""
-    png: Annotated[Path | None, by_default("FILE", "none")] = None
+    png: Annotated[Path | None, by_default("FILE")] = None
     """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
-    svg: Annotated[Path | None, by_default("FILE", "none")] = None
+    svg: Annotated[Path | None, by_default("FILE")] = None
     """Draw the timeline into this SVG file (needs matplotlib as well)."""
-    csv: Annotated[Path | None, by_default("FILE", "none")] = None
+    csv: Annotated[Path | None, by_default("FILE")] = None
     """Write the program, one row a rank; --from-csv reads it."""
-    trace: Annotated[Path | None, by_default("FILE", "none")] = None
+    trace: Annotated[Path | None, by_default("FILE")] = None
     """Write a Chrome trace, for Perfetto or chrome://tracing."""
-    json: Annotated[str | None, by_default("FILE", "none")] = None
+    json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
     width: Annotated[int | None, by_default("INT", "the terminal's")] = None
     """Columns to draw in."""
@@ -120,7 +121,7 @@ class PlanOptions:
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Forwards alone, as in evaluation; with --compare and --search too."""
-    from_csv: Annotated[Path | None, by_default("FILE", "none")] = None
+    from_csv: Annotated[Path | None, by_default("FILE")] = None
     """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules, with at most
     10 million actions and 256 MiB."""
     send: Annotated[float | None, by_default("FLOAT", 0)] = None
@@ -133,7 +134,7 @@ class PlanOptions:
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. Options that are given are not varied."""
-    memory: Annotated[float | None, by_default("FLOAT", "none")] = None
+    memory: Annotated[float | None, by_default("FLOAT")] = None
     """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
     share of the model. For auto it is by default twice the number of ranks, at least 3."""
     top: Annotated[int | None, by_default("INT", 15)] = None
@@ -196,12 +197,8 @@ def _check_sizes(options: PlanOptions) -> None:
     least = dict.fromkeys(("ranks", "microbatches", "chunks", "group_size", "top", "layers", "parts"), 1)
     given = vars(options) | vars(options.output) | vars(options.sub_op_costs)
     for name, limit in (least | {"extra_warmup": 0, "width": 20}).items():
-        if given[name] is not None and given[name] < limit:
-            raise ValueError(f"{_option(name)} {given[name]}; allowed: {limit} or more")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        if given[name] is not None:
+            check_size(name, given[name], limit)
 
 
 MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts", "launch")
@@ -234,7 +231,7 @@ def _check_costs(options: PlanOptions) -> None:
 def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:
     for name in names:
         if (value := getattr(options, name)) is not None:
-            option = f"{_option(name)} {value:g}" if isinstance(value, float) else f"{_option(name)} {value}"
+            option = f"--{name.replace('_', '-')} {format(value, 'g' if isinstance(value, float) else '')}"
             raise ValueError(
                 f"{option} with {beside}; allowed: one of them" if beside else f"{option} alone; allowed: {needed}"
             )

@@ -8,8 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from overlap1f1b.cli.draw.picture import COLOURS, LABELS, MOST_TEXTS
-from overlap1f1b.cli.draw.tracks import tracks_of_bars
+from overlap1f1b.cli.draw.picture import MOST_TEXTS
+from overlap1f1b.cli.draw.tracks import STYLES, tracks_of_bars
 from overlap1f1b.cli.output import writing
 from overlap1f1b.cli.report.tables import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
@@ -74,20 +74,20 @@ def _picture(bars: Sequence[Bar], title: str) -> str:
         raise ValueError("--html needs plotly; pip install 'overlap1f1b[plot]'") from None
     tracks = tracks_of_bars(bars)
     figure = go.Figure()
-    for style, label in LABELS.items():
-        placed = [(name, cell) for name, cells in tracks for cell in cells if cell.style == style]
+    for key, style in STYLES.items():
+        placed = [(name, cell) for name, cells in tracks for cell in cells if cell.style == key]
         if not placed:
             continue
         figure.add_bar(
             orientation="h",
-            name=label,
+            name=style.label,
             base=[cell.start for _, cell in placed],
             x=[cell.end - cell.start for _, cell in placed],
             y=[name for name, _ in placed],
             text=[cell.text for _, cell in placed] if len(bars) <= MOST_TEXTS else None,
             customdata=[[cell.what, cell.start, cell.end] for _, cell in placed],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} to %{customdata[2]:.3f} ms<br>%{x:.3f} ms",
-            marker={"color": COLOURS[style], "line": {"width": 0.5, "color": "white"}},
+            marker={"color": style.colour, "line": {"width": 0.5, "color": "white"}},
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,

@@ -13,6 +13,13 @@ from overlap1f1b.schedule.values import some
 
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
+_COMPARED = {
+    "step_ms": "step",
+    "compute_ms": "compute",
+    "exchange_ms": "exchange",
+    "exposed_ms": "exposed",
+    "hidden_fraction": "hidden",
+}
 _OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
 _IDLE = {"exposed_exchange": "for exchange", "pipeline_bubble": "for the pipeline", "host_late": "for the host"}
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
@@ -48,19 +55,22 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
 def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     """Return a table of two runs side by side, with the change."""
     first, second = (content["all"] for content in contents)
-    lines: list[tuple[str, float | None, float | None, str]] = [("step", first["step_ms"], second["step_ms"], "ms")]
-    lines += [("compute", first["compute_ms"], second["compute_ms"], "ms")]
-    lines += [(key.removesuffix("_ms"), first[key], second[key], "ms") for key in ("exchange_ms", "exposed_ms")]
-    lines += [("hidden", first["hidden_fraction"], second["hidden_fraction"], "%")]
-    for group, label in (("by_phase", _PHASES), ("by_sub_op", {})):
-        names_of = dict.fromkeys((*first[group], *second[group]))
-        for name in names_of:
-            pair = [part[group].get(name, {"exposed_ms": 0.0})["exposed_ms"] for part in (first, second)]
-            lines.append((f"exposed, {label.get(name, name)}", *pair, "ms"))
+    rows = [_compared(label, key, first[key], second[key]) for key, label in _COMPARED.items()]
+    for group, labels in (("by_phase", _PHASES), ("by_sub_op", {})):
+        for name in dict.fromkeys((*first[group], *second[group])):
+            pair = [run[group].get(name, {"exposed_ms": 0.0})["exposed_ms"] for run in (first, second)]
+            rows.append(_compared(f"exposed, {labels.get(name, name)}", "exposed_ms", *pair))
     for name, text in _IDLE.items():
-        lines.append((f"idle {text}", first["idle_ms"][name], second["idle_ms"][name], "ms"))
-    rows = [[Cell(name), *(_value(unit, value) for value in (a, b)), _change(unit, a, b)] for name, a, b, unit in lines]
+        rows.append(_compared(f"idle {text}", "idle_ms", first["idle_ms"][name], second["idle_ms"][name]))
     return Table("", ("ms a step", *names, "change"), rows)
+
+
+def _compared(label: str, key: str, first: float | None, second: float | None) -> list[Cell]:
+    change = NO_SHARE
+    if first is not None and second is not None:
+        share = key.endswith("fraction")
+        change = f"{100 * (second - first):+.1f} points" if share else f"{second - first:+.3f}"
+    return [Cell(text) for text in (label, figure(key, first), figure(key, second), change)]
 
 
 def print_table(table: Table, screen: Console) -> None:
@@ -134,7 +144,7 @@ def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[st
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
-    keys = {"step_ms": "step", "exchange_ms": "exchange", "exposed_ms": "exposed", "hidden_fraction": "hidden"}
+    keys = {key: label for key, label in _COMPARED.items() if key != "compute_ms"}
     rows = [
         [Cell(str(rank["rank"])), *(_cell(rank["predicted"], ("ranks", place, "predicted"), key) for key in keys)]
         for place, rank in enumerate(content["ranks"])
@@ -161,14 +171,3 @@ def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> 
 def figure(key: str, value: float | None) -> str:
     """Return the text of a figure in any table, by its key in the JSON."""
     return number(value, ".1%" if key.endswith("fraction") else ".3f")
-
-
-def _value(unit: str, value: float | None) -> Cell:
-    return Cell(number(value, ".1%" if unit == "%" else ".3f"))
-
-
-def _change(unit: str, first: float | None, second: float | None) -> Cell:
-    if first is None or second is None:
-        return Cell(NO_SHARE)
-    value = second - first
-    return Cell(f"{100 * value:+.1f} points" if unit == "%" else f"{value:+.3f}")

@@ -13,9 +13,9 @@ from rich.console import Console
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.output import console, print_lines, write_json
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.status import Say, lines
+from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.train.progress import Board, shown
+from overlap1f1b.cli.train.progress import Board, Progress
 from overlap1f1b.cli.train.summary import compared, show, speed_of
 from overlap1f1b.cli.train.trainer import Step, Trainer
 from overlap1f1b.cli.workload import environment, workload
@@ -32,7 +32,7 @@ def train(options: TrainOptions, rank: Rank) -> None:
         ValueError: An option, the text or the checkpoint does not fit.
     """
     screen = console(options.json, quiet=rank.rank != 0)
-    with lines(screen, f"step 0/{options.steps}  reading the text and making the model") as say:
+    with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
         run = _Run(options, rank, screen, say)
         run.train()
     if rank.rank == 0:
@@ -41,19 +41,13 @@ def train(options: TrainOptions, rank: Rank) -> None:
         write_json(options.json, result)
 
 
-@dataclass
 class _Run:
     """A run of the command, from its first line to the figures of its summary."""
 
-    options: TrainOptions
-    rank: Rank
-    screen: Console
-    say: Say
-    steps: list[Step] = field(default_factory=list)
-    reference_steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        options = self.options
+    def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
+        self.options, self.rank, self.screen, self.say = options, rank, screen, say
+        self.steps: list[Step] = []
+        self.reference_steps: list[Step] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
@@ -76,7 +70,7 @@ class _Run:
         print_lines(
             self.screen,
             f"text: {self.corpus}",
-            f"model: {trainer.parameters / 1e6:.1f} M parameters, {trainer.description}",
+            f"model: {trainer.model.total / 1e6:.1f} M parameters, {trainer.model.description}",
             f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
             f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}",
         )
@@ -111,10 +105,8 @@ class _Run:
         """Make all steps that are left."""
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
-        with (
-            shown(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps) as progress,
-            closing(Board(folder, tokens=self.tokens, start=self.start)) as board,
-        ):
+        progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
+        with progress.shown(), closing(Board(folder, tokens=self.tokens, start=self.start)) as board:
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self._step(index)
@@ -129,9 +121,8 @@ class _Run:
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
                     self._save(options.checkpoint, number)
         if self.saving is not None:
-            assert options.checkpoint is not None
             self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
-            self.checkpoint = self.trainer.saved(options.checkpoint, self.saving)
+            self.checkpoint = self.trainer.saved(self.saving)
         if not self.steps:
             self._evaluate(self.start)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean, median
 
@@ -20,41 +19,48 @@ RECENT = 20  # steps over which speed and hidden share are averaged
 
 
 class Progress:
-    """Display of every step, in a bar or as lines.
+    """Display of every step: a bar in a terminal, lines elsewhere.
 
-    >>> with shown(screen, say, tokens=4096, start=0, steps=150) as progress:
+    >>> progress = Progress(screen, say, tokens=4096, start=0, steps=150)
+    >>> with progress.shown():
     ...     progress.show(1, trainer.step(0), held_out=None)
 
     Args:
-        say: Function for the lines.
-        bar: Bar of the terminal; None elsewhere.
+        screen: Console of the bar.
+        say: Function for the lines, which prints nothing in a terminal.
         tokens: Tokens of a step, over all ranks.
         start: Number of steps done before.
         steps: Number of all steps, earlier ones included.
     """
 
-    def __init__(self, say: Say, bar: Bar | None, *, tokens: int, start: int, steps: int) -> None:
-        self.say, self.bar, self.tokens, self.steps = say, bar, tokens, steps
+    def __init__(self, screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> None:
+        self.screen, self.say, self.tokens, self.steps = screen, say, tokens, steps
         self.every = max(1, round((steps - start) / LINES))
         self._recent: deque[Step] = deque(maxlen=RECENT)
-        self._task = None if bar is None else bar.add_task("", total=steps, completed=start, text="")
+        columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+        self.bar = Bar(*columns, console=screen)
+        self._task = self.bar.add_task("", total=steps, completed=start, text="")
+
+    def shown(self) -> AbstractContextManager[object]:
+        """Return the context in which the bar is shown, if there is a terminal."""
+        return self.bar if self.screen.is_terminal else nullcontext()
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
         if self._recent and self._recent[-1].measuring and not step.measuring:
             self._recent.clear()  # steps that measure nodes are serial and slower
         self._recent.append(step)
-        text = f"loss {step.loss:.3f}"
-        if self.bar is None or self._task is None:
-            text += "" if held_out is None else f"  held-out {held_out:.3f}"
-            self.say(
-                f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {self._speed()}",
-                now=held_out is not None or number % self.every == 0 or number == self.steps,
-            )
+        text, speed = f"loss {step.loss:.3f}", self._speed()
+        if self.screen.is_terminal:
+            if held_out is not None:
+                self.screen.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
+            self.bar.update(self._task, completed=number, text=f"{text}  {speed}")
             return
-        if held_out is not None:
-            self.bar.console.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
-        self.bar.update(self._task, completed=number, text=f"{text}  {self._speed()}")
+        text += "" if held_out is None else f"  held-out {held_out:.3f}"
+        self.say(
+            f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {speed}",
+            now=held_out is not None or number % self.every == 0 or number == self.steps,
+        )
 
     def _speed(self) -> str:
         speed = self.tokens / median(step.seconds for step in self._recent)
@@ -62,17 +68,6 @@ class Progress:
         exposed = 1e3 * fmean(step.exposed for step in self._recent)
         seen = f"  hidden {fmean(shares):.0%}  exposed {exposed:.0f} ms" if shares else ""
         return f"{speed:.0f} tokens/s{seen}"
-
-
-@contextmanager
-def shown(screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> Iterator[Progress]:
-    """Yield a :class:`Progress`; its bar, if any, is shown until the block ends."""
-    if not screen.is_terminal:
-        yield Progress(say, None, tokens=tokens, start=start, steps=steps)
-        return
-    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-    with Bar(*columns, console=screen) as bar:
-        yield Progress(say, bar, tokens=tokens, start=start, steps=steps)
 
 
 class Board:

@@ -7,19 +7,19 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.workload import build, engine_options
+from overlap1f1b.cli.workload import build, engine_options, fed
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
-from overlap1f1b.moe import Experts, MoETransformer, Router
+from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program
 
@@ -78,22 +78,6 @@ class Trainer:
         data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the whole model, on all ranks."""
-        if not isinstance(self.model, MoETransformer):
-            return self.model.total
-        experts = {p for m in self.model.modules() if isinstance(m, Experts) for p in m.parameters()}
-        return sum(p.numel() * (self.options.ep if p in experts else 1) for p in self.model.parameters())
-
-    @property
-    def description(self) -> str:
-        """The model's sizes, in words."""
-        if not isinstance(self.model, MoETransformer):
-            return self.model.description
-        sizes = self.options.model
-        return f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
-
     def step(self, index: int) -> Step:
         """Make the step with this index, from 0.
 
@@ -102,9 +86,10 @@ class Trainer:
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
         measuring = self.engine.costs is None
-        inputs, target = self._given(
-            *self.corpus.batch(index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed)
+        batch = self.corpus.batch(
+            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
+        inputs, target = fed(options, rank, *batch)
         torch.manual_seed(_stream(options.seed, index, rank.rank))
         result = self.engine.step(inputs, target=target)
         # An expert without tokens gets a gradient of zeros, so that its optimizer state exists on every rank.
@@ -150,7 +135,7 @@ class Trainer:
         try:
             losses = [
                 self.engine.mean_loss(self.engine.evaluate(inputs, target=target))
-                for inputs, target in (self._given(*batch) for batch in batches)
+                for inputs, target in (fed(options, rank, *batch) for batch in batches)
             ]
         finally:
             self.model.train()
@@ -165,23 +150,24 @@ class Trainer:
         Raises:
             ValueError: It cannot be written, or the one before could not.
         """
-        with self._writing(folder):
+        with self._writing():
             return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity(), background=True)
 
-    def saved(self, folder: Path, saving: Saving) -> Path:
+    def saved(self, saving: Saving) -> Path:
         """Wait for a checkpoint and return its folder.
 
         Raises:
             ValueError: It cannot be written.
         """
-        with self._writing(folder):
+        with self._writing():
             return saving.result()
 
     @contextmanager
-    def _writing(self, folder: Path) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            folder = self.options.checkpoint
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
     def load(self, path: Path) -> int:
@@ -195,19 +181,11 @@ class Trainer:
         set_weight_decay(self.optimizer, self.options.weight_decay)  # the saved one may differ
         return step
 
-    def _given(self, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return input and target for the engine: a model of transformers shifts labels itself."""
-        inputs, target = inputs.to(self.rank.device), target.to(self.rank.device)
-        if isinstance(self.model, MoETransformer):
-            return inputs, target
-        tokens = torch.cat([inputs, target[:, -1:]], dim=1)
-        return tokens, tokens
-
     def _identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
         options = self.options
-        sizes = asdict(options.model) if isinstance(self.model, MoETransformer) else self.model.identity
-        return sizes | {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
+        of_text = {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
+        return {**self.model.identity, **of_text}
 
 
 def _stream(seed: int, step: int, rank: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.cli.draw.picture import COLOURS, LABELS
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
@@ -377,10 +376,6 @@ def test_help_has_examples(capsys: Capture) -> None:
     result = plan(capsys, "--help")
     assert result.status == 0
     assert "overlap1f1b plan --search" in " ".join(result.out.split())
-
-
-def test_every_kind_has_a_colour_and_a_name() -> None:
-    assert list(COLOURS) == list(LABELS)
 
 
 ACTION_COSTS = ("forward", "backward", "pair", "activation")
