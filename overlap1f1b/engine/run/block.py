@@ -29,7 +29,7 @@ from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.crossing import CrossingMode
+from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
@@ -123,7 +123,7 @@ class BlockRun:
         mode = grad and stage.watches(self.block)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
-        with stage.around(self.block, stream, mode):
+        with stage.draws.within(self.block, stream), eager(mode):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
@@ -148,7 +148,7 @@ class BlockRun:
             differs += sent.arriving
         given = segment.enter(received, differs, self.stage.anchor, grad=grad)
         mode = grad and not brought[0][0].call.feeds_part
-        with self.stage.around(self.block, stream, mode):
+        with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
             reached = self.forward.resume(tuple(given), self._thread(), mode=mode)

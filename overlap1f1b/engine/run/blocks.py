@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from operator import is_
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
-from overlap1f1b.engine.run.crossing import eager, functions_cross
+from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.model import (
     CarriedState,
     blocks_of,
@@ -26,10 +26,10 @@ from overlap1f1b.engine.run.model import (
     options_of,
     refuse_wrappers,
 )
-from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
+from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
-from overlap1f1b.engine.run.weights import SplitForward, SplitProduct, splits
+from overlap1f1b.engine.run.weights import split_forward, split_product, splits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.route import Route
@@ -222,39 +222,28 @@ class Blocks:
         The first segment shares this node with the rest of the block."""
         self.behind = [exchanges_behind(shape) for shape in self.shape]
         """Exchanges of rows behind each segment of each block."""
-        self._of_part: dict[int, list[tuple[int, Op, int]]] = {}
-        self._numbers: dict[tuple[int, Op, int], tuple[int, int]] = {}
+        self.exchange_after: dict[tuple[int, Op, int], tuple[int, Op, int]] = {}
+        """The next exchange of the same part. An exchange is given by its block, its sub-op, and its number among the
+        block's exchanges of this sub-op."""
+        last: dict[int, tuple[int, Op, int]] = {}  # of each part
         for block, shape in enumerate(self.shape):
             for op, seam in exchanges_of(shape):
                 part = 0 if shape.exchanges else seam % shape.parts
-                places = self._of_part.setdefault(part, [])
-                self._numbers[block, op, seam] = part, len(places)
-                places.append((block, op, seam))
+                if part in last:
+                    self.exchange_after[last[part]] = block, op, seam
+                last[part] = block, op, seam
+        self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
         return side_stream(self.device, "library") if self.device.type == "cuda" else InlineStream()
 
-    def exchange_beside(self, block: int, op: Op, seam: int, step: int) -> tuple[int, Op, int] | None:
-        """Return the exchange of the same part ``step`` exchanges later, earlier if negative; None past an end.
-
-        An exchange is given by its block, its sub-op, and its number among exchanges of this sub-op.
-        """
-        part, number = self._numbers[block, op, seam]
-        places = self._of_part[part]
-        return places[number + step] if 0 <= number + step < len(places) else None
-
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
         foreign = self.foreign
         looked_at = foreign.seen is not None and block in foreign.seen
         return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
-
-    def around(self, block: int, stream: RandomStream, mode: bool) -> AbstractContextManager[object]:
-        """Return the context of a segment of a block, beside a function mode if ``mode``."""
-        random, eagerly = self.draws.within(block, stream), eager(mode)
-        return random if eagerly is None else _both(random, eagerly)
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
@@ -367,14 +356,8 @@ class Blocks:
             yield attributes, "forward", uncompiled(experts.forward)
             yield attributes, "capacity", self.capacity
             yield attributes, "parts", self.parts
-            yield attributes, "product", uncompiled(SplitProduct(self, experts.kernels if self.adds_to_main else None))
+            yield attributes, "product", uncompiled(split_product(self, experts.kernels if self.adds_to_main else None))
         for linear in (m for linears in self.linears for m in linears):
-            yield vars(linear), "forward", uncompiled(SplitForward(self, linear))
+            yield vars(linear), "forward", uncompiled(split_forward(self, linear))
         for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
             yield vars(carrier), "loss_scale", loss_scale
-
-
-@contextmanager
-def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
-    with one, other:
-        yield

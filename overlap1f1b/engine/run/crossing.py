@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from operator import is_
@@ -213,9 +213,9 @@ class _Crossing(ExitStack):
 _CHANGING = Lock()
 
 
-def eager(mode: bool) -> AbstractContextManager[object] | None:
+def eager(mode: bool) -> AbstractContextManager[None]:
     """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
-    return _eagerly() if mode and "torch._dynamo" in sys.modules else None
+    return _eagerly() if mode and "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
     stage, exchange, call = run.stage, run.stage.exchange, sent.call
-    following = stage.exchange_beside(run.block, node.op, node.seam, 1)
+    following = stage.exchange_after.get((run.block, node.op, node.seam))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
@@ -93,7 +93,7 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
 
 
 def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
-    before = run.stage.exchange_beside(run.block, node.op, node.seam, -1)
+    before = run.stage.exchange_before.get((run.block, node.op, node.seam))
     if before is None or (before[0] != run.block and not run.stage.alike):
         return None
     block, op, seam = before

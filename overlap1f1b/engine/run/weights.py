@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeGuard
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.moe.experts import GroupedProduct
 
 
 class Owner(Protocol):
@@ -20,39 +21,33 @@ class Owner(Protocol):
     anchor: Tensor
 
 
-class SplitForward:
-    """The forward of an ``nn.Linear`` that leaves its weight gradient to its owner's queue."""
+def split_forward(owner: Owner, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer that leaves its weight gradient to its owner's queue."""
 
-    def __init__(self, owner: Owner, linear: nn.Linear) -> None:
-        self.owner, self.linear = owner, linear
-
-    def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self.linear.weight, self.linear.bias
+    def forward(input: Tensor) -> Tensor:
+        weight, bias = linear.weight, linear.bias
         # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no Function.
         plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
         if plain or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
-        return split_linear(input, (weight,), bias, self.owner.queue, self.owner.anchor)
+        result: Tensor = split_linear(input, (weight,), bias, owner.queue, owner.anchor)
+        return result
+
+    return forward
 
 
-class SplitProduct:
-    """The grouped product of experts that leaves its weight gradient to its owner's queue.
+def split_product(owner: Owner, kernels: Kernels | None) -> GroupedProduct:
+    """Return the grouped product of experts that leaves its weight gradient to its owner's queue.
 
     ``kernels`` adds the gradient to ``main_grad``, see :func:`split_grouped_mm`; None where gradients go to ``.grad``.
     """
 
-    def __init__(self, owner: Owner, kernels: Kernels | None) -> None:
-        self.owner, self.kernels = owner, kernels
+    def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        anchor = owner.anchor if weight.requires_grad else None
+        result: Tensor = split_grouped_mm(rows, (weight,), counts, owner.queue, kernels, anchor)
+        return result
 
-    def __call__(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        return split_grouped_mm(
-            rows,
-            (weight,),
-            counts,
-            self.owner.queue,
-            self.kernels,
-            self.owner.anchor if weight.requires_grad else None,
-        )
+    return product
 
 
 def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
