@@ -99,19 +99,18 @@ class Capacity:
 
     def _lost_here(self) -> str | None:
         """Return the text of this rank; waits for the device once."""
-        entries = [(stage, dropped) for stage in self.stages for dropped in stage.dropped]
+        every = [dropped for stage in self.stages for dropped in stage.dropped]
         for stage in self.stages:
             stage.dropped.clear()
-        if not entries:
+        if not every:
             return None
-        sums = torch.stack([dropped.rows.sum() for _, dropped in entries]).tolist()
-        for (stage, dropped), total in zip(entries, sums, strict=True):
+        sums = torch.stack([dropped.rows.sum() for dropped in every]).tolist()
+        for dropped, total in zip(every, sums, strict=True):
             if total:
                 rows, sent = dropped.rows.tolist(), dropped.counts.tolist()
                 worst = max(range(len(rows)), key=rows.__getitem__)
-                where = f"{stage.names[dropped.block]}, microbatch {dropped.microbatch}"
                 return (
-                    f"{total} rows of {where}, found no room under capacity={self.factor:g}: "
+                    f"{total} rows of {dropped.where}, found no room under capacity={self.factor:g}: "
                     f"{dropped.room} rows to each rank; most of expert {worst}, "
                     f"{rows[worst]} of {rows[worst] + sent[worst]}"
                 )

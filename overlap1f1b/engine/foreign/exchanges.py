@@ -115,15 +115,7 @@ class Foreign:
     def look(
         self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
     ) -> Call | None:
-        """Note a call of a Function; return it if it may be hidden.
-
-        Args:
-            function: The Function.
-            args: Its arguments.
-            calls: Calls of ``all_to_all_single`` and ``all_to_all`` in its forward.
-            result: Its result.
-            turn: When it was called.
-        """
+        """Note a call of a Function, with the calls of torch's all-to-all in it; return it if it may be hidden."""
         results = result if isinstance(result, tuple) else (result,)
         exchanges = self.number_of(calls)
         if len(calls) == 1 and not (exchanges and any(map(needs_gradient, results))):

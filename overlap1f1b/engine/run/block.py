@@ -69,7 +69,8 @@ class BlockRun:
         self.met = 0
         """Exchanges that Functions have made so far, in the first step."""
         self.is_last = block == len(stage.blocks) - 1
-        self.learns = block not in stage.uses.known
+        self.uses = stage.uses[block]
+        self.learns = not self.uses.known
         self.queue = WeightQueue()
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
@@ -275,7 +276,7 @@ class BlockRun:
             if not self.is_last:
                 self._check_differs(outs)
             self._keep(outs)
-            self.stage.uses.known.add(self.block)
+            self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
@@ -373,20 +374,19 @@ class BlockRun:
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
-        self.stage.uses.leaves(self.block, weight, len(self.segments) - 1)
+        self.uses.leaves(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
 
         Its gradients are summed before they are added to ``.grad``, as in one backward of everything.
         """
-        stage, number, segment = self.stage, len(self.segments) - 1, self.segments[-1]
-        home = stage.tied.get(parameter)
-        alone = parameter not in stage.uses.apart[self.block] and home in (None, self.block)
-        if alone and stage.uses.first[self.block].setdefault(parameter, number) == number:
+        uses, number, segment = self.uses, len(self.segments) - 1, self.segments[-1]
+        alone = parameter not in uses.apart and self.stage.tied.get(parameter, self.block) == self.block
+        if alone and uses.first.setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
-            stage.uses.enters(self.block, parameter, number)
+            uses.enters(parameter, number)
             segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
@@ -452,9 +452,8 @@ class BlockRun:
             self._add_tied(segment)
         segment.walk()
         self.segments.pop()
-        several = self.stage.uses.several[self.block]
-        if several and segment.queue is not self.queue:
-            segment.queue.move(several, self.queue)
+        if self.uses.several and segment.queue is not self.queue:
+            segment.queue.move(self.uses.several, self.queue)
         # 3. Gradients of the tensors that had entered it.
         for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
@@ -501,12 +500,10 @@ class BlockRun:
 
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until the gradients of the parameter's other uses are there."""
-        stage = self.stage
-        if parameter in stage.tied:
+        number = len(self.segments)
+        if parameter in self.stage.tied:
             self.microbatch.tied[parameter] = grad
-        elif parameter not in stage.uses.apart[self.block] and stage.uses.first[self.block].get(
-            parameter, len(self.segments)
-        ) < len(self.segments):
+        elif parameter not in self.uses.apart and self.uses.first.get(parameter, number) < number:
             self._summed[parameter] = grad
         else:
             self.queue.keep(parameter, grad)
@@ -521,7 +518,7 @@ class BlockRun:
         for sums in (self._summed, self.microbatch.tied):
             for parameter in list(sums):
                 at_home = stage.tied.get(parameter, self.block) == self.block
-                if at_home and stage.uses.first[self.block].get(parameter, 0) == number:
+                if at_home and self.uses.first.get(parameter, 0) == number:
                     segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:

@@ -54,15 +54,13 @@ class Dropped(NamedTuple):
     """Rows of one call of experts that found no room under a capacity.
 
     Args:
-        block: Position of the block in its stage.
-        microbatch: Number of the microbatch.
+        where: Name of the block, and number of the microbatch.
         rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
         counts: Sent rows of each expert, int64 ``[E]``.
         room: Rows that can be sent to each rank.
     """
 
-    block: int
-    microbatch: int
+    where: str
     rows: Tensor
     counts: Tensor
     room: int
@@ -152,12 +150,11 @@ class Blocks:
             any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
         ]
         """Whether a block uses parameters of an earlier one."""
-        self.uses = ParameterUses(
-            [
-                self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
-                for index, linears in enumerate(self.linears)
-            ]
-        )
+        self.uses = [
+            ParameterUses(self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)})
+            for index, linears in enumerate(self.linears)
+        ]
+        """Where each block uses its parameters."""
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
         """State that each block's forward keeps on modules."""
@@ -243,7 +240,7 @@ class Blocks:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
         foreign = self.foreign
         looked_at = foreign.seen is not None and block in foreign.seen
-        return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
+        return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
@@ -273,7 +270,7 @@ class Blocks:
                     stacklevel=2,
                 )
             shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
-            self.uses.forget(block)
+            self.uses[block].forget()
         self.shape = tuple(shapes)
         self._find_exchanges()
 
@@ -282,7 +279,7 @@ class Blocks:
         self.parts = parse_parts(parts)
         for block, shape in enumerate(self.shape):
             if shape.seams:
-                self.uses.forget(block)
+                self.uses[block].forget()
         self.shape = tuple(shape._replace(parts=parts) if shape.seams else shape for shape in self.shape)
         self._find_exchanges()
 
@@ -306,7 +303,8 @@ class Blocks:
         if self.first_rows is not None and (block, seam) not in self.first_rows:
             self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
         if route.dropped is not None:
-            self.dropped.append(Dropped(block, microbatch, route.dropped, route.counts, route.send[0]))
+            where = f"{self.names[block]}, microbatch {microbatch}"
+            self.dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
@@ -340,7 +338,8 @@ class Blocks:
         Args:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
-        self.uses.settle()
+        for uses in self.uses:
+            uses.settle()
         stacks: list[Stack] = []
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():

@@ -275,7 +275,7 @@ def _change(crossing: _Crossing) -> None:
         if mode is None or not torch.is_grad_enabled():
             return plain_apply(cls)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if cls is SplitLinear or cls is SplitGroupedMM:  # it queues the gradient of its weight
+            if cls in _OWN:  # it queues the gradient of its weight
                 mode.run.used_apart(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:

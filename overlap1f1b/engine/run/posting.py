@@ -11,14 +11,14 @@ from torch import Tensor
 
 from overlap1f1b.engine.graph.segment import Sent
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 
-Announcement = tuple[tuple[Kind, int, Place], Callable[[], Expected | None]]
-"""Direction, block and place of an exchange that follows, and what posts its receive."""
+Announcement = tuple[Node, Callable[[], Expected | None]]
+"""An exchange that follows, and what posts its receive."""
 
 
 def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
@@ -53,7 +53,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         if counts is not None:
             splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.read)
             counts.read = time.perf_counter()
-        expected = microbatch.expected.pop((kind, run.block, place), None)
+        expected = microbatch.expected.pop(node, None)
         transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected)
         if announce is not None:
             microbatch.expected[announce[0]] = announce[1]()
@@ -68,7 +68,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
     def start() -> Transfer[Tensor]:
         assert splits.counts is not None
-        expected = microbatch.expected.pop((Kind.F, run.block, (Op.COUNTS, node.seam)), None)
+        expected = microbatch.expected.pop(node, None)
         sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
         splits.host = sizes.host
         return sizes
@@ -89,7 +89,7 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
     if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
         return None
     node = node._replace(op=Op.COUNTS)
-    return (Kind.F, block, (Op.COUNTS, seam)), lambda: exchange.expect_counts(counts, node.tag)
+    return node, lambda: exchange.expect_counts(counts, node.tag)
 
 
 def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
@@ -106,6 +106,5 @@ def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
 
 def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:
     """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
-    exchange, tag, call = run.stage.exchange, node.tag, sent.call
-    place = node.kind, node.block, (node.op, node.seam)
-    return place, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
+    exchange, call = run.stage.exchange, sent.call
+    return node, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], node.tag)
