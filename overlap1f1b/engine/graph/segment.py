@@ -25,6 +25,7 @@ from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.lanes import Flight
 
 
 def check_gradients_possible() -> None:
@@ -167,6 +168,8 @@ class Sent:
         differs: Whether each of them requires a gradient.
         edges: The graph of each of them that does.
         library: Carries it out, if a library does.
+        rows: Rows ``[R, …]`` to send next, or their gradients to send back; for a library the tensors.
+        counts: Counts on their way to the experts, beside the rows of a dispatch.
     """
 
     place: tuple[Op, int]
@@ -175,6 +178,8 @@ class Sent:
     differs: Sequence[bool]
     edges: Sequence[GradientEdge | None]
     library: LibraryExchange | None
+    rows: Any
+    counts: Flight[Tensor] | None = None
 
     @property
     def arriving(self) -> Sequence[bool]:
@@ -185,8 +190,7 @@ class Sent:
         """Return the tensors, or gradients, that it has brought."""
         if self.library is None:
             return self.layout.unpack(received)
-        found: list[Any] = received
-        return found
+        return received
 
     def grads_back(self, entries: Sequence[Entry | None]) -> Any:
         """Return what it takes back: gradients of what it brought, which is zero at None."""

@@ -36,7 +36,6 @@ from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
-from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
@@ -81,10 +80,6 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
-        self.rows: dict[Place, Any] = {}
-        """Rows ``[R, …]`` for the exchanges that are next; for one by a library the tensors."""
-        self.counts: dict[Place, Flight[Tensor]] = {}
-        """Counts on their way to the experts, beside the rows of a dispatch."""
         self._state = stage.state_of(block)
         self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
@@ -100,8 +95,8 @@ class BlockRun:
             brought = []
             for place, rows in received.items():
                 sent = self.sent[place]
-                if place in self.counts:
-                    flight = self.counts.pop(place)
+                if sent.counts is not None:
+                    flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.read)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
@@ -212,14 +207,12 @@ class BlockRun:
         self._changed |= dict.fromkeys(segment.leave(), segment.start)
         for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
             call.tensors.clear()
-            sent, self.rows[place] = self._prepared(place, call, every.pop(0))
+            sent = self.sent[place] = self._prepared(place, call, every.pop(0))
             segment.sent.append(sent)
-            self.sent[place] = sent
             if self.learns:
                 self._check_graph(segment, sent.edges)
 
-    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> tuple[Sent, Any]:
-        """Return an exchange, and the rows that it sends."""
+    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
         differs, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
         for tensor in tensors:
             requires = self.microbatch.grad and tensor.requires_grad
@@ -229,11 +222,11 @@ class BlockRun:
         layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return Sent(place, call, layout, differs, edges, library), bare
+            return Sent(place, call, layout, differs, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.foreign and len(bare) == 1 else rows
-        return Sent(place, call, layout, differs, edges, None), rows
+        return Sent(place, call, layout, differs, edges, None, rows)
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
@@ -468,7 +461,7 @@ class BlockRun:
         if self.segments:
             entries = iter(segment.received)
             for sent, count in segment.taken:
-                self.rows[sent.place] = sent.grads_back(list(islice(entries, count)))
+                self.sent[sent.place].rows = sent.grads_back(list(islice(entries, count)))
         else:
             self._finish_backward(segment)
 

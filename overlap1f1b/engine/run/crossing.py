@@ -164,8 +164,7 @@ def _exchanged(
         return None
     if alone is not None and not alone(splits):
         return None
-    brought: Tensor = suspend_for([tensor], splits)[0]
-    return brought
+    return suspend_for([tensor], splits)[0]
 
 
 class Asking(OpOverloadPacket):

@@ -34,7 +34,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         return op, _post_counts(run, node)
     exchange, place = stage.exchange, (op, node.seam)
     sent = run.sent[place] if kind is Kind.F else run.sent.pop(place)
-    rows = run.rows.pop(place)
+    rows, sent.rows = sent.rows, None
     if sent.library is not None:
         return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
     call = sent.call
@@ -42,7 +42,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     if op is Op.DISPATCH and kind is Kind.F and call.counted:
         counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
         if not splits.counts_first:
-            run.counts[place], counts = counts, None
+            sent.counts, counts = counts, None
     announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
     if exchange.background:
         announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(run, node)

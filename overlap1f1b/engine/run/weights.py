@@ -30,8 +30,7 @@ def split_forward(owner: Owner, linear: nn.Linear) -> Callable[[Tensor], Tensor]
         plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
         if plain or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
-        result: Tensor = split_linear(input, (weight,), bias, owner.queue, owner.anchor)
-        return result
+        return split_linear(input, (weight,), bias, owner.queue, owner.anchor)
 
     return forward
 
@@ -44,8 +43,7 @@ def split_product(owner: Owner, kernels: Kernels | None) -> GroupedProduct:
 
     def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         anchor = owner.anchor if weight.requires_grad else None
-        result: Tensor = split_grouped_mm(rows, (weight,), counts, owner.queue, kernels, anchor)
-        return result
+        return split_grouped_mm(rows, (weight,), counts, owner.queue, kernels, anchor)
 
     return product
 
