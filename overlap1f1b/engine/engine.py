@@ -273,12 +273,7 @@ class Engine:
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
-        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
-
-        Args:
-            dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
-            experts: Ranks that hold the same experts.
-        """
+        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
         sharded: ShardedReducer | None = None
         if self.sharding.groups:
             if len(self._replicas) > 1:  # these play other plans

@@ -25,23 +25,15 @@ from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
 
 Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+"""Dtype of each tensor of an exchange, and shape of a row."""
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
-    """Return the dtype of each tensor, and the shape of a row."""
     return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
 
 
 class Seen(NamedTuple):
-    """An exchange of one microbatch in the first step.
-
-    Args:
-        send: Rows to each rank.
-        receive: Rows from each rank.
-        kinds: Dtype of each of its tensors, and shape of a row.
-        call: The call of a Function that made it; None if no Function did.
-        by_library: Whether a library carried it out.
-    """
+    """An exchange of one microbatch in the first step; ``call`` is the call of a Function that made it, if one did."""
 
     send: list[int]
     receive: list[int]

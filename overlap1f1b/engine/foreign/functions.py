@@ -20,12 +20,7 @@ from overlap1f1b.transport.exchange import build_exchange
 class Arguments(NamedTuple):
     """Positions of an all-to-all's arguments in a call of an ``autograd.Function``; None for an argument it lacks.
 
-    Args:
-        tensor: Sent tensor.
-        send: Rows to each rank.
-        receive: Rows from each rank.
-        group: Ranks of the exchange.
-        output: Tensor that the Function fills and returns, if the caller gives it.
+    ``output`` is a tensor that the caller gives, and the Function fills and returns.
     """
 
     tensor: int
@@ -168,9 +163,6 @@ Places = tuple[frozenset[int | None], ...]
 
 class Trial:
     """Observed calls of one form of a Function, in the first step.
-
-    Args:
-        form: The form.
 
     Attributes:
         calls: Texts and arguments of each call; tensors without values.
