@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
-from overlap1f1b.engine.graph.autograd import WeightQueue
+from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import functions_cross
@@ -29,9 +30,8 @@ from overlap1f1b.engine.run.model import (
 from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
-from overlap1f1b.engine.run.weights import split_forward, split_product, splits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
-from overlap1f1b.moe.experts import Experts
+from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import (
     BlockShape,
@@ -355,8 +355,43 @@ class Blocks:
             yield attributes, "forward", uncompiled(experts.forward)
             yield attributes, "capacity", self.capacity
             yield attributes, "parts", self.parts
-            yield attributes, "product", uncompiled(split_product(self, experts.kernels if self.adds_to_main else None))
+            yield attributes, "product", uncompiled(self._split_product(experts))
         for linear in (m for linears in self.linears for m in linears):
-            yield vars(linear), "forward", uncompiled(split_forward(self, linear))
+            yield vars(linear), "forward", uncompiled(self._split_forward(linear))
         for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
             yield vars(carrier), "loss_scale", loss_scale
+
+    def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
+
+        def forward(input: Tensor) -> Tensor:
+            weight, bias = linear.weight, linear.bias
+            # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no
+            # Function.
+            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
+            if plain or torch._C._are_functorch_transforms_active():
+                return F.linear(input, weight, bias)
+            return split_linear(input, (weight,), bias, self.queue, self.anchor)
+
+        return forward
+
+    def _split_product(self, experts: Experts) -> GroupedProduct:
+        """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
+        kernels = experts.kernels if self.adds_to_main else None
+
+        def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+            anchor = self.anchor if weight.requires_grad else None
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor)
+
+        return product
+
+
+def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and (weight := module._parameters.get("weight")) is not None
+        and weight.requires_grad
+        and not weight.is_complex()
+    )
