@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import (
     calls,
     check_tensor_group,
@@ -45,7 +44,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
@@ -176,7 +175,7 @@ class Engine:
                 raise ValueError(
                     f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
                 )
-            self.overlap = planning.parse_overlap(overlap)
+            self.overlap = parse_overlap(overlap)
             self.mesh.agree(
                 options(
                     program,
