@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from operator import is_
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -50,22 +50,6 @@ from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
 
 
-class Dropped(NamedTuple):
-    """Rows of one call of experts that found no room under a capacity.
-
-    Args:
-        where: Name of the block, and number of the microbatch.
-        rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
-        counts: Sent rows of each expert, int64 ``[E]``.
-        room: Rows that can be sent to each rank.
-    """
-
-    where: str
-    rows: Tensor
-    counts: Tensor
-    room: int
-
-
 class Blocks:
     """The modules of a stage in order, their parameters, and the calls that are replaced while the engine runs them.
 
@@ -94,10 +78,8 @@ class Blocks:
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
         """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
-        self.dropped: list[Dropped] = []
-        """Rows without room, of every call under a capacity; emptied by the reader."""
-        self.check_tokens: Callable[[int], None] | None = None
-        """Called with the number of tokens of every call under a capacity."""
+        self.on_route: Callable[[Route, str], None] | None = None
+        """Called with the route of every call of experts, its block and its microbatch, under a capacity."""
         self.adds_to_main = not reduce_experts
         """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
         self.calls: dict[tuple[int, int], str] = {}
@@ -291,20 +273,17 @@ class Blocks:
         return attributes if attributes.learning or attributes.known else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
-        """Note a call of experts: its sizes, and rows without room under a capacity."""
+        """Note a call of experts and its sizes."""
         if call.back:
             return
-        if self.capacity is not None and self.check_tokens is not None:
-            self.check_tokens(route.tokens)
+        if self.on_route is not None:
+            self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         seam //= self.parts
         if (block, seam) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
             self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
         if self.first_rows is not None and (block, seam) not in self.first_rows:
             self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
-        if route.dropped is not None:
-            where = f"{self.names[block]}, microbatch {microbatch}"
-            self.dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
