@@ -90,14 +90,12 @@ class Known(NamedTuple):
 
     Args:
         at: Positions of the all-to-all's arguments.
-        fixed: Texts of each other argument, one of which every call has.
-        varied: Positions of arguments that differ between calls.
-        tried: Whether it is an all-to-all, by the values of these.
+        common: Texts of each other argument, one of which every call has; none of an argument that differs.
+        tried: Whether it is an all-to-all, by the values of the arguments that differ.
     """
 
     at: Arguments
-    fixed: Mapping[int, frozenset[str]]
-    varied: tuple[int, ...]
+    common: Mapping[int, frozenset[str]]
     tried: dict[tuple[str, ...], bool]
 
     @classmethod
@@ -114,9 +112,7 @@ class Known(NamedTuple):
         if any(position not in texts for texts in calls for position in rest):
             return None
         common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
-        found = cls(
-            at, {p: texts for p, texts in common.items() if texts}, tuple([p for p in rest if not common[p]]), {}
-        )
+        found = cls(at, common, {})
         by_rank = [{turn: found.values(texts) for turn, texts in every.items()} for _, every in shown]
         return found if all(values == by_rank[0] for values in by_rank) else None
 
@@ -129,11 +125,12 @@ class Known(NamedTuple):
 
     def values(self, texts: Texts) -> tuple[str, ...]:
         """Return the values of the arguments that differ between calls; empty for one that may hide anything."""
-        return tuple([texts[position][0] if texts[position] else "" for position in self.varied])
+        differing = [position for position, known in self.common.items() if not known]
+        return tuple([texts[position][0] if texts[position] else "" for position in differing])
 
     def verdict(self, texts: Texts) -> bool | None:
         """Return whether a call is an all-to-all; None if the first step had no such call."""
-        if any(known.isdisjoint(texts[position]) for position, known in self.fixed.items()):
+        if any(known and known.isdisjoint(texts[position]) for position, known in self.common.items()):
             return None
         return self.tried.get(self.values(texts))
 
@@ -143,9 +140,9 @@ class Known(NamedTuple):
         Raises:
             ValueError: The first step had no such call, so that nobody has tried it.
         """
-        if not self.fixed and not self.varied:
+        if not self.common:
             return self.tried[()]
-        texts = {position: texts_of(args[position], splits) for position in (*self.fixed, *self.varied)}
+        texts = {position: texts_of(args[position], splits) for position in self.common}
         verdict = self.verdict(texts)
         if verdict is None:
             given = [", ".join(found[:1]) or type(args[position]).__name__ for position, found in sorted(texts.items())]
