@@ -90,7 +90,7 @@ class Known(NamedTuple):
 
     Args:
         at: Positions of the all-to-all's arguments.
-        common: Texts of each other argument, one of which every call has; none of an argument that differs.
+        common: Texts that every call has of each other argument; none of one that differs between calls.
         tried: Whether it is an all-to-all, by the values of the arguments that differ.
     """
 
