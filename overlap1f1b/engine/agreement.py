@@ -81,7 +81,7 @@ def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tup
 
 def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
     """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
-    every = [part for part in _flat(given) if isinstance(part, Tensor)]
+    every = list(_tensors_in(given))
     if mesh.group("tp") is None or not every:
         return {}
     at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
@@ -97,7 +97,7 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
         return []
     own: dict[str, object] = {}
     for name, batch in given.items():
-        every = [part for part in _flat(batch) if isinstance(part, Tensor)]
+        every = list(_tensors_in(batch))
         if every:
             sums = torch.stack([_sum_of_bits(part, ordered=True).cpu() for part in every]).tolist()
             own[name] = sums, [part.shape for part in every]
@@ -106,12 +106,12 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
     return [name for name in given if any(one.get(name, first.get(name)) != first.get(name) for one in ranks)]
 
 
-def _flat(given: Any) -> Iterator[Any]:
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    for part in given if isinstance(given, list | tuple) else ():
-        yield from _flat(part)
-    yield given
+def _tensors_in(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping | list | tuple):
+        for part in given.values() if isinstance(given, Mapping) else given:
+            yield from _tensors_in(part)
 
 
 def calls(stages: Mapping[int, Blocks]) -> Facts:

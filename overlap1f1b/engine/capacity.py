@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overlap1f1b.engine.reduce.reduction import GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.moe.route import Route
 from overlap1f1b.transport.mesh import Mesh
 
 Overflow = Literal["raise", "rerun"]
@@ -21,6 +22,22 @@ Overflow = Literal["raise", "rerun"]
 
 class CapacityOverflowError(RuntimeError):
     """A step whose exchanges had no room for all rows, on some rank; gradients are as they were before it."""
+
+
+class Dropped(NamedTuple):
+    """Rows of one call of experts that found no room.
+
+    Args:
+        where: Name of the block, and number of the microbatch.
+        rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
+        counts: Sent rows of each expert, int64 ``[E]``.
+        room: Rows that can be sent to each rank.
+    """
+
+    where: str
+    rows: Tensor
+    counts: Tensor
+    room: int
 
 
 class Capacity:
@@ -43,25 +60,27 @@ class Capacity:
             raise ValueError(f"overflow={overflow!r}; allowed: {', '.join(map(repr, get_args(Overflow)))}")
         self.factor, self.overflow, self.stages, self.mesh = factor, overflow, list(stages), mesh
         self._compared = False
-        for stage in self.stages:
-            stage.capacity, stage.check_tokens = factor, self._compare
-            stage.adds_to_main &= factor is None  # the gradients of a step that lost rows must be taken back
+        self._dropped: list[Dropped] = []
+        for stage in self.stages if factor is not None else ():
+            stage.capacity, stage.on_route = factor, self._note
+            stage.adds_to_main = False  # the gradients of a step that lost rows must be taken back
 
-    def _compare(self, tokens: int) -> None:
-        """Compare the first call's tokens over the ranks that exchange; later calls are not compared.
+    def _note(self, route: Route, where: str) -> None:
+        """Note rows of a call that found no room; compare the first call's tokens over the ranks that exchange.
 
         Raises:
             ValueError: Numbers differ: sizes would not be equal, and ranks would wait for rows that nobody sends.
         """
-        if self._compared:
-            return
-        every = self.mesh.gathered_by_experts(tokens)
-        if len(set(every)) > 1:
-            raise ValueError(
-                f"capacity={self.factor:g} with {every} tokens on the ranks that share the experts; "
-                "allowed: equally many, or capacity=None"
-            )
-        self._compared = True
+        if not self._compared:
+            every = self.mesh.gathered_by_experts(route.tokens)
+            if len(set(every)) > 1:
+                raise ValueError(
+                    f"capacity={self.factor:g} with {every} tokens on the ranks that share the experts; "
+                    "allowed: equally many, or capacity=None"
+                )
+            self._compared = True
+        if route.dropped is not None:
+            self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))
 
     @contextmanager
     def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
@@ -69,8 +88,7 @@ class Capacity:
 
         Yield a function that undoes the step, so that the same microbatches draw the same random numbers again.
         """
-        for stage in self.stages:
-            stage.dropped.clear()
+        self._dropped.clear()
         held, aside, random = dict.fromkeys(parameters), GradientsAside(), torch.get_rng_state()
         aside.take(held)
 
@@ -99,19 +117,16 @@ class Capacity:
 
     def _lost_here(self) -> str | None:
         """Return the text of this rank; waits for the device once."""
-        entries = [(stage, dropped) for stage in self.stages for dropped in stage.dropped]
-        for stage in self.stages:
-            stage.dropped.clear()
-        if not entries:
+        every, self._dropped = self._dropped, []
+        if not every:
             return None
-        sums = torch.stack([dropped.rows.sum() for _, dropped in entries]).tolist()
-        for (stage, dropped), total in zip(entries, sums, strict=True):
+        sums = torch.stack([dropped.rows.sum() for dropped in every]).tolist()
+        for dropped, total in zip(every, sums, strict=True):
             if total:
                 rows, sent = dropped.rows.tolist(), dropped.counts.tolist()
                 worst = max(range(len(rows)), key=rows.__getitem__)
-                where = f"{stage.names[dropped.block]}, microbatch {dropped.microbatch}"
                 return (
-                    f"{total} rows of {where}, found no room under capacity={self.factor:g}: "
+                    f"{total} rows of {dropped.where}, found no room under capacity={self.factor:g}: "
                     f"{dropped.room} rows to each rank; most of expert {worst}, "
                     f"{rows[worst]} of {rows[worst] + sent[worst]}"
                 )

@@ -9,12 +9,11 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from overlap1f1b import plan as planning
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
-from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap
+from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
@@ -108,7 +107,7 @@ _BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
 def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
-    overlap = planning.parse_overlap(overlap)
+    overlap = parse_overlap(overlap)
     if overlap == "serial":
         return list(serial(actions, chains))
     if overlap == "pairs":

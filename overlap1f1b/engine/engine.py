@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b import plan as planning
 from overlap1f1b.engine.agreement import (
     calls,
     check_tensor_group,
@@ -44,7 +44,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
@@ -175,7 +175,7 @@ class Engine:
                 raise ValueError(
                     f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
                 )
-            self.overlap = planning.parse_overlap(overlap)
+            self.overlap = parse_overlap(overlap)
             self.mesh.agree(
                 options(
                     program,
@@ -225,8 +225,8 @@ class Engine:
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             # 4. Transfers between stages, and sums of gradients.
-            background = self._shared_links = self.mesh.on_gloo  # gloo uses one network interface for all groups
-            device = next(iter(self.stages.values())).device
+            device = self._device = next(iter(self.stages.values())).device
+            background = self.mesh.on_gloo
             watch = watch_of(device)
             stamp, self._queued = None if watch is None else watch.stamp, watch is not None
             self._communicators.use(device, stamp)
@@ -261,7 +261,6 @@ class Engine:
                 fills=not program.splits(rank) and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
                 carveout=carveout,
             )
-            self._counts_block = not self.exchange.background and capacity is None
             self._plans = self._new_plans(costs)
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
@@ -271,12 +270,7 @@ class Engine:
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
-        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others.
-
-        Args:
-            dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
-            experts: Ranks that hold the same experts.
-        """
+        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
         sharded: ShardedReducer | None = None
         if self.sharding.groups:
             if len(self._replicas) > 1:  # these play other plans
@@ -297,7 +291,7 @@ class Engine:
             self.program,
             self.shapes,
             self.overlap,
-            counts_block=self._counts_block,
+            counts_block=not self.exchange.background and self._capacity.factor is None,
             rendezvous=not self.boundary.posts_ahead,
             mesh=self.mesh,
             costs=costs,
@@ -317,7 +311,11 @@ class Engine:
             if not self._failed:
                 raise
         finally:
-            self._close()
+            self._closed = True
+            self._communicators.close(failed=self._failed)
+            for lane in self.lanes:
+                lane.close()
+            self.boundary.close()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is written in the background.
@@ -334,13 +332,6 @@ class Engine:
     def lanes(self) -> list[Lane]:
         """All lanes on which this rank's transfers and sums travel."""
         return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
-
-    def _close(self) -> None:
-        self._closed = True
-        self._communicators.close(failed=self._failed)
-        for lane in self.lanes:
-            lane.close()
-        self.boundary.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -405,7 +396,6 @@ class Engine:
             ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
         if not self._steps and self._check_parameters:
             first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
             with self.guarded(lambda: "before its first step"):
@@ -418,20 +408,20 @@ class Engine:
                     "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
                     stacklevel=2,
                 )
-        return self.play(
-            lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
-            loss_scale=loss_scale,
-        ).result
+        return self._play_batch(inputs, target, loss_scale=loss_scale, keep=return_outputs, grad=True)
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        loss = Loss(self.loss_fn, self.count_tokens, 1.0)
-        return self.play(
-            lambda: feed_batch(self.stages, self.program, self.mesh, loss, inputs, target, keep=return_outputs),
-            grad=False,
-        ).result
+        return self._play_batch(inputs, target, loss_scale=1.0, keep=return_outputs, grad=False)
+
+    def _play_batch(
+        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool, grad: bool
+    ) -> StepResult:
+        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
+        make_feed = partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
+        return self.play(make_feed, grad=grad, loss_scale=loss_scale).result
 
     def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
@@ -507,7 +497,7 @@ class Engine:
             plan.ranks[self.rank],
             chain.from_iterable(self._measured),
             self.mesh,
-            shared_links=self._shared_links,
+            shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
             launches=self.player.launches,
             transfers=self.boundary.timed(),
         )
@@ -552,7 +542,6 @@ class Engine:
                 return self._play_nodes(plan, make_feed(), grad=grad)
 
     def _check_devices(self) -> None:
-        device = next(iter(self.stages.values())).device
         for stage in self.stages.values():
             for block, place in zip(stage.blocks, stage.names, strict=True):
                 for name, parameter in block.named_parameters():
@@ -561,10 +550,10 @@ class Engine:
                             f"{name} of {place} is on the meta device in a step; allowed: parameters with values"
                         )
                     # The engine takes the streams and random numbers of one device. FSDP2 may keep shards on another.
-                    if parameter.device != device and not isinstance(parameter, DTensor):
+                    if parameter.device != self._device and not isinstance(parameter, DTensor):
                         raise ValueError(
                             f"{name} of {place} is on {str(parameter.device)!r}, in an Engine for a model on "
-                            f"{str(device)!r}; allowed: a model that is on one device before its Engine is made"
+                            f"{str(self._device)!r}; allowed: a model that is on one device before its Engine is made"
                         )
 
     def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
@@ -579,8 +568,7 @@ class Engine:
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        device = next(iter(self.stages.values())).device
-        with Kept(device), contextlib.ExitStack() as installed, torch.no_grad():
+        with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(feed.auxiliary))
             self.player.play(nodes, microbatches)

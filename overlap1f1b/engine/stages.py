@@ -111,6 +111,9 @@ def stages_of(
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
         held_blocks = {stage: blocks_of(model[stage]) for stage in held}
+        ties = [ties_in(model[stage]) for stage in held]
+        # In the order of numbers, so that ranks with the same stages gather them in the same order.
+        tops = [model[stage] for stage in sorted(held)]
     else:
         every = blocks_of(model)
         if not every:
@@ -119,16 +122,15 @@ def stages_of(
         _refuse_shared(split)
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
+        ties = []
+        tops = [held_blocks[stage] for stage in sorted(held)]
+        if isinstance(model, nn.Module) and placement.ranks == 1:
+            tops = [model]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    ties = [ties_in(model[stage]) for stage in held_blocks] if isinstance(model, Mapping) else []
     _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_own or reduce_experts)
     options: dict[str, Any] = {
         "reduce_own": reduce_own, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
     }  # fmt: skip
-    # In the order of numbers, so that ranks with the same stages gather them in the same order.
-    tops = [model[stage] if isinstance(model, Mapping) else held_blocks[stage] for stage in sorted(held_blocks)]
-    if isinstance(model, nn.Module) and placement.ranks == 1:
-        tops = [model]
     sharding = Sharding(
         *tops,
         ranks=mesh.ranks(pp=range(placement.ranks), over=DIMENSIONS),

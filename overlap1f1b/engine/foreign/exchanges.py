@@ -25,11 +25,12 @@ from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
 
 Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
+"""Dtype of each tensor of an exchange, and shape of a row."""
 Forms = tuple[tuple[torch.dtype, int], ...]
+"""Dtype and number of dimensions of each tensor."""
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
-    """Return the dtype of each tensor, and the shape of a row."""
     return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
 
 
@@ -39,15 +40,7 @@ def forms_of(kinds: Kinds) -> Forms:
 
 
 class Seen(NamedTuple):
-    """An exchange of one microbatch in the first step.
-
-    Args:
-        send: Rows to each rank.
-        receive: Rows from each rank.
-        kinds: Dtype of each of its tensors, and shape of a row.
-        call: The call of a Function that made it; None if no Function did.
-        by_library: Whether a library carried it out.
-    """
+    """An exchange of one microbatch in the first step; ``call`` is the call of a Function that made it, if one did."""
 
     send: list[int]
     receive: list[int]
@@ -135,15 +128,7 @@ class Foreign:
     def look(
         self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
     ) -> Call | None:
-        """Note a call of a Function; return it if it may be hidden.
-
-        Args:
-            function: The Function.
-            args: Its arguments.
-            calls: Calls of ``all_to_all_single`` and ``all_to_all`` in its forward.
-            result: Its result.
-            turn: When it was called.
-        """
+        """Note a call of a Function, with the calls of torch's all-to-all in it; return it if it may be hidden."""
         results = result if isinstance(result, tuple) else (result,)
         exchanges = self.number_of(calls)
         if len(calls) == 1 and not (exchanges and any(map(needs_gradient, results))):

@@ -36,13 +36,8 @@ class Landed(dist.Work):
 class Arguments(NamedTuple):
     """Positions of an all-to-all's arguments in a call of an ``autograd.Function``; None for an argument it lacks.
 
-    Args:
-        tensor: Sent tensor.
-        send: Rows to each rank.
-        receive: Rows from each rank.
-        group: Ranks of the exchange.
-        output: Tensor that the Function fills and returns, if the caller gives it.
-        returns: Whether the Function returns the received rows alone, or with None or the handle of the exchange.
+    ``output`` is a tensor that the caller gives, and the Function fills and returns. ``returns`` tells whether it
+    returns the received rows alone, or with None or the handle of the exchange.
     """
 
     tensor: int
@@ -119,14 +114,12 @@ class Known(NamedTuple):
 
     Args:
         at: Positions of the all-to-all's arguments.
-        fixed: Texts of each other argument, one of which every call has.
-        varied: Positions of arguments that differ between calls.
-        tried: Whether it is an all-to-all, by the values of these.
+        common: Texts that every call has of each other argument; none of one that differs between calls.
+        tried: Whether it is an all-to-all, by the values of the arguments that differ.
     """
 
     at: Arguments
-    fixed: Mapping[int, frozenset[str]]
-    varied: tuple[int, ...]
+    common: Mapping[int, frozenset[str]]
     tried: dict[tuple[str, ...], bool]
 
     @classmethod
@@ -143,9 +136,7 @@ class Known(NamedTuple):
         if any(position not in texts for texts in calls for position in rest):
             return None
         common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
-        found = cls(
-            at, {p: texts for p, texts in common.items() if texts}, tuple([p for p in rest if not common[p]]), {}
-        )
+        found = cls(at, common, {})
         by_rank = [{turn: found.values(texts) for turn, texts in every.items()} for _, every in shown]
         return found if all(values == by_rank[0] for values in by_rank) else None
 
@@ -158,11 +149,12 @@ class Known(NamedTuple):
 
     def values(self, texts: Texts) -> tuple[str, ...]:
         """Return the values of the arguments that differ between calls; empty for one that may hide anything."""
-        return tuple([texts[position][0] if texts[position] else "" for position in self.varied])
+        differing = [position for position, known in self.common.items() if not known]
+        return tuple([texts[position][0] if texts[position] else "" for position in differing])
 
     def verdict(self, texts: Texts) -> bool | None:
         """Return whether a call is an all-to-all; None if the first step had no such call."""
-        if any(known.isdisjoint(texts[position]) for position, known in self.fixed.items()):
+        if any(known and known.isdisjoint(texts[position]) for position, known in self.common.items()):
             return None
         return self.tried.get(self.values(texts))
 
@@ -172,9 +164,9 @@ class Known(NamedTuple):
         Raises:
             ValueError: The first step had no such call, so that nobody has tried it.
         """
-        if not self.fixed and not self.varied:
+        if not self.common:
             return self.tried[()]
-        texts = {position: texts_of(args[position], splits) for position in (*self.fixed, *self.varied)}
+        texts = {position: texts_of(args[position], splits) for position in self.common}
         verdict = self.verdict(texts)
         if verdict is None:
             given = [", ".join(found[:1]) or type(args[position]).__name__ for position, found in sorted(texts.items())]
@@ -192,9 +184,6 @@ Places = tuple[frozenset[int | None] | frozenset[Returns], ...]
 
 class Trial:
     """Observed calls of one form of a Function, in the first step.
-
-    Args:
-        form: The form.
 
     Attributes:
         calls: Texts and arguments of each call; tensors without values.

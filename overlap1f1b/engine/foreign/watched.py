@@ -14,15 +14,7 @@ from overlap1f1b.transport.calls import Splits, splits_of
 
 
 class Watched(NamedTuple):
-    """A call of ``all_to_all_single``, or of ``all_to_all`` with a tensor for each rank.
-
-    Args:
-        output: Received rows; of ``all_to_all`` in parts, which are filled by the call.
-        input: Sent rows.
-        receive: Rows from each rank.
-        send: Rows to each rank.
-        group: Ranks of the exchange.
-    """
+    """A call of ``all_to_all_single``, or of ``all_to_all``, whose output is a list of tensors that the call fills."""
 
     output: Tensor | Sequence[Tensor]
     input: Tensor

@@ -121,16 +121,17 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         cast, add = ctx.cast, ctx.add
-        asked = asks_for(ctx.weight, ctx)
-        if asked and add is None:
-            ctx.queue.put(ctx.weight, lambda: as_dtype(_flat(grad).t() @ _flat(x), weight.dtype))
-        elif asked:
-            ctx.queue.put(ctx.weight, lambda: add(_flat(grad), _flat(x)))
+
+        def weight_grad() -> Tensor | None:
+            if add is not None:
+                return add(_flat(grad), _flat(x))
+            return as_dtype(_flat(grad).t() @ _flat(x), weight.dtype)
+
+        if asks_for(ctx.weight, ctx):
+            ctx.queue.put(ctx.weight, weight_grad)
         matrix = weight if cast is None else weight.to(cast)
         grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
-        grad_bias = None
-        if ctx.needs_input_grad[2]:
-            grad_bias = as_dtype(_flat(grad).sum(0), weight.dtype)
+        grad_bias = as_dtype(_flat(grad).sum(0), weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None, None
 
 
@@ -168,11 +169,15 @@ class SplitGroupedMM(torch.autograd.Function):
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         parameter, kernels = ctx.weight, ctx.kernels
         main = None if kernels is None else main_grad(parameter)
-        asked = asks_for(parameter, ctx)
-        if asked and main is not None:
-            ctx.queue.put(parameter, lambda: _add_to_main(parameter, main, grad, rows, counts, kernels))
-        elif asked:
-            ctx.queue.put(parameter, lambda: as_dtype(grouped_mm_weight_grad(grad, rows, counts), weight.dtype))
+
+        def weight_grad() -> Tensor | None:
+            if main is None:
+                return as_dtype(grouped_mm_weight_grad(grad, rows, counts), weight.dtype)
+            kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
+            return added_to_main(parameter)
+
+        if asks_for(parameter, ctx):
+            ctx.queue.put(parameter, weight_grad)
         of_rows = None
         if ctx.needs_input_grad[0]:
             of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts)
@@ -190,13 +195,6 @@ def main_grad(parameter: nn.Parameter) -> Tensor | None:
     if not isinstance(main, Tensor) or main.dtype != torch.float32 or main.shape != parameter.shape:
         return None
     return main if main.is_contiguous() else None
-
-
-def _add_to_main(
-    parameter: nn.Parameter, main: Tensor, grad: Tensor, rows: Tensor, counts: Sequence[int], kernels: Kernels
-) -> Tensor | None:
-    kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
-    return added_to_main(parameter)
 
 
 def added_to_main(parameter: Any) -> Tensor | None:

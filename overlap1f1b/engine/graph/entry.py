@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from overlap1f1b.transport.functions import direct, plain_apply
 
@@ -37,9 +36,6 @@ class Entry:
         Args:
             anchor: Any leaf that requires a gradient; it gets none.
         """
-        if torch._C._are_functorch_transforms_active():  # what enters is no argument of one
-            with temporarily_clear_interpreter_stack():
-                return self.enter(tensor, anchor)
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         try:

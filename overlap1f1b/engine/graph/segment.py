@@ -9,6 +9,7 @@ weights), and parameters that are used in other places, too. An :class:`Entry` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -24,6 +25,7 @@ from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport.lanes import Flight
 
 
 def check_gradients_possible() -> None:
@@ -165,6 +167,7 @@ class Use(NamedTuple):
     first: Any
 
 
+@dataclass(slots=True, eq=False)
 class Sent:
     """An exchange behind a segment.
 
@@ -175,21 +178,18 @@ class Sent:
         differs: Whether each of them requires a gradient.
         edges: The graph of each of them that does.
         library: Carries it out, if a library does.
+        rows: Rows ``[R, …]`` to send next, or their gradients to send back; for a library the tensors.
+        counts: Counts on their way to the experts, beside the rows of a dispatch.
     """
 
-    __slots__ = ("call", "differs", "edges", "layout", "library", "place")
-
-    def __init__(
-        self,
-        place: tuple[Op, int],
-        call: ExchangeCall,
-        layout: Layout,
-        differs: Sequence[bool],
-        edges: Sequence[GradientEdge | None],
-        library: LibraryExchange | None,
-    ) -> None:
-        self.place, self.call, self.layout, self.differs = place, call, layout, differs
-        self.edges, self.library = edges, library
+    place: tuple[Op, int]
+    call: ExchangeCall
+    layout: Layout
+    differs: Sequence[bool]
+    edges: Sequence[GradientEdge | None]
+    library: LibraryExchange | None
+    rows: Any
+    counts: Flight[Tensor] | None = None
 
     @property
     def arriving(self) -> Sequence[bool]:
@@ -200,8 +200,7 @@ class Sent:
         """Return the tensors, or gradients, that it has brought."""
         if self.library is None:
             return self.layout.unpack(received)
-        found: list[Any] = received
-        return found
+        return received
 
     def grads_back(self, entries: Sequence[Entry | None]) -> Any:
         """Return what it takes back: gradients of what it brought, which is zero at None."""
@@ -227,44 +226,26 @@ class Segment:
         op: Sub-op of its nodes.
         seam: Number among the block's nodes of this sub-op.
         queue: Where its weight gradients wait.
-
-    Attributes:
-        start: Sequence number, above all earlier autograd nodes and not above the segment's own.
-        taken: The exchanges before it, with the number of tensors that each brought.
-        received: Entries of these tensors, or of the block's inputs; None for one that requires no gradient.
-        crossed: What entered it from earlier segments, by the tensor's place in the graph.
-        parameters: Parameters that entered it, because they are used in other places, too.
-        roots: Where gradients enter its graph.
-        grads: These gradients.
-        sent: The exchanges behind it.
     """
 
-    __slots__ = (
-        "crossed",
-        "grads",
-        "here",
-        "op",
-        "parameters",
-        "queue",
-        "received",
-        "roots",
-        "seam",
-        "sent",
-        "start",
-        "taken",
-        "uses",
-        "versions",
-    )
-
     def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
-        self.op, self.seam, self.queue, self.start = op, seam, queue, -1
-        self.received: list[Entry | None] = []
-        self.crossed: dict[tuple[int, int], Crossing] = {}
-        self.parameters: dict[Parameter, Crossing] = {}
-        self.roots: list[GradientEdge] = []
-        self.grads: list[Tensor] = []
+        self.op, self.seam, self.queue = op, seam, queue
+        self.start = -1
+        """Sequence number, above all earlier autograd nodes and not above the segment's own."""
         self.taken: list[tuple[Sent, int]] = []
+        """The exchanges before it, with the number of tensors that each brought."""
+        self.received: list[Entry | None] = []
+        """Entries of these tensors, or of the block's inputs; None for one that requires no gradient."""
+        self.crossed: dict[tuple[int, int], Crossing] = {}
+        """What entered it from earlier segments, by the tensor's place in the graph."""
+        self.parameters: dict[Parameter, Crossing] = {}
+        """Parameters that entered it, because they are used in other places, too."""
+        self.roots: list[GradientEdge] = []
+        """Where gradients enter its graph."""
+        self.grads: list[Tensor] = []
+        """These gradients."""
         self.sent: list[Sent] = []
+        """The exchanges behind it."""
         self.here: dict[object, Tensor] = {}
         """Leaves that entered, kept while the segment runs and no longer."""
         self.uses: dict[tuple[int, int], Use] = {}

@@ -29,14 +29,13 @@ from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
-from overlap1f1b.engine.run.crossing import CrossingMode
+from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import CarriedState, MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
-from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
@@ -69,7 +68,8 @@ class BlockRun:
         self.met = 0
         """Exchanges that Functions have made so far, in the first step."""
         self.is_last = block == len(stage.blocks) - 1
-        self.learns = block not in stage.uses.known
+        self.uses = stage.uses[block]
+        self.learns = not self.uses.known
         self.queue = WeightQueue()
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
@@ -80,10 +80,6 @@ class BlockRun:
         """Outputs; their values have been handed on, only their graph is held."""
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
-        self.rows: dict[Place, Any] = {}
-        """Rows ``[R, …]`` for the exchanges that are next; for one by a library the tensors."""
-        self.counts: dict[Place, Flight[Tensor]] = {}
-        """Counts on their way to the experts, beside the rows of a dispatch."""
         self._state = stage.state_of(block)
         self._carried: Any = None  # state of modules that the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
@@ -99,8 +95,8 @@ class BlockRun:
             brought = []
             for place, rows in received.items():
                 sent = self.sent[place]
-                if place in self.counts:
-                    flight = self.counts.pop(place)
+                if sent.counts is not None:
+                    flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.read)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
@@ -123,7 +119,7 @@ class BlockRun:
         mode = grad and stage.watches(self.block)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
-        with stage.around(self.block, stream, mode):
+        with stage.draws.within(self.block, stream), eager(mode):
             if self.exchanges or self.seen is not None:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
@@ -148,7 +144,7 @@ class BlockRun:
             differs += sent.arriving
         given = segment.enter(received, differs, self.stage.anchor, grad=grad)
         mode = grad and not brought[0][0].call.feeds_part
-        with self.stage.around(self.block, stream, mode):
+        with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
             reached = self.forward.resume(tuple(given), self._thread(), mode=mode)
@@ -220,14 +216,12 @@ class BlockRun:
         self._changed |= dict.fromkeys(segment.leave(), segment.start)
         for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
             call.tensors.clear()
-            sent, self.rows[place] = self._prepared(place, call, every.pop(0))
+            sent = self.sent[place] = self._prepared(place, call, every.pop(0))
             segment.sent.append(sent)
-            self.sent[place] = sent
             if self.learns:
                 self._check_graph(segment, sent.edges)
 
-    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> tuple[Sent, Any]:
-        """Return an exchange, and the rows that it sends."""
+    def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
         differs, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
         for tensor in tensors:
             requires = self.microbatch.grad and tensor.requires_grad
@@ -237,11 +231,11 @@ class BlockRun:
         layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return Sent(place, call, layout, differs, edges, library), bare
+            return Sent(place, call, layout, differs, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.foreign and len(bare) == 1 else rows
-        return Sent(place, call, layout, differs, edges, None), rows
+        return Sent(place, call, layout, differs, edges, None, rows)
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
@@ -284,7 +278,7 @@ class BlockRun:
             if not self.is_last:
                 self._check_differs(outs)
             self._keep(outs)
-            self.stage.uses.known.add(self.block)
+            self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
@@ -382,20 +376,19 @@ class BlockRun:
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
-        self.stage.uses.leaves(self.block, weight, len(self.segments) - 1)
+        self.uses.leaves(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
 
         Its gradients are summed before they are added to ``.grad``, as in one backward of everything.
         """
-        stage, number, segment = self.stage, len(self.segments) - 1, self.segments[-1]
-        home = stage.tied.get(parameter)
-        alone = parameter not in stage.uses.apart[self.block] and home in (None, self.block)
-        if alone and stage.uses.first[self.block].setdefault(parameter, number) == number:
+        uses, number, segment = self.uses, len(self.segments) - 1, self.segments[-1]
+        alone = parameter not in uses.apart and self.stage.tied.get(parameter, self.block) == self.block
+        if alone and uses.first.setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
-            stage.uses.enters(self.block, parameter, number)
+            uses.enters(parameter, number)
             segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
@@ -461,9 +454,8 @@ class BlockRun:
             self._add_tied(segment)
         segment.walk()
         self.segments.pop()
-        several = self.stage.uses.several[self.block]
-        if several and segment.queue is not self.queue:
-            segment.queue.move(several, self.queue)
+        if self.uses.several and segment.queue is not self.queue:
+            segment.queue.move(self.uses.several, self.queue)
         # 3. Gradients of the tensors that had entered it.
         for key, crossing in segment.crossed.items():
             if crossing.entry.grad is not None:
@@ -478,7 +470,7 @@ class BlockRun:
         if self.segments:
             entries = iter(segment.received)
             for sent, count in segment.taken:
-                self.rows[sent.place] = sent.grads_back(list(islice(entries, count)))
+                self.sent[sent.place].rows = sent.grads_back(list(islice(entries, count)))
         else:
             self._finish_backward(segment)
 
@@ -510,12 +502,10 @@ class BlockRun:
 
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until the gradients of the parameter's other uses are there."""
-        stage = self.stage
-        if parameter in stage.tied:
+        number = len(self.segments)
+        if parameter in self.stage.tied:
             self.microbatch.tied[parameter] = grad
-        elif parameter not in stage.uses.apart[self.block] and stage.uses.first[self.block].get(
-            parameter, len(self.segments)
-        ) < len(self.segments):
+        elif parameter not in self.uses.apart and self.uses.first.get(parameter, number) < number:
             self._summed[parameter] = grad
         else:
             self.queue.keep(parameter, grad)
@@ -530,7 +520,7 @@ class BlockRun:
         for sums in (self._summed, self.microbatch.tied):
             for parameter in list(sums):
                 at_home = stage.tied.get(parameter, self.block) == self.block
-                if at_home and stage.uses.first[self.block].get(parameter, 0) == number:
+                if at_home and self.uses.first.get(parameter, 0) == number:
                     segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from operator import is_
-from typing import NamedTuple
+from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
-from overlap1f1b.engine.graph.autograd import WeightQueue
+from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
-from overlap1f1b.engine.run.crossing import eager, functions_cross
+from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.model import (
     CarriedState,
     blocks_of,
@@ -26,12 +27,11 @@ from overlap1f1b.engine.run.model import (
     options_of,
     refuse_wrappers,
 )
-from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
+from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
-from overlap1f1b.engine.run.weights import SplitForward, SplitProduct, splits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
-from overlap1f1b.moe.experts import Experts
+from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import (
     BlockShape,
@@ -48,24 +48,6 @@ from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
-
-
-class Dropped(NamedTuple):
-    """Rows of one call of experts that found no room under a capacity.
-
-    Args:
-        block: Position of the block in its stage.
-        microbatch: Number of the microbatch.
-        rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
-        counts: Sent rows of each expert, int64 ``[E]``.
-        room: Rows that can be sent to each rank.
-    """
-
-    block: int
-    microbatch: int
-    rows: Tensor
-    counts: Tensor
-    room: int
 
 
 class Blocks:
@@ -96,10 +78,8 @@ class Blocks:
         self.exchange = exchange or LocalExchange()
         self.capacity: float | None = None
         """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
-        self.dropped: list[Dropped] = []
-        """Rows without room, of every call under a capacity; emptied by the reader."""
-        self.check_tokens: Callable[[int], None] | None = None
-        """Called with the number of tokens of every call under a capacity."""
+        self.on_route: Callable[[Route, str], None] | None = None
+        """Called with the route of every call of experts, its block and its microbatch, under a capacity."""
         self.adds_to_main = not reduce_experts
         """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
         self.calls: dict[tuple[int, int], str] = {}
@@ -152,12 +132,11 @@ class Blocks:
             any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
         ]
         """Whether a block uses parameters of an earlier one."""
-        self.uses = ParameterUses(
-            [
-                self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
-                for index, linears in enumerate(self.linears)
-            ]
-        )
+        self.uses = [
+            ParameterUses(self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)})
+            for index, linears in enumerate(self.linears)
+        ]
+        """Where each block uses its parameters."""
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
         """State that each block's forward keeps on modules."""
@@ -222,39 +201,28 @@ class Blocks:
         The first segment shares this node with the rest of the block."""
         self.behind = [exchanges_behind(shape) for shape in self.shape]
         """Exchanges of rows behind each segment of each block."""
-        self._of_part: dict[int, list[tuple[int, Op, int]]] = {}
-        self._numbers: dict[tuple[int, Op, int], tuple[int, int]] = {}
+        self.exchange_after: dict[tuple[int, Op, int], tuple[int, Op, int]] = {}
+        """The next exchange of the same part. An exchange is given by its block, its sub-op, and its number among the
+        block's exchanges of this sub-op."""
+        last: dict[int, tuple[int, Op, int]] = {}  # of each part
         for block, shape in enumerate(self.shape):
             for op, seam in exchanges_of(shape):
                 part = 0 if shape.exchanges else seam % shape.parts
-                places = self._of_part.setdefault(part, [])
-                self._numbers[block, op, seam] = part, len(places)
-                places.append((block, op, seam))
+                if part in last:
+                    self.exchange_after[last[part]] = block, op, seam
+                last[part] = block, op, seam
+        self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
         return side_stream(self.device, "library") if self.device.type == "cuda" else InlineStream()
 
-    def exchange_beside(self, block: int, op: Op, seam: int, step: int) -> tuple[int, Op, int] | None:
-        """Return the exchange of the same part ``step`` exchanges later, earlier if negative; None past an end.
-
-        An exchange is given by its block, its sub-op, and its number among exchanges of this sub-op.
-        """
-        part, number = self._numbers[block, op, seam]
-        places = self._of_part[part]
-        return places[number + step] if 0 <= number + step < len(places) else None
-
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
         foreign = self.foreign
         looked_at = foreign.seen is not None and block in foreign.seen
-        return self._shares[block] or looked_at or block in foreign.hidden or self.uses.watches(block)
-
-    def around(self, block: int, stream: RandomStream, mode: bool) -> AbstractContextManager[object]:
-        """Return the context of a segment of a block, beside a function mode if ``mode``."""
-        random, eagerly = self.draws.within(block, stream), eager(mode)
-        return random if eagerly is None else _both(random, eagerly)
+        return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
@@ -284,7 +252,7 @@ class Blocks:
                     stacklevel=2,
                 )
             shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
-            self.uses.forget(block)
+            self.uses[block].forget()
         self.shape = tuple(shapes)
         self._find_exchanges()
 
@@ -293,7 +261,7 @@ class Blocks:
         self.parts = parse_parts(parts)
         for block, shape in enumerate(self.shape):
             if shape.seams:
-                self.uses.forget(block)
+                self.uses[block].forget()
         self.shape = tuple(shape._replace(parts=parts) if shape.seams else shape for shape in self.shape)
         self._find_exchanges()
 
@@ -305,19 +273,17 @@ class Blocks:
         return attributes if attributes.learning or attributes.known else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
-        """Note a call of experts: its sizes, and rows without room under a capacity."""
+        """Note a call of experts and its sizes."""
         if call.back:
             return
-        if self.capacity is not None and self.check_tokens is not None:
-            self.check_tokens(route.tokens)
+        if self.on_route is not None:
+            self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         seam //= self.parts
         if (block, seam) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
             self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
         if self.first_rows is not None and (block, seam) not in self.first_rows:
             self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
-        if route.dropped is not None:
-            self.dropped.append(Dropped(block, microbatch, route.dropped, route.counts, route.send[0]))
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
@@ -351,7 +317,8 @@ class Blocks:
         Args:
             loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
-        self.uses.settle()
+        for uses in self.uses:
+            uses.settle()
         stacks: list[Stack] = []
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
@@ -367,14 +334,43 @@ class Blocks:
             yield attributes, "forward", uncompiled(experts.forward)
             yield attributes, "capacity", self.capacity
             yield attributes, "parts", self.parts
-            yield attributes, "product", uncompiled(SplitProduct(self, experts.kernels if self.adds_to_main else None))
+            yield attributes, "product", uncompiled(self._split_product(experts))
         for linear in (m for linears in self.linears for m in linears):
-            yield vars(linear), "forward", uncompiled(SplitForward(self, linear))
+            yield vars(linear), "forward", uncompiled(self._split_forward(linear))
         for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
             yield vars(carrier), "loss_scale", loss_scale
 
+    def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
 
-@contextmanager
-def _both(one: AbstractContextManager[object], other: AbstractContextManager[object]) -> Iterator[None]:
-    with one, other:
-        yield
+        def forward(input: Tensor) -> Tensor:
+            weight, bias = linear.weight, linear.bias
+            # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no
+            # Function.
+            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
+            if plain or torch._C._are_functorch_transforms_active():
+                return F.linear(input, weight, bias)
+            return split_linear(input, (weight,), bias, self.queue, self.anchor)
+
+        return forward
+
+    def _split_product(self, experts: Experts) -> GroupedProduct:
+        """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
+        kernels = experts.kernels if self.adds_to_main else None
+
+        def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+            anchor = self.anchor if weight.requires_grad else None
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor)
+
+        return product
+
+
+def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and (weight := module._parameters.get("weight")) is not None
+        and weight.requires_grad
+        and not weight.is_complex()
+    )

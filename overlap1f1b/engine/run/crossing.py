@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from operator import is_
@@ -213,9 +213,9 @@ class _Crossing(ExitStack):
 _CHANGING = Lock()
 
 
-def eager(mode: bool) -> AbstractContextManager[object] | None:
+def eager(mode: bool) -> AbstractContextManager[None]:
     """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
-    return _eagerly() if mode and "torch._dynamo" in sys.modules else None
+    return _eagerly() if mode and "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def _change(crossing: _Crossing) -> None:
         if mode is None or not torch.is_grad_enabled():
             return plain_apply(cls)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if cls is SplitLinear or cls is SplitGroupedMM:  # it queues the gradient of its weight
+            if cls in _OWN:  # it queues the gradient of its weight
                 mode.run.used_apart(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:

@@ -78,7 +78,7 @@ class Microbatch:
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
         self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way
         self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
-        self.expected: dict[tuple[Kind, int, Place], Expected | None] = {}  # announced receives, by way and block
+        self.expected: dict[Node, Expected | None] = {}  # announced receives
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
         """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""
@@ -112,10 +112,7 @@ class Microbatch:
             else:
                 grads = iter(arrived)
                 self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
-        brought = {}
-        for place, flight in coming.items():
-            brought[place] = flight.wait()
-        return brought
+        return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.

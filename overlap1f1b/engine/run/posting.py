@@ -11,14 +11,14 @@ from torch import Tensor
 
 from overlap1f1b.engine.graph.segment import Sent
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 
-Announcement = tuple[tuple[Kind, int, Place], Callable[[], Expected | None]]
-"""Direction, block and place of an exchange that follows, and what posts its receive."""
+Announcement = tuple[Node, Callable[[], Expected | None]]
+"""An exchange that follows, and what posts its receive."""
 
 
 def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
@@ -34,7 +34,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         return op, _post_counts(run, node)
     exchange, place = stage.exchange, (op, node.seam)
     sent = run.sent[place] if kind is Kind.F else run.sent.pop(place)
-    rows = run.rows.pop(place)
+    rows, sent.rows = sent.rows, None
     if sent.library is not None:
         return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
     call = sent.call
@@ -42,7 +42,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     if op is Op.DISPATCH and kind is Kind.F and call.counted:
         counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
         if not splits.counts_first:
-            run.counts[place], counts = counts, None
+            sent.counts, counts = counts, None
     announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
     if exchange.background:
         announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(run, node)
@@ -53,7 +53,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         if counts is not None:
             splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.read)
             counts.read = time.perf_counter()
-        expected = microbatch.expected.pop((kind, run.block, place), None)
+        expected = microbatch.expected.pop(node, None)
         transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected)
         if announce is not None:
             microbatch.expected[announce[0]] = announce[1]()
@@ -68,7 +68,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
     def start() -> Transfer[Tensor]:
         assert splits.counts is not None
-        expected = microbatch.expected.pop((Kind.F, run.block, (Op.COUNTS, node.seam)), None)
+        expected = microbatch.expected.pop(node, None)
         sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
         splits.host = sizes.host
         return sizes
@@ -78,7 +78,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
     stage, exchange, call = run.stage, run.stage.exchange, sent.call
-    following = stage.exchange_beside(run.block, node.op, node.seam, 1)
+    following = stage.exchange_after.get((run.block, node.op, node.seam))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
@@ -89,11 +89,11 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
     if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
         return None
     node = node._replace(op=Op.COUNTS)
-    return (Kind.F, block, (Op.COUNTS, seam)), lambda: exchange.expect_counts(counts, node.tag)
+    return node, lambda: exchange.expect_counts(counts, node.tag)
 
 
 def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
-    before = run.stage.exchange_beside(run.block, node.op, node.seam, -1)
+    before = run.stage.exchange_before.get((run.block, node.op, node.seam))
     if before is None or (before[0] != run.block and not run.stage.alike):
         return None
     block, op, seam = before
@@ -106,6 +106,5 @@ def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
 
 def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:
     """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
-    exchange, tag, call = run.stage.exchange, node.tag, sent.call
-    place = node.kind, node.block, (node.op, node.seam)
-    return place, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], tag)
+    exchange, call = run.stage.exchange, sent.call
+    return node, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], node.tag)

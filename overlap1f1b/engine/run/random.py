@@ -76,15 +76,15 @@ class Draws:
     ) -> None:
         self._blocks, self._generators = blocks, generators
         self._always = list(always)
-        self._idle: set[tuple[int, bool]] = set()  # blocks that do not draw, by number and training mode
-        self._drew: set[tuple[int, bool]] = set()
+        self._draws: dict[tuple[int, bool], bool] = {}  # whether a block draws, by its number and training mode
 
     def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
         """Return the context of a segment of a block."""
         key = block, self._blocks[block].training
-        if key in self._idle:
+        draws = self._draws.get(key)
+        if draws is False:
             return _NO_CONTEXT
-        return stream if self._always[block] or key in self._drew else self._watched(key, stream)
+        return stream if draws or self._always[block] else self._watched(key, stream)
 
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
@@ -92,21 +92,20 @@ class Draws:
             before = self._states()
             yield
             if not _equal(before, self._states()):
-                self._drew.add(key)
+                self._draws[key] = True
 
     def forwarded(self, block: int) -> None:
         """Note that a block has run a whole forward."""
-        key = block, self._blocks[block].training
-        if not self._always[block] and key not in self._drew:
-            self._idle.add(key)
+        if not self._always[block]:
+            self._draws.setdefault((block, self._blocks[block].training), False)
 
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Check, at the end of a step, that no block has drawn outside its stream."""
-        before = self._states() if self._idle else None
+        before = None if all(self._draws.values()) else self._states()
         yield
         if before is not None and not _equal(before, self._states()):
-            self._idle.clear()
+            self._draws.clear()
             self._always = [True] * len(self._always)
 
     def _states(self) -> list[Tensor]:

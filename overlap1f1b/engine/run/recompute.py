@@ -227,25 +227,24 @@ class RecomputedRun(BlockRun):
         first, self.segments = self.segments, []
         buffers.enter_context(replaced(self.buffers[0]))
         reached = self._start(tuple([t for t, _ in self.x]), self.streams[0])
-        for number, old in enumerate(first[:-1]):
-            before = [sent.call for sent in old.sent]
-            if not isinstance(reached, list) or [call.back for call in reached] != [call.back for call in before]:
+        for number, old in enumerate(first):
+            before, calls = [sent.call for sent in old.sent], reached if isinstance(reached, list) else []
+            if [call.back for call in calls] != [call.back for call in before]:
                 raise ValueError(
                     f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
                 )
+            if not calls:
+                break
             if self._is_part(number):  # its graph is kept, or is made by its own node
                 old.start = self.segments[-1].start  # for what later segments use of others
                 self.segments[-1] = old
-                for call in reached:
+                for call in calls:
                     call.tensors.clear()
             else:
-                self._send([old._replace(tensors=new.tensors) for old, new in zip(before, reached, strict=True)])
+                self._send([old._replace(tensors=new.tensors) for old, new in zip(before, calls, strict=True)])
             buffers.enter_context(replaced(self.buffers[number + 1]))
             reached = self._resume(self._answer(number, first[number + 1]), self.streams[number + 1])
-        if isinstance(reached, list):
-            raise ValueError(
-                f"{self.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
-            )
+        assert isinstance(reached, tuple)
         self.forward, self.x, self.brought, self.streams, self.buffers = None, [], [], [], []
         self._keep(reached)
 

@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
 
 class ParameterUses:
-    """The segments that use the parameters of each block, as its first forward has shown.
+    """The segments that use the parameters of a block, as its first forward has shown.
 
     Args:
-        apart: For each block the weights whose gradients its layers leave to a queue.
+        apart: Weights whose gradients the block's layers leave to a queue.
 
     Attributes:
         apart: The same, without weights that no layer uses in this way.
-        first: For each block the first segment that uses a parameter.
-        several: For each block the parameters of ``apart`` that are used in several segments or in another way, too.
-        known: Blocks that have run forward.
+        first: The first segment that uses a parameter.
+        several: The parameters of ``apart`` that are used in several segments or in another way, too.
+        known: Whether the block has run forward.
     """
 
-    def __init__(self, apart: Sequence[set[nn.Parameter]]) -> None:
-        self.apart = list(apart)
-        self.first: list[dict[nn.Parameter, int]] = [{} for _ in apart]
-        self.several: list[set[nn.Parameter]] = [set() for _ in apart]
-        self._entering: list[set[nn.Parameter]] = [set() for _ in apart]
-        self._left: list[set[nn.Parameter]] = [set() for _ in apart]
-        self.known: set[int] = set()
+    def __init__(self, apart: set[nn.Parameter]) -> None:
+        self.apart, self.known = apart, False
+        self.first: dict[nn.Parameter, int] = {}
+        self.several: set[nn.Parameter] = set()
+        self._entering: set[nn.Parameter] = set()
+        self._left: set[nn.Parameter] = set()
 
-    def watches(self, block: int) -> bool:
-        """Return whether the first segment of a block has to be watched."""
-        return block not in self.known or bool(self._entering[block])
+    @property
+    def watched(self) -> bool:
+        """Whether the first segment has to be watched."""
+        return not self.known or bool(self._entering)
 
     def settle(self) -> None:
         """Treat weights that no layer has left to a queue as any other parameter, from the next step on.
 
         Within a step the way of a gradient must not change: microbatches would be added in another order.
         """
-        for block in self.known:
-            idle = self.apart[block] - self._left[block]
-            self.first[block] |= dict.fromkeys(idle & self._entering[block], 0)
-            for known in (self.apart[block], self.several[block], self._entering[block]):
-                known.difference_update(idle)
+        if not self.known:
+            return
+        idle = self.apart - self._left
+        self.first |= dict.fromkeys(idle & self._entering, 0)
+        for known in (self.apart, self.several, self._entering):
+            known.difference_update(idle)
 
-    def leaves(self, block: int, weight: nn.Parameter, segment: int) -> None:
+    def leaves(self, weight: nn.Parameter, segment: int) -> None:
         """Note that a layer in a segment leaves the gradient of its weight to a queue."""
-        self._left[block].add(weight)
-        if self.first[block].setdefault(weight, segment) != segment:
-            self.several[block].add(weight)
+        self._left.add(weight)
+        if self.first.setdefault(weight, segment) != segment:
+            self.several.add(weight)
 
-    def enters(self, block: int, parameter: nn.Parameter, segment: int) -> None:
-        """Note that a parameter enters a segment of a block, because it is used in other places, too."""
+    def enters(self, parameter: nn.Parameter, segment: int) -> None:
+        """Note that a parameter enters a segment, because it is used in other places, too."""
         if not segment:
-            self._entering[block].add(parameter)
-        if parameter in self.apart[block]:
-            self.several[block].add(parameter)
+            self._entering.add(parameter)
+        if parameter in self.apart:
+            self.several.add(parameter)
 
-    def forget(self, block: int) -> None:
-        """Forget a block, which is cut in another way from now on."""
-        self.known.discard(block)
-        for known in (self.first[block], self.several[block], self._entering[block]):
+    def forget(self) -> None:
+        """Forget what the block has shown: it is cut in another way from now on."""
+        self.known = False
+        for known in (self.first, self.several, self._entering):
             known.clear()

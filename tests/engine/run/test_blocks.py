@@ -32,8 +32,8 @@ def test_exchanges_of_a_part_are_in_one_row_over_all_blocks(parts: int) -> None:
     for part in range(parts):
         second = parts + part
         row = [(block, op, seam) for block in (1, 3) for seam in (part, second) for op in (Op.DISPATCH, Op.COMBINE)]
-        assert [stage.exchange_beside(*place, 1) for place in row] == [*row[1:], None]
-        assert [stage.exchange_beside(*place, -1) for place in row] == [None, *row[:-1]]
+        assert [stage.exchange_after.get(place) for place in row] == [*row[1:], None]
+        assert [stage.exchange_before.get(place) for place in row] == [None, *row[:-1]]
 
 
 def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from overlap1f1b.engine import Stage
 from overlap1f1b.engine.run import nodes
+from overlap1f1b.engine.run.block import BlockRun
+from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import Chains, Node, Recompute, Resource
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests import models
@@ -23,10 +25,8 @@ def test_each_node_calls_one_method_of_its_block(monkeypatch: pytest.MonkeyPatch
     def noted(name: str) -> Any:
         return lambda run, *given: called.append((name, run.block))
 
-    for kind, method in nodes._COMPUTE.items():
-        monkeypatch.setitem(nodes._COMPUTE, kind, noted(method.__name__))
-    for op, again in nodes._RECOMPUTE.items():
-        monkeypatch.setitem(nodes._RECOMPUTE, op, noted(again.__name__))
+    for method in METHODS:
+        monkeypatch.setattr(RecomputedRun if "recompute" in method else BlockRun, method, noted(method))
     stage = Stage(models.build(), recompute=recompute)
     microbatch = stage.microbatch(models.batch(1)[0])
     chains = Chains(Placement(((0,),)), [stage.shape])
