@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def engine_over(mesh: DeviceMesh, name: str, *, schedule: str = "combined_1f1b",
     return Engine(model, program, mesh=mesh, **options)
 
 
+@cache
 def expected(count: int) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients and their norm of one process with all data."""
     model = tensors.build()
@@ -247,6 +249,7 @@ def test_labels_count_once(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_counted, name) == [[]] * 4
 
 
+@cache
 def plain_loss(count: int) -> float:
     """The mean loss of one process over the data of all ranks."""
     model, losses = tensors.build(), []

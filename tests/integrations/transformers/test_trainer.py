@@ -554,6 +554,7 @@ class DrawnRows(Sentences):
 
 def _read(rank: int, size: int, spec: Spec) -> list[Any]:
     vars(multiprocessing.current_process())["_config"]["daemon"] = False  # else there may be no workers
+    multiprocessing.set_start_method("fork", force=True)  # else each worker imports everything anew
     with launched(rank, size):
         trainer = spec.build()
         trainer.train(resume_from_checkpoint=spec.resume)
