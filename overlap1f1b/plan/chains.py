@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import cast
 
@@ -53,8 +53,7 @@ class Chains:
         """Return the nodes of an action in order, without the weight gradients of a B: see :meth:`weight`."""
         shape = self.shapes[action.stage]
         if action.kind is Kind.W:
-            inputs = backward_chain(action, shape)
-            return tuple(weight for node in inputs if (weight := weight_node(node, shape)) is not None)
+            return tuple(filter(None, map(self.weight, backward_chain(action, shape))))
         forward = action.kind is Kind.F
         chain = list(forward_chain(action, shape) if forward else backward_chain(action, shape))
         before, after = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
@@ -67,6 +66,13 @@ class Chains:
     def _weight(self, node: Node) -> Node | None:
         """Return the weight gradient that becomes possible after a node of a backward, if any."""
         return weight_node(node, self.shapes[node.stage])
+
+    def with_weights(self, action: Action, nodes: Iterable[Node]) -> Iterator[Node]:
+        """Yield nodes of an action, in a B each with its weight gradient behind it."""
+        for node in nodes:
+            yield node
+            if action.kind is Kind.B and (weight := self.weight(node)) is not None:
+                yield weight
 
     def _local_needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions of the same rank that must end before an action; a B counts as an I."""

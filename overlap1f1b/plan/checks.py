@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Resource, brought_by, without_part
+from overlap1f1b.plan.orders import sent_messages
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -97,7 +95,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 last = _behind(node, last, sent)
             if node.kind is Kind.F or node.op is Op.SEND:
                 continue
-            for entry in _summing(node, action.kind, chains):
+            for entry in chains.with_weights(action, (node,)):
                 if entry not in needs:  # a weight gradient
                     needs[entry] = [node if action.kind is Kind.B else _input_of(node, chains)]
                 place = without_part(entry, chains.shapes[entry.stage])
@@ -138,26 +136,16 @@ def _input_of(weight: Node, chains: Chains) -> Node:
     return weight._replace(kind=Kind.I, seam=weight.seam * parts)
 
 
-def _summing(node: Node, kind: Kind, chains: Chains) -> Iterator[Node]:
-    """Yield the node, and the weight gradient that belongs to it in a B."""
-    yield node
-    if kind is Kind.B and (weight := chains.weight(node)) is not None:
-        yield weight
-
-
 def _check_lanes(plan: Plan, chains: Chains) -> None:
-    sent: dict[tuple[int, int], list[Node]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple[int, Node]]] = defaultdict(list)
+    expected = {lane: iter(messages) for lane, messages in sent_messages(plan.ranks, chains).items()}
     for rank, nodes in enumerate(plan.ranks):
         for position, node in enumerate(nodes):
-            if node.op is Op.SEND:
-                sent[rank, chains.peer(node)].append(chains.receive(node))
-            elif node.op is Op.RECEIVE:
-                received[chains.peer(node), rank].append((position, node))
-    for (source, rank), receives in received.items():
-        for (position, node), expected in zip(receives, sent[source, rank], strict=True):
-            if node != expected:
+            if node.op is not Op.RECEIVE:
+                continue
+            source = chains.peer(node)
+            first = next(expected[source, rank])
+            if node != first:
                 raise ValueError(
                     f"{_name(plan, rank)}, position {position}: {node} comes where rank {source} sends the message of "
-                    f"{expected}; allowed: the same order on both"
+                    f"{first}; allowed: the same order on both"
                 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Node, Op
-from overlap1f1b.plan.orders import pairs, serial, with_reductions
+from overlap1f1b.plan.node import Node
+from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_reductions
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
@@ -100,33 +100,3 @@ def _candidates(
         for k, (deferred, patience) in product(range(1, most + 1), tries):
             policy = Policy(k, counts_block, deferred, patience)
             yield f"k={k}", policy, schedule_ranks(program, chains, free, policy)
-
-
-def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
-    """Move receives ahead, so that each rank receives in the order in which its peers send.
-
-    All other nodes keep their order. Where launches cost nothing, a receive takes no time, so nothing ends later.
-    """
-    sent: dict[tuple[int, int], list[Node]] = {}
-    for rank, nodes in enumerate(ranks):
-        for node in nodes:
-            if node.op is Op.SEND:
-                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
-    ordered = []
-    for rank, nodes in enumerate(ranks):
-        before: dict[int, list[Node]] = {}  # receives to place, by position
-        position = {node: index for index, node in enumerate(nodes) if node.op is Op.RECEIVE}
-        for (_, to), receives in sent.items():
-            at = len(nodes)
-            for node in reversed(receives if to == rank else ()):
-                at = min(at, position[node])
-                before.setdefault(at, []).append(node)
-        ordered.append(
-            tuple(
-                chain.from_iterable(
-                    (*reversed(before.get(index, [])), *([] if node.op is Op.RECEIVE else [node]))
-                    for index, node in enumerate(nodes)
-                )
-            )
-        )
-    return tuple(ordered)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by
+from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by, parts_of
 from overlap1f1b.plan.scheduler import run_together
 from overlap1f1b.schedule import Action, Kind
 
@@ -103,11 +103,8 @@ class Steps:
             gate, node = number + 1, nodes[begin]
             blocks = self.chains.shapes[stage][node.block]
             if node.op is _EXPERTS:
-                last = max if kind is _F else min
-                seam = last(
-                    range(node.seam // blocks.parts * blocks.parts, (node.seam // blocks.parts + 1) * blocks.parts)
-                )
-                gate = computes.index(node._replace(seam=seam)) + 1
+                parts = parts_of(node.seam // blocks.parts, blocks)
+                gate = computes.index(node._replace(seam=parts[-1 if kind is _F else 0])) + 1
             weight = self.chains.weight(node) if kind is _I else None
             behind = nodes[begin + 1 : end]
             exchanges = tuple(other for other in behind if RESOURCE_OF[other.op] is _EXCHANGE)

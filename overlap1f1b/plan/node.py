@@ -192,45 +192,43 @@ def parse_parts(value: object) -> int:
     return value
 
 
-def exchanges_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
-    """Return a block's exchanges of rows in forward order: sub-op, and number among exchanges of this sub-op.
+def forward_order(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
+    """Return the nodes of a block's forward in order: sub-op, and number among nodes of this sub-op.
 
-    >>> [f"{op}[{seam}]" for op, seam in exchanges_of(BlockShape(seams=2))]
-    ['dispatch[0]', 'combine[0]', 'dispatch[1]', 'combine[1]']
+    >>> [f"{op}[{seam}]" for op, seam in forward_order(BlockShape(seams=1))]
+    ['attention[0]', 'counts[0]', 'dispatch[0]', 'experts[0]', 'combine[0]', 'aggregate[0]']
     """
-    if shape.exchanges:
-        return tuple((op, shape.exchanges[:position].count(op)) for position, op in enumerate(shape.exchanges))
-    calls = (parts_of(call, shape) for call in range(shape.seams))
-    return tuple((op, seam) for seams in calls for op in (Op.DISPATCH, Op.COMBINE) for seam in seams)
-
-
-def segments_of(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
-    """Return a block's segments in forward order: sub-op, and number among segments of this sub-op.
-
-    >>> [f"{op}[{seam}]" for op, seam in segments_of(BlockShape(seams=1, parts=2))]
-    ['attention[0]', 'experts[0]', 'experts[1]', 'aggregate[0]']
-    """
-    segments = [(shape.own, 0)]
-    if shape.exchanges:
-        segments += [(SEGMENT_BEHIND[op], seam) for op, seam in exchanges_of(shape)]
-    for call in range(shape.seams):
-        segments += [*((Op.EXPERTS, seam) for seam in parts_of(call, shape)), (Op.AGGREGATE, call)]
-    return tuple(segments)
-
-
-def exchanges_behind(shape: BlockShape) -> tuple[tuple[tuple[Op, int], ...], ...]:
-    """Return, for each of a block's segments, the exchanges of rows behind it.
-
-    >>> len(exchanges_behind(BlockShape(seams=1, parts=2))[0])
-    2
-    """
-    if shape.exchanges:
-        return (*((exchange,) for exchange in exchanges_of(shape)), ())
-    behind: list[tuple[tuple[Op, int], ...]] = []
+    order = [(shape.own, 0)]
+    for position, op in enumerate(shape.exchanges):
+        seam = shape.exchanges[:position].count(op)
+        order += [(op, seam), (SEGMENT_BEHIND[op], seam)]
     for call in range(shape.seams):
         parts = parts_of(call, shape)
-        behind += [tuple((Op.DISPATCH, seam) for seam in parts), *(((Op.COMBINE, seam),) for seam in parts)]
-    return (*behind, ())
+        order += [(op, seam) for op in (Op.COUNTS, Op.DISPATCH) for seam in parts]
+        order += [(op, seam) for seam in parts for op in (Op.EXPERTS, Op.COMBINE)]
+        order.append((Op.AGGREGATE, call))
+    return tuple(order)
+
+
+def segments_of(shape: BlockShape) -> list[tuple[Op, int, list[tuple[Op, int]]]]:
+    """Return a block's segments in forward order: sub-op, number, and the exchanges of rows behind it.
+
+    A number counts the segments, or the exchanges, of the same sub-op.
+
+    >>> for op, seam, behind in segments_of(BlockShape(seams=1, parts=2)):
+    ...     print(f"{op}[{seam}]", [f"{op}[{seam}]" for op, seam in behind])
+    attention[0] ['dispatch[0]', 'dispatch[1]']
+    experts[0] ['combine[0]']
+    experts[1] ['combine[1]']
+    aggregate[0] []
+    """
+    segments: list[tuple[Op, int, list[tuple[Op, int]]]] = []
+    for op, seam in forward_order(shape):
+        if RESOURCE_OF[op] is Resource.COMPUTE:
+            segments.append((op, seam, []))
+        elif RESOURCE_OF[op] is Resource.EXCHANGE:
+            segments[-1][2].append((op, seam))
+    return segments
 
 
 def parts_of(call: int, shape: BlockShape) -> range:
@@ -254,47 +252,37 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
 
     Each needs the one before it, but for the experts of a part, which need the rows of this part alone.
     """
-    at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index, block in enumerate(shape):
-        yield Node(block.own, Kind.F, block=index, **at)
-        for op, seam in exchanges_of(block) if block.exchanges else ():
-            yield Node(op, Kind.F, block=index, seam=seam, **at)
-            yield Node(SEGMENT_BEHIND[op], Kind.F, block=index, seam=seam, **at)
-        for call in range(block.seams):
-            for op in (Op.COUNTS, Op.DISPATCH):
-                for seam in parts_of(call, block):
-                    yield Node(op, Kind.F, block=index, seam=seam, **at)
-            for seam in parts_of(call, block):
-                for op in (Op.EXPERTS, Op.COMBINE):
-                    yield Node(op, Kind.F, block=index, seam=seam, **at)
-            yield Node(Op.AGGREGATE, Kind.F, block=index, seam=call, **at)
+        for op, seam in forward_order(block):
+            yield Node(op, Kind.F, action.microbatch, index, seam, action.stage, action.pipe)
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """Yield the nodes of an input gradient in their order, the reverse of the forward's.
+    """Yield the nodes of an input gradient in their order.
 
     Each needs the one before it, but for the experts of a part, which need the gradients of this part alone. Dropped
     activations are computed again before their first use. Recomputation needs no exchange. The experts' recomputation
     runs beside the exchange of their gradient; the rest may run even before the stage's output gradient arrives.
     """
-    at = {"microbatch": action.microbatch, "stage": action.stage, "pipe": action.pipe}
     for index in reversed(range(len(shape))):
-        block = shape[index]
-        if block.drops(block.own):
-            yield Node(RECOMPUTE_OF[block.own], Kind.I, block=index, **at)
-        for op, seam in reversed(exchanges_of(block)) if block.exchanges else ():
-            yield Node(SEGMENT_BEHIND[op], Kind.I, block=index, seam=seam, **at)
-            yield Node(op, Kind.I, block=index, seam=seam, **at)
-        for call in reversed(range(block.seams)):
-            yield Node(Op.AGGREGATE, Kind.I, block=index, seam=call, **at)
-            for seam in reversed(parts_of(call, block)):
-                yield Node(Op.COMBINE, Kind.I, block=index, seam=seam, **at)
-            for seam in reversed(parts_of(call, block)):
-                if block.drops(Op.EXPERTS):
-                    yield Node(Op.RECOMPUTE_EXPERTS, Kind.I, block=index, seam=seam, **at)
-                yield Node(Op.EXPERTS, Kind.I, block=index, seam=seam, **at)
-                yield Node(Op.DISPATCH, Kind.I, block=index, seam=seam, **at)
-        yield Node(block.own, Kind.I, block=index, **at)
+        for op, seam in _backward_order(shape[index]):
+            yield Node(op, Kind.I, action.microbatch, index, seam, action.stage, action.pipe)
+
+
+def _backward_order(shape: BlockShape) -> list[tuple[Op, int]]:
+    """Return the nodes of a block's input gradient in order, which is the forward's reversed, but for parts.
+
+    The gradients of all parts of a call leave before its experts, as the rows of all parts do in a forward.
+    """
+    order = [(RECOMPUTE_OF[shape.own], 0)] if shape.drops(shape.own) else []
+    if shape.exchanges:
+        return order + list(reversed(forward_order(shape)))
+    for call in reversed(range(shape.seams)):
+        parts = parts_of(call, shape)[::-1]
+        order += [(Op.AGGREGATE, call), *((Op.COMBINE, seam) for seam in parts)]
+        again = [Op.RECOMPUTE_EXPERTS] if shape.drops(Op.EXPERTS) else []
+        order += [(op, seam) for seam in parts for op in (*again, Op.EXPERTS, Op.DISPATCH)]
+    return [*order, (shape.own, 0)]
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:

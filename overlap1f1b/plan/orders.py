@@ -13,7 +13,7 @@ from overlap1f1b.schedule import Action, Kind, Pair, Slot
 def serial(actions: Iterable[Action], chains: Chains) -> Iterator[Node]:
     """Yield one action's nodes after another; in a B each weight gradient follows its input gradient."""
     for action in actions:
-        yield from _with_weights(chains.of(action), action, chains)
+        yield from chains.with_weights(action, chains.of(action))
 
 
 def pairs(slots: Iterable[Slot], chains: Chains) -> Iterator[Node]:
@@ -54,6 +54,40 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     return reduced
 
 
+def sent_messages(ranks: Sequence[Iterable[Node]], chains: Chains) -> dict[tuple[int, int], list[Node]]:
+    """Return, for every two ranks, the receives on the second in the order in which the first sends."""
+    sent: dict[tuple[int, int], list[Node]] = {}
+    for rank, nodes in enumerate(ranks):
+        for node in nodes:
+            if node.op is Op.SEND:
+                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
+    return sent
+
+
+def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
+    """Move receives ahead, so that each rank receives in the order in which its peers send.
+
+    All other nodes keep their order. Where launches cost nothing, a receive takes no time, so nothing ends later.
+    """
+    sent = sent_messages(ranks, chains)
+    ordered = []
+    for rank, nodes in enumerate(ranks):
+        position = {node: index for index, node in enumerate(nodes) if node.op is Op.RECEIVE}
+        moved: dict[int, list[Node]] = {}  # receives by their new position, the last one first
+        for (_, to), receives in sent.items():
+            at = len(nodes)
+            for node in reversed(receives if to == rank else ()):
+                at = min(at, position[node])
+                moved.setdefault(at, []).append(node)
+        order: list[Node] = []
+        for index, node in enumerate(nodes):
+            order += reversed(moved.get(index, ()))
+            if node.op is not Op.RECEIVE:
+                order.append(node)
+        ordered.append(tuple(order))
+    return tuple(ordered)
+
+
 def launched_early(nodes: Iterable[Node]) -> list[Node]:
     """Put every exchange of rows right behind what it needs; exchanges keep their order, and so does all else.
 
@@ -74,13 +108,6 @@ def launched_early(nodes: Iterable[Node]) -> list[Node]:
     return [node for *_, node in sorted(places)]
 
 
-def _with_weights(nodes: Iterable[Node], action: Action, chains: Chains) -> Iterator[Node]:
-    for node in nodes:
-        yield node
-        if action.kind is Kind.B and (weight := chains.weight(node)) is not None:
-            yield weight
-
-
 def _layers(action: Action, chains: Chains) -> list[tuple[Node, ...]]:
     """Split an action's chain into parts of one exchange round trip; dense blocks join the part beside them."""
     chain = chains.of(action)
@@ -96,13 +123,13 @@ def _merge(forward: Sequence[Node], backward: Sequence[Node], action: Action, ch
         # aggregate.b, combine.b and attention.f, dispatch.f; experts.b, dispatch.b, experts.w and experts.f, combine.f,
         # for each part; attention.b, attention.w and aggregate.f.
         for part_b, part_f in zip(parts_b, parts_f, strict=True):
-            nodes = list(_with_weights(part_b, action, chains))
+            nodes = list(chains.with_weights(action, part_b))
             if any(node.op is Op.DISPATCH for node in nodes):  # its exchange leaves before the weight gradients
                 nodes.sort(key=lambda node: node.kind is Kind.W)
             yield from nodes
             yield from part_f
     else:
-        yield from _with_weights(backward, action, chains)
+        yield from chains.with_weights(action, backward)
         yield from forward
 
 

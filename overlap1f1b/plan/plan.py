@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from overlap1f1b.plan.node import Node, Op, StageShape
+from overlap1f1b.plan.node import Node, Op, Resource, StageShape
 from overlap1f1b.schedule import Action, Kind, Program
 
 Overlap = Literal["serial", "pairs"] | int
@@ -61,13 +61,16 @@ class Plan:
 
     def live(self, rank: int) -> int:
         """Return the peak number of (stage, microbatch) of a rank between forward and end of backward."""
-        return _peak(self.ranks[rank], lambda node: node.kind is Kind.I and node.op is not Op.SEND)
+        return self._peak(rank, Kind.I)
 
     def held(self, rank: int) -> int:
         """Return the peak number of (stage, microbatch) of a rank between forward and last weight gradient."""
-        return _peak(
-            self.ranks[rank], lambda node: node.kind is not Kind.F and node.op not in (Op.REDUCE, Op.SEND, Op.RECEIVE)
-        )
+        return self._peak(rank, Kind.I, Kind.W)
+
+    def _peak(self, rank: int, *ends: Kind) -> int:
+        nodes = [node for node in self.ranks[rank] if node.resource is Resource.COMPUTE]
+        forward_only = all(node.kind is Kind.F for node in nodes)
+        return most_open(nodes, microbatch_of, closes=lambda node: forward_only or node.kind in ends)
 
     def waiting(self, rank: int) -> int:
         """Return the peak number of (stage, microbatch) of a rank between input gradient and weight gradients.
@@ -76,44 +79,38 @@ class Plan:
         """
         split = {microbatch_of(action) for action in self.program.actions(rank) if action.kind is Kind.I}
         nodes = [node for node in self.ranks[rank] if microbatch_of(node) in split and node.op is not Op.REDUCE]
-        left = Counter(microbatch_of(node) for node in nodes if node.kind is Kind.W)
-        waiting: set[tuple[int, int, int]] = set()
-        peak = 0
-        for node in nodes:
-            place = microbatch_of(node)
-            if node.kind is Kind.W:
-                left[place] -= 1
-                if not left[place]:
-                    waiting.discard(place)
-            elif ends_backward(node) and left[place]:
-                waiting.add(place)
-                peak = max(peak, len(waiting))
-        return peak
+        return most_open(nodes, microbatch_of, opens=ends_backward, closes=lambda node: node.kind is Kind.W)
+
+
+def most_open(
+    nodes: Sequence[Node],
+    of: Callable[[Node], Hashable],
+    *,
+    opens: Callable[[Node], bool] = lambda node: True,
+    closes: Callable[[Node], bool] = lambda node: True,
+) -> int:
+    """Return the peak number of what nodes are ``of`` that is open: from a node that opens it to the last that closes.
+
+    What no later node closes does not open.
+    """
+    left = Counter(of(node) for node in nodes if closes(node))
+    begun: set[Hashable] = set()
+    most = 0
+    for node in nodes:
+        one = of(node)
+        if left[one] and opens(node):
+            begun.add(one)
+            most = max(most, len(begun))
+        if closes(node):
+            left[one] -= 1
+            if not left[one]:
+                begun.discard(one)
+    return most
 
 
 def ends_backward(node: Node) -> bool:
     """Return whether a node is the last computation of an input gradient."""
     return node.kind is Kind.I and node.block == 0 and node.op in (Op.ATTENTION, Op.DENSE)
-
-
-def _peak(nodes: tuple[Node, ...], ends: Callable[[Node], bool]) -> int:
-    """Return the peak of (stage, microbatch) that are open, from first computation to last ending node."""
-    computing = [node for node in nodes if node.op not in (Op.SEND, Op.RECEIVE, Op.REDUCE)]
-    left = Counter(map(microbatch_of, filter(ends, computing)))
-    forward_only = not left
-    left = left or Counter(map(microbatch_of, computing))
-    live: set[tuple[int, int, int]] = set()
-    peak = 0
-    for node in computing:
-        place = microbatch_of(node)
-        if left[place]:
-            live.add(place)
-            peak = max(peak, len(live))
-        if forward_only or ends(node):
-            left[place] -= 1
-            if not left[place]:
-                live.discard(place)
-    return peak
 
 
 def microbatch_of(what: Action | Node) -> tuple[int, int, int]:

@@ -115,7 +115,6 @@ class ListScheduler:
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients still to come
-        self.held: set[tuple[int, int, int]] = set()  # live or with weight gradients to come
         self.late: set[tuple[int, int, int]] = set()  # input gradient ended, weight gradients not
         self.issued_weights: set[Node] = set()
         self.turn = _turns(self.waiting, (Kind.B, Kind.I))
@@ -222,8 +221,10 @@ class ListScheduler:
                 return False
         if entry.action.kind is not _F or not self.turn:
             return True
+        if len(self.live) + older_forwards >= self.peak:
+            return False
         limit = self.peak + (0 if self.splits else self.policy.deferred)
-        return len(self.live) + older_forwards < self.peak and len(self.held) + older_forwards < limit
+        return len(self.live.union(self.pending)) + older_forwards < limit
 
     def _place(self, node: Node) -> tuple[object, ...]:
         """Return the node without its microbatch and part: microbatches pass a place in one order."""
@@ -249,9 +250,7 @@ class ListScheduler:
         else:
             self._issue(node)
         if node.kind is _F and computes and self.turn:
-            key = microbatch_of(node)
-            self.live.add(key)
-            self.held.add(key)
+            self.live.add(microbatch_of(node))
         if node.kind is _I and RESOURCE_OF[node.op] is not Resource.PEER:
             self._passed(node)
             if entry.action.kind is _I and ends_backward(node) and microbatch_of(node) in self.pending:
@@ -260,10 +259,7 @@ class ListScheduler:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
             if node.kind is _I:
-                key = microbatch_of(node)
-                self.live.discard(key)
-                if key not in self.pending:
-                    self.held.discard(key)
+                self.live.discard(microbatch_of(node))
 
     def _passed(self, node: Node) -> None:
         if node.op is not _EXPERTS or not node.seam % self.chains.shapes[node.stage][node.block].parts:
@@ -274,7 +270,6 @@ class ListScheduler:
             self.weights[weight] = None
             key = microbatch_of(node)
             self.pending[key] = self.pending.get(key, 0) + 1
-            self.held.add(key)  # without a forward, as in a backward alone
 
     def _fill(self, until: float) -> bool:
         """Issue the oldest weight gradient in turn, if there is one and the wait is long enough."""
@@ -298,8 +293,6 @@ class ListScheduler:
         if not self.pending[key]:
             del self.pending[key]
             self.late.discard(key)
-            if key not in self.live:
-                self.held.discard(key)
 
     def _await_counts(self, until: float) -> bool:
         """Let the issuing thread wait for counts, if they arrive before any compute node can start."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -108,26 +108,35 @@ def actions_of(slot: Slot) -> tuple[Action, ...]:
     return (slot.backward, slot.forward) if isinstance(slot, Pair) else (slot,)
 
 
-def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
-    """Return the peaks of live activations and of waiting weight gradients, in (stage, microbatch).
+def levels_of(slots: Iterable[Slot]) -> Iterator[tuple[int, int]]:
+    """Yield live activations and waiting weight gradients while each action runs, in (stage, microbatch).
 
     An activation lives from its forward to the end of its B or W; a weight gradient waits between its I and its W. In
     a pair the forward counts before the backward has ended.
+    """
+    alive = pending = 0
+    forward, split, weight = Kind.F, Kind.I, Kind.W
+    for slot in slots:
+        for action in reversed(actions_of(slot)):
+            kind = action.kind
+            if kind is forward:
+                alive += 1
+            elif kind is split:
+                pending += 1
+            elif kind is weight:
+                pending -= 1
+            yield alive, pending
+            alive -= kind is not forward and kind is not split
+
+
+def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
+    """Return the peaks of live activations and of waiting weight gradients; see :func:`levels_of`.
 
     >>> from overlap1f1b.schedule import Action
     >>> peaks_of([Action.parse(text) for text in "0F0 0F1 0I0 0I1 0W0 0W1".split()])
     (2, 2)
     """
-    alive = most_alive = pending = most_pending = 0
-    for slot in slots:
-        for action in reversed(actions_of(slot)):
-            if action.kind is Kind.F:
-                alive += 1
-                most_alive = max(most_alive, alive)
-            elif action.kind is Kind.I:
-                pending += 1
-                most_pending = max(most_pending, pending)
-            else:
-                alive -= 1
-                pending -= action.kind is Kind.W
+    most_alive = most_pending = 0
+    for alive, pending in levels_of(slots):
+        most_alive, most_pending = max(most_alive, alive), max(most_pending, pending)
     return most_alive, most_pending

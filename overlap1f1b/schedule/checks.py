@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, actions_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, actions_of, levels_of
 from overlap1f1b.schedule.rows import Rows, flow
 from overlap1f1b.schedule.values import check_size
 
@@ -88,20 +89,20 @@ class _RankCheck:
             place: bytearray(program.microbatches) for place in program.placement.places(rank)
         }
         self.allowed = [program.microbatches_of(pipe) for pipe in range(len(program.placement.pipes))]
-        self.alive = self.pending = 0
 
     def run(self) -> None:
         slots = self.program.ranks[self.rank]
         if not slots:
             raise ValueError(f"{self._where()} has no action; allowed: every microbatch's forward")
+        levels = levels_of(slots)
         for position, slot in enumerate(slots):
             if isinstance(slot, Pair):
                 self._pair(slot, position)
             actions = actions_of(slot)
             for action in actions:
                 self._action(action, position)
-            for action in reversed(actions) if self.trains else ():  # a pair's forward first: both members are alive
-                self._count(action.kind, position)
+            for alive, pending in islice(levels, len(actions)) if self.trains else ():
+                self._check_peaks(alive, pending, position)
         self._complete()
 
     def _where(self, position: int | None = None) -> str:
@@ -162,21 +163,19 @@ class _RankCheck:
         held = self.program.placement.rank(action.pipe, action.stage)
         raise ValueError(f"{self._where(position)}: {action} is on rank {self.rank}, its stage is on rank {held}")
 
-    def _count(self, kind: Kind, position: int) -> None:
-        self.alive += kind is Kind.F
-        self.pending += kind is Kind.I
-        slot, limit = self.program.ranks[self.rank][position], self.program.peak_activations[self.rank]
-        if self.alive > limit:
+    def _check_peaks(self, alive: int, pending: int, position: int) -> None:
+        program, rank = self.program, self.rank
+        slot = program.ranks[rank][position]
+        if alive > program.peak_activations[rank]:
             raise ValueError(
-                f"{self._where(position)}: {slot} makes {self.alive} microbatches alive, declared are {limit}"
+                f"{self._where(position)}: {slot} makes {alive} microbatches alive, "
+                f"declared are {program.peak_activations[rank]}"
             )
-        if self.program.peak_weights and self.pending > self.program.peak_weights[self.rank]:
+        if program.peak_weights and pending > program.peak_weights[rank]:
             raise ValueError(
-                f"{self._where(position)}: {slot} lets {self.pending} weight gradients wait, "
-                f"declared are {self.program.peak_weights[self.rank]}"
+                f"{self._where(position)}: {slot} lets {pending} weight gradients wait, "
+                f"declared are {program.peak_weights[rank]}"
             )
-        self.alive -= kind in (Kind.B, Kind.W)
-        self.pending -= kind is Kind.W
 
     def _complete(self) -> None:
         whole = _TRAINED if self.trains else (1,)

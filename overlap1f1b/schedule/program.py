@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 
 from overlap1f1b.schedule.action import Action, Slot, actions_of, peaks_of
@@ -60,8 +59,7 @@ class Program(Rows):
         Raises:
             ValueError: The file is malformed; the message names line, column and text.
         """
-        rows = read(path)
-        return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
+        return cls(**vars(read(path)))
 
     def check(self) -> None:
         """Raise ``ValueError`` for the first broken rule of the schedule, naming rank, position and action."""

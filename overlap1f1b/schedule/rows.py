@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
@@ -42,16 +41,8 @@ class Rows:
         return all(action.kind is Kind.F for rank in range(len(self.ranks)) for action in self.actions(rank))
 
 
-class Turn(NamedTuple):
-    """A slot that a rank carries out."""
-
-    rank: int
-    position: int
-    slot: Slot
-
-
-def flow(rows: Rows) -> Iterator[Turn]:
-    """Yield every slot once, after everything that it needs; slots of one rank keep their order.
+def flow(rows: Rows) -> Iterator[tuple[int, Slot]]:
+    """Yield every slot once, with its rank, after everything that it needs; slots of one rank keep their order.
 
     A send never blocks its rank. A pair needs the inputs of both members, and both end together. Time is linear in the
     number of actions.
@@ -96,7 +87,7 @@ def flow(rows: Rows) -> Iterator[Turn]:
                     done[key] = 1
                     if key in waiting:
                         ready += waiting.pop(key)
-            yield Turn(rank, position, slot)
+            yield rank, slot
     _check_finished(rows, at, waiting)
 
 

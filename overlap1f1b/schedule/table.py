@@ -6,6 +6,7 @@ import csv
 import re
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from overlap1f1b.schedule.action import Slot, actions_of, parse_slot, peaks_of
 from overlap1f1b.schedule.placement import Placement
@@ -53,7 +54,7 @@ def read(path: str | Path) -> Rows:
             text.
     """
     path = Path(path)
-    said: dict[str, str] = {}
+    said: dict[str, Any] = {}
     rows: list[tuple[Slot, ...]] = []
     with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a byte order mark
         text = file.read(MOST_CHARACTERS + 1)
@@ -68,8 +69,7 @@ def read(path: str | Path) -> Rows:
                     f"{path}, line {number}, column 1: {quoted(line)} is not a header line; allowed before the first "
                     f"rank: # with name, pipes, {', '.join(_NUMBERS)}, a colon and a value"
                 )
-            said[key.strip()] = value.strip()
-            _check_header(key.strip(), value, f"{path}, line {number}, column 1: ")
+            said[key.strip()] = _header(key.strip(), value, f"{path}, line {number}, column 1: ")
         elif line or number < len(lines):
             rows.append(_row(line, f"{path}, line {number}"))
             cells += len(rows[-1])
@@ -79,15 +79,14 @@ def read(path: str | Path) -> Rows:
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
     microbatches = 1 + max(action.microbatch for slots in ranks for slot in slots for action in actions_of(slot))
-    walked = [peaks_of(slots) for slots in ranks]
-    pipes = said.get("pipes")
+    alive, pending = zip(*map(peaks_of, ranks), strict=True)
     return Rows(
         said.get("name", path.stem),
-        int(said.get("microbatches", microbatches)),
+        said.get("microbatches", microbatches),
         ranks,
-        _numbers(said["peak_activations"]) if "peak_activations" in said else tuple(peak for peak, _ in walked),
-        Placement(tuple(map(_numbers, pipes.split(";")))) if pipes else _placement(ranks, path),
-        _numbers(said["peak_weights"]) if "peak_weights" in said else tuple(peak for _, peak in walked),
+        said.get("peak_activations", alive),
+        said["pipes"] if "pipes" in said else _placement(ranks, path),
+        said.get("peak_weights", pending),
     )
 
 
@@ -95,20 +94,24 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split()))
 
 
-def _check_header(key: str, value: str, where: str) -> None:
+def _header(key: str, value: str, where: str) -> Any:
+    """Return the value of a header line."""
     try:
         if key == "pipes":
-            Placement(tuple(map(_numbers, value.split(";"))))
-        elif key == "name":
+            return Placement(tuple(map(_numbers, value.split(";"))))
+        if key == "name":
             if len(value) > _LONGEST_NAME:
                 raise ValueError(f"allowed: at most {_LONGEST_NAME} characters")
-        elif any(len(number) > _MOST_DIGITS for number in value.split()):
+            return value.strip()
+        if any(len(number) > _MOST_DIGITS for number in value.split()):
             raise ValueError(f"allowed: whole numbers of at most {_MOST_DIGITS} digits")
-        elif key == "microbatches":
+        if key == "microbatches":
             check_size(key, int(value))
-        else:
-            for number in _numbers(value):
-                check_size(key, number, 0)
+            return int(value)
+        numbers = _numbers(value)
+        for number in numbers:
+            check_size(key, number, 0)
+        return numbers
     except ValueError as error:
         what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
         raise ValueError(f"{where}{quoted(value.strip())} as {key}: {what}") from None

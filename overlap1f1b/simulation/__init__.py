@@ -11,7 +11,6 @@ from overlap1f1b.simulation.search import (
     Played,
     Ranking,
     candidates,
-    copies_of,
     played,
     search,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "TransferSpan",
     "bound",
     "candidates",
-    "copies_of",
     "intersection",
     "length",
     "pipeline_bound",

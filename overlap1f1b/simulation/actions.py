@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
+from overlap1f1b.schedule.action import levels_of
 from overlap1f1b.schedule.rows import flow
 from overlap1f1b.simulation.trace import Event, write_trace
 
@@ -68,17 +69,9 @@ class ProgramTimeline:
         return self.costs.activation * self._peak(rank, self.costs.held)
 
     def _peak(self, rank: int, held: float) -> float:
-        alive = pending = 0
-        peak = 0.0
-        trains = not self.program.forward_only
-        for slot in self.program.ranks[rank]:
-            for action in reversed(actions_of(slot)):  # in a pair the forward counts before the backward has ended
-                alive += action.kind is Kind.F
-                peak = max(peak, alive - (1.0 - held) * pending)
-                pending += (action.kind is Kind.I) - (action.kind is Kind.W)
-                peak = max(peak, alive - (1.0 - held) * pending)
-                alive -= action.kind in (Kind.B, Kind.W) or not trains
-        placement = self.program.placement
+        program, placement = self.program, self.program.placement
+        levels = [(1, 0)] if program.forward_only else levels_of(program.ranks[rank])
+        peak = max((alive - (1.0 - held) * pending for alive, pending in levels), default=0.0)
         return peak * placement.ranks / placement.stages
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
@@ -116,7 +109,7 @@ def play_actions(program: Program, costs: Costs) -> ProgramTimeline:
     lanes: dict[tuple[int, int], float] = {}
     ranks: list[list[SlotSpan]] = [[] for _ in program.ranks]
     transfers: list[TransferSpan] = []
-    for rank, _, slot in flow(program):
+    for rank, slot in flow(program):
         actions = actions_of(slot)
         start = free[rank]
         for kind, stage, microbatch, pipe in actions:

@@ -52,7 +52,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
         for rank, peak in enumerate(program.peak_activations)
     ]
     ends: dict[tuple[bool, int, int, int], float] = {}  # end of every forward and input gradient
-    for rank, _, slot in flow(program):
+    for rank, slot in flow(program):
         for kind, stage, microbatch, pipe in actions_of(slot):
             if kind is Kind.W:
                 continue

@@ -48,25 +48,14 @@ class Outcome:
     @classmethod
     def of(cls, program: Program, timeline: Played) -> Outcome:
         """Return the figures of a program's timeline."""
-        ranks = range(len(program.ranks))
+        ranks, placement = range(len(program.ranks)), program.placement
         whole = timeline.makespan * len(ranks)
         return cls(
             makespan=timeline.makespan,
             peak_activations=max(map(timeline.peak_activations, ranks)),
-            copies=copies_of(program),
+            copies=max(len(placement.replicas(stage)) for stage in range(placement.stages)),
             bubble_share=sum(map(timeline.bubble, ranks)) / whole if whole else 0.0,
         )
-
-
-def copies_of(program: Program) -> int:
-    """Return the number of ranks that hold the parameters of a stage.
-
-    >>> from overlap1f1b.schedule import build_schedule
-    >>> copies_of(build_schedule("dualpipe", ranks=4, microbatches=8))
-    2
-    """
-    placement = program.placement
-    return max(len(placement.replicas(stage)) for stage in range(placement.stages))
 
 
 CHUNKS = (1, 2, 3, 4)
@@ -332,27 +321,27 @@ def search(
     limit = float("inf") if memory is None else memory + 1e-9
     step: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "forward_only": forward_only}
     found: dict[int, Outcome] = {}
-    over: dict[int, float] = {}
-    refused: dict[int, str] = {}
-    pruned: dict[int, float] = {}
+    over: list[tuple[float, int]] = []
+    refused: list[tuple[int, str]] = []
+    pruned: list[tuple[float, int]] = []
     bounds = [0.0 if top is None else _bound(candidate, model, **step) for candidate in tried]
     fastest: list[float] = []
     for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
         candidate = tried[index]
         if top is not None and len(fastest) >= top and bounds[index] > fastest[top - 1] * (1 + 1e-8):
-            pruned[index] = bounds[index]
+            pruned.append((bounds[index], index))
             progress(done)
             continue
         try:
             outcome = Outcome.of(*played(candidate, model, memory=memory, **step))
         except ValueError as error:
-            refused[index] = str(error)
+            refused.append((index, str(error)))
         else:
             if outcome.peak_activations <= limit:
                 found[index] = outcome
                 insort(fastest, outcome.makespan)
             else:
-                over[index] = outcome.peak_activations
+                over.append((outcome.peak_activations, index))
         progress(done)
 
     def order(index: int) -> tuple[float, float, int, int]:
@@ -362,9 +351,9 @@ def search(
     ranked = sorted(found, key=order)
     return Ranking(
         tuple((tried[index], found[index]) for index in ranked),
-        tuple((tried[index], over[index]) for index in sorted(over, key=lambda i: (over[i], i))),
-        tuple((tried[index], refused[index]) for index in sorted(refused)),
-        tuple((tried[index], pruned[index]) for index in sorted(pruned, key=lambda i: (pruned[i], i))),
+        tuple((tried[index], peak) for peak, index in sorted(over)),
+        tuple((tried[index], why) for index, why in sorted(refused)),
+        tuple((tried[index], least) for least, index in sorted(pruned)),
     )
 
 

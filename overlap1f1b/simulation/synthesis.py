@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from overlap1f1b.plan import (
-    RECOMPUTES,
-    Chains,
-    Node,
-    NodeCosts,
-    Op,
-    Plan,
-    Resource,
-    compile,
-    cost_key,
-    play_ranks,
-)
+from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Plan, Resource, compile, cost_key, play_ranks
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Key
-from overlap1f1b.plan.compiler import receiving_in_order
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
-from overlap1f1b.plan.orders import launched_early, with_reductions
+from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_reductions
+from overlap1f1b.plan.plan import most_open
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
@@ -123,7 +113,7 @@ def synthesize(
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     chains = Chains(placement, shape)
     _check_costs(chains, costs)
-    return _Search(placement, microbatches, chains, costs, limits, seconds, counts_block, progress).run()
+    return _Search(microbatches, chains, costs, limits, seconds, counts_block, progress).run()
 
 
 def _check_costs(chains: Chains, costs: NodeCosts) -> None:
@@ -146,22 +136,22 @@ class _Genes:
     """Parameters of a try. A unit of the numbers is the distance of two microbatches.
 
     Args:
+        caps: Live microbatches of every stage.
         later: Number by which all forwards come later.
         slope: Number between the first forward and the last backward of a microbatch.
         places: Numbers of single stages and directions.
         single: Numbers of single actions.
-        caps: Live microbatches of every stage.
         lookahead, patience, deferred: See :class:`~overlap1f1b.plan.free.Priorities`.
     """
 
-    later: float
-    slope: float
-    places: dict[tuple[Kind, int], float]
-    single: dict[Key, float]
     caps: tuple[int, ...]
-    lookahead: float
-    patience: float
-    deferred: float
+    later: float = 0.0
+    slope: float = 0.0
+    places: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
+    single: Mapping[Key, float] = field(default_factory=dict)
+    lookahead: float = 0.0
+    patience: float = 0.4
+    deferred: float = 2
 
 
 class _Search:
@@ -169,7 +159,6 @@ class _Search:
 
     def __init__(
         self,
-        placement: Placement,
         microbatches: int,
         chains: Chains,
         costs: NodeCosts,
@@ -178,14 +167,13 @@ class _Search:
         counts_block: bool,
         progress: Callable[[float], None],
     ) -> None:
-        self.placement, self.microbatches, self.chains, self.costs = placement, microbatches, chains, costs
+        self.placement = placement = chains.placement
+        self.microbatches, self.chains, self.costs = microbatches, chains, costs
         self.counts_block, self.progress = counts_block, progress
         self.free = replace(costs, launch={})
         self.steps = Steps(chains, self.free)
         self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
-        self.most = [  # live microbatches of every stage
-            min(self.limits[rank], microbatches) for rank in placement.pipes[0]
-        ]
+        self.most = [min(self.limits[rank], microbatches) for rank in placement.pipes[0]]  # live ones of every stage
         nodes = microbatches * sum(
             len(chains.of(Action(kind, stage, 0))) for stage in range(placement.stages) for kind in (Kind.F, Kind.I)
         )
@@ -201,22 +189,21 @@ class _Search:
 
     def run(self) -> Plan:
         """Return the best plan of all tries and of the fixed schedules."""
-        best, pool = float("inf"), [(float("inf"), self._drawn())]
+        time = itemgetter(0)
+        pool = [(float("inf"), self._drawn())]  # the best tries, the fastest first
         for _, program in self.programs[:LIKE]:
-            tried = self._play(self._like(program), best * SPREAD)
-            best = min(best, tried[0])
-            pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
-        while best > self.near and self._goes_on(LEAST_TRIES // 2, self.whole * (1 - SAMPLED)):
-            tried = self._play(self._drawn(), best * SPREAD)
-            best = min(best, tried[0])
-            pool = sorted((*pool, tried), key=lambda tried: tried[0])[:KEPT]
+            insort(pool, self._play(self._like(program), pool[0][0] * SPREAD), key=time)
+        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES // 2, self.whole * (1 - SAMPLED)):
+            insort(pool, self._play(self._drawn(), pool[0][0] * SPREAD), key=time)
+        del pool[KEPT:]
         while pool[0][0] > self.near and self._goes_on(LEAST_TRIES, 0):
             start = pool[min(self.random.randrange(len(pool)), self.random.randrange(len(pool)))]
             changed = self._play(self._changed(start[1]), pool[-1][0])
             if changed[0] <= pool[-1][0]:
                 if changed[0] <= start[0]:
                     pool.remove(start)
-                pool = sorted((changed, *pool), key=lambda tried: tried[0])[:KEPT]
+                insort_left(pool, changed, key=time)
+                del pool[KEPT:]
         found = self._plan(pool[0][1])
         return min((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
 
@@ -236,12 +223,7 @@ class _Search:
 
     def _schedule(self, genes: _Genes, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
         priorities = Priorities(
-            self._keys(genes),
-            self.limits,
-            genes.caps,
-            genes.deferred,
-            genes.lookahead,
-            genes.patience,
+            self._keys(genes), self.limits, genes.caps, genes.deferred, genes.lookahead, genes.patience
         )
         ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
         if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
@@ -269,17 +251,15 @@ class _Search:
         span = float(min(self.microbatches, 4 * self.placement.ranks))
         if self.tries <= len(_FIRST):
             later, slope = _FIRST[self.tries - 1]
-            return _Genes(later * span, slope * span, {}, {}, most, 0.0, 0.4, 2)
+            return _Genes(most, later * span, slope * span)
         caps = tuple(draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in most)
         return _Genes(
-            draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
-            draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
-            {},
-            {},
-            caps if draw.random() < 0.5 else most,
-            draw.choice(_SETTINGS["lookahead"]),
-            draw.choice(_SETTINGS["patience"]),
-            draw.choice(_SETTINGS["deferred"]),
+            later=draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
+            slope=draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
+            caps=caps if draw.random() < 0.5 else most,
+            lookahead=draw.choice(_SETTINGS["lookahead"]),
+            patience=draw.choice(_SETTINGS["patience"]),
+            deferred=draw.choice(_SETTINGS["deferred"]),
         )
 
     def _changed(self, genes: _Genes) -> _Genes:
@@ -357,17 +337,17 @@ class _Search:
             begins.setdefault((0, node.stage, node.microbatch, node.kind), span.start)
         distance = max(begins.values()) / (self.microbatches + self.placement.ranks) or 1.0
         single = {key: begin / distance - key[2] for key, begin in begins.items()}
-        return _Genes(0.0, 0.0, {}, single, tuple(self.most), 0.0, 0.4, 2)
+        return _Genes(tuple(self.most), single=single)
 
 
 def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:
     """Return the plan of nodes that are scheduled freely, with the program of their actions in order of their begin."""
     ranks = [with_reductions(nodes, chains) for nodes in ranks]
-    rows = tuple(tuple(dict.fromkeys(_action(node) for node in nodes if _begins(node))) for nodes in ranks)
+    begun = [list(filter(_begins, nodes)) for nodes in ranks]
+    rows = tuple(tuple(dict.fromkeys(map(_action, nodes))) for nodes in begun)
     program = Program(AUTO, microbatches, rows, (0,) * len(rows), chains.placement)
-    plan = Plan(
-        program, max(map(_most_open, ranks)), "found", chains.shapes, receiving_in_order(ranks, chains), float("inf")
-    )
+    overlap = max(most_open(nodes, _action) for nodes in begun)
+    plan = Plan(program, overlap, "found", chains.shapes, receiving_in_order(ranks, chains), float("inf"))
     return replace(plan, program=replace(program, peak_activations=tuple(map(plan.live, range(len(ranks))))))
 
 
@@ -377,18 +357,3 @@ def _begins(node: Node) -> bool:
 
 def _action(node: Node) -> Action:
     return Action(Kind.F if node.kind is Kind.F else Kind.B, node.stage, node.microbatch, node.pipe)
-
-
-def _most_open(nodes: Sequence[Node]) -> int:
-    """Return the largest number of actions that have begun and not ended."""
-    left = Counter(_action(node) for node in nodes if _begins(node))
-    begun: set[Action] = set()
-    most = 0
-    for node in filter(_begins, nodes):
-        action = _action(node)
-        begun.add(action)
-        most = max(most, len(begun))
-        left[action] -= 1
-        if not left[action]:
-            begun.discard(action)
-    return most

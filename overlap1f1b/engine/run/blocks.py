@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from operator import is_
 from typing import TypeGuard
 
@@ -33,17 +34,7 @@ from overlap1f1b.engine.run.uses import ParameterUses
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import (
-    BlockShape,
-    Op,
-    Recompute,
-    StageShape,
-    exchanges_behind,
-    exchanges_of,
-    parse_parts,
-    parse_recompute,
-    segments_of,
-)
+from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, parse_parts, parse_recompute, segments_of
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
@@ -193,20 +184,21 @@ class Blocks:
         return set(options_of(self.blocks[block]).apart) - self.tied.keys()
 
     def _find_exchanges(self) -> None:
+        segments = [segments_of(shape) for shape in self.shape]
         self.segments = [
-            [(op, seam, bool(number) and shape.defers(op)) for number, (op, seam) in enumerate(segments_of(shape))]
-            for shape in self.shape
+            [(op, seam, bool(number) and shape.defers(op)) for number, (op, seam, _) in enumerate(of_block)]
+            for shape, of_block in zip(self.shape, segments, strict=True)
         ]
         """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own.
         The first segment shares this node with the rest of the block."""
-        self.behind = [exchanges_behind(shape) for shape in self.shape]
+        self.behind = [[behind for *_, behind in of_block] for of_block in segments]
         """Exchanges of rows behind each segment of each block."""
         self.exchange_after: dict[tuple[int, Op, int], tuple[int, Op, int]] = {}
         """The next exchange of the same part. An exchange is given by its block, its sub-op, and its number among the
         block's exchanges of this sub-op."""
         last: dict[int, tuple[int, Op, int]] = {}  # of each part
         for block, shape in enumerate(self.shape):
-            for op, seam in exchanges_of(shape):
+            for op, seam in chain.from_iterable(self.behind[block]):
                 part = 0 if shape.exchanges else seam % shape.parts
                 if part in last:
                     self.exchange_after[last[part]] = block, op, seam

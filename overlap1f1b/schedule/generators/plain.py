@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, peaks_of
+from overlap1f1b.schedule.generators.interleaved import chunk_orders
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
@@ -73,13 +75,5 @@ def afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
 
     Bubble (P−1)(F+B)/v for v chunks and M ≥ P; peak M, whatever the rank.
     """
-    rows = [
-        [
-            Action(kind, stage, m)
-            for kind in (Kind.F, Kind.B)
-            for stage in range(rank, ranks * chunks, ranks)[:: 1 if kind is Kind.F else -1]
-            for m in range(microbatches)
-        ]
-        for rank in range(ranks)
-    ]
+    rows = [chain(*chunk_orders(rank, ranks, chunks, [range(microbatches)])) for rank in range(ranks)]
     return program_of("afab", microbatches, Placement.loop(ranks, chunks), rows)
