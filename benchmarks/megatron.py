@@ -53,6 +53,7 @@ from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import INTERFACE, Balanced, Wire, parse_wire, shape
 from overlap1f1b.cli.workload import environment, loss_fn
 from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
@@ -108,7 +109,7 @@ def chunk_of(config: MoEConfig, *, fused: bool) -> nn.Module:
 
 def in_both_directions(chunk: nn.Module, play: Callable[[], None]) -> None:
     """Play a step in which Megatron-Core's dispatchers send by our exchange, without an engine."""
-    with exchanging(dispatchers_of(chunk)):
+    with replaced(exchanging(dispatchers_of(chunk))):
         play()
 
 
