@@ -81,7 +81,7 @@ class Shell:
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
             try:
-                self.around, self.carried = self._trace(_Walk(self, until=None, result=None))
+                self.around, self.carried = self._trace(_Walk(self))
                 return
             except _UnpackedError as error:  # a batch of one is never unpacked as several values
                 refusal = error
@@ -183,7 +183,7 @@ class Shell:
 
         With ``like`` the embedding is left out: the hidden states are then zeros on its device.
         """
-        walk = _Walk(self, until=until, result=None)
+        walk = _Walk(self, until=until)
         changed = [self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
         with replaced(changed):
             try:
@@ -212,7 +212,7 @@ class Shell:
             output["router_logits"] = tuple(routed)
             return output
 
-        changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
+        changed = [self._stand_ins(_Walk(self, result=hidden)), *self._without_embedding(hidden)]
         asked = given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
@@ -267,7 +267,7 @@ class _Walk:
     ``result`` is the output of the last layer; None passes the hidden states through.
     """
 
-    def __init__(self, shell: Shell, *, until: int | None, result: Tensor | None) -> None:
+    def __init__(self, shell: Shell, *, until: int | None = None, result: Tensor | None = None) -> None:
         self.shell, self.until, self.result = shell, until, result
         self.calls: list[Call] = []
         self.first: Tensor | None = None

@@ -36,7 +36,7 @@ OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 """Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""
 
 
-class SplitModel(Mapping[int, LanguageModelStage]):
+class SplitModel(dict[int, LanguageModelStage]):
     """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`.
 
     Args:
@@ -49,16 +49,8 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def __init__(
         self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None
     ) -> None:
-        self.model, self._stages, self._placement, self._mesh = model, dict(stages), placement, mesh
-
-    def __getitem__(self, number: int) -> LanguageModelStage:
-        return self._stages[number]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._stages)
-
-    def __len__(self) -> int:
-        return len(self._stages)
+        super().__init__(stages)
+        self.model, self._placement, self._mesh = model, placement, mesh
 
     def loss_fn(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
@@ -90,12 +82,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     @property
     def routers(self) -> list[nn.Module]:
         """The modules of this rank's layers that compute router logits."""
-        parts = [stage.part for stage in self._stages.values()]
+        parts = [stage.part for stage in self.values()]
         return [router for part in parts for n in range(part.start, part.end) for router, _ in part.shell.routers(n)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank with their names in the model; experts' are this rank's part."""
-        for stage in self._stages.values():
+        for stage in self.values():
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -104,12 +96,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this rank's parameters, as a module's ``zero_grad``."""
-        for stage in self._stages.values():
+        for stage in self.values():
             stage.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the model's state dict."""
-        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+        return {name: value for stage in self.values() for name, value in stage.state_dict().items()}
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the whole model to a folder that ``from_pretrained`` opens. All ranks must call this.
@@ -132,7 +124,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         folder, at, count = Path(folder), _coordinate(self._mesh), self._placement.stages
 
         def write() -> None:
-            for number, stage in self._stages.items():
+            for number, stage in self.items():
                 if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
                     writes = at.get("ep", 0) == 0
                     save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
@@ -164,7 +156,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """
         device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
         load = load_adapters if (Path(folder) / CONFIG).exists() else load_stages
-        load(Path(folder), self.model, self._stages.values(), device)
+        load(Path(folder), self.model, self.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict that :meth:`state_dict` of the same rank returned.
@@ -172,7 +164,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         Raises:
             RuntimeError: The names or shapes differ.
         """
-        for stage in self._stages.values():
+        for stage in self.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
 
     def train(self, mode: bool = True) -> SplitModel:
@@ -186,19 +178,19 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
 
 class Part(nn.Module):
-    """The stages of this rank in one module, with the parameter names of the whole model."""
+    """The stages of this rank in one module, with the parameter names of the whole model.
+
+    Attributes:
+        split: The stages, for an engine.
+    """
+
+    split: SplitModel
 
     def __init__(self, stages: SplitModel) -> None:
         super().__init__()
         for stage in stages.values():
             stage.hang(self)
-        self.__dict__["stages"] = stages
-
-    @property
-    def split(self) -> SplitModel:
-        """The stages, for an engine."""
-        stages: SplitModel = self.__dict__["stages"]
-        return stages
+        self.__dict__["split"] = stages  # not by assignment: a model may have a module of this name
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse a call as of the whole model."""
@@ -286,7 +278,7 @@ def split_model(
     stages = {}
     for number in held:
         part = StageRange(
-            shell, number, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
+            shell, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
         )
         stages[number] = _stage(part, found, {name: pair[number == last] for name, pair in ties.items()})
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}

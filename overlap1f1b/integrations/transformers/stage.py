@@ -28,7 +28,6 @@ class StageRange:
     """
 
     shell: Shell
-    number: int
     start: int
     end: int
     first: bool
