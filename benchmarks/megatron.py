@@ -62,7 +62,7 @@ from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Timeline, simulate
 from overlap1f1b.simulation.timeline import Interval, intersection, length, union
-from overlap1f1b.transport.exchange import build_exchange, lane_groups
+from overlap1f1b.transport.exchange import new_exchange
 from tests.integrations.megatron.core import models, shim
 
 RANKS = 2
@@ -212,7 +212,7 @@ class MegatronBench:
         )
         # 2. One exchange for all engines.
         assert rank.group is not None
-        self.real = build_exchange(rank.group, *lane_groups(rank.group, 3))
+        self.real = new_exchange(rank.group)
         self.recording = RecordingExchange(self.real)
         # 3. The rows.
         self.counts = Waits()

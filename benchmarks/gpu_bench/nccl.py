@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from gpu_bench.context import Context, NoTimeError
-from overlap1f1b.transport.exchange import build_exchange, lane_groups
+from overlap1f1b.transport.exchange import new_exchange
 
 WIDTH, PRODUCT = 2048, 4096  # elements of a row; sides of the matrices
 SIZES = (4 << 20, 32 << 20, 256 << 20)
@@ -53,7 +53,7 @@ def measured(device: torch.device, sizes: Sequence[int], rounds: int, product: i
     """Medians on this rank, in ms: the exchange alone, products about as long, and both at once."""
     world = dist.group.WORLD
     assert world is not None
-    exchange = build_exchange(world, *lane_groups(world, 3, device=device.type), device=device.type)
+    exchange = new_exchange(world, device=device.type)
     rank, ranks = exchange.rank, exchange.ranks
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     matrix = torch.randn(product, product, device=device, dtype=dtype)

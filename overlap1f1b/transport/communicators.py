@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from overlap1f1b.transport import streams
-from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, new_exchange
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side
 from overlap1f1b.transport.mesh import DATA, Mesh
@@ -79,11 +79,11 @@ class Communicators:
 
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
-        group, kind, ctas = self.mesh.exchanging, self.mesh.device_type, self.budget.rows
-        exchange = self._given
+        mesh, exchange = self.mesh, self._given
         if exchange is None:
-            lanes = [] if group is None else lane_groups(group, 3, ctas, timeout=self.timeout, device=kind)
-            exchange = build_exchange(group, *lanes, ctas=ctas, device=kind)
+            exchange = new_exchange(
+                mesh.exchanging, ctas=self.budget.rows, timeout=self.timeout, device=mesh.device_type
+            )
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)

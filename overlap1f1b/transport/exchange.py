@@ -261,7 +261,7 @@ class CollectiveExchange(Exchange):
         rows_group: Ranks between which rows are exchanged.
         counts_group: Group of the same ranks with a queue of its own.
         streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
-        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`lane_groups`.
+        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`new_exchange`.
     """
 
     def __init__(
@@ -359,54 +359,48 @@ DEFAULT_CTAS = 16
 """Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
-def lane_groups(
-    group: dist.ProcessGroup,
-    count: int,
-    ctas: int = DEFAULT_CTAS,
-    *,
-    timeout: timedelta | None = None,
-    device: str | None = None,
-) -> list[dist.ProcessGroup]:
-    """Return ``count`` new groups of the ranks of ``group``, all of which must call this.
-
-    On gloo each has its own queue. On NCCL all but the last, which is for counts, are one.
-
-    Args:
-        group: Group of the ranks.
-        count: Number of groups.
-        ctas: Largest number of thread blocks of a transfer on NCCL, each on a multiprocessor.
-        timeout: Limit of every wait; None for the default group's limit.
-        device: Type of the device whose tensors travel; by default as for :func:`build_exchange`.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    groups = Groups(ranks, timeout, device=device or _carried_by(group))
-    if groups.backend == "gloo":
-        return [groups.new(ranks, f"lane {number}") for number in range(count)]
-    return [groups.new(ranks, "rows", ctas=ctas)] * (count - 1) + [groups.new(ranks, "counts", ctas=1)]
-
-
-def build_exchange(
-    group: dist.ProcessGroup | None,
-    *lanes: dist.ProcessGroup,
-    ctas: int = DEFAULT_CTAS,
-    device: str | None = None,
-) -> Exchange:
+def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None) -> Exchange:
     """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
+
+    All of its transfers share ``group``.
 
     Args:
         group: Ranks that share the experts; None for one rank.
-        lanes: Three groups of the same ranks, from :func:`lane_groups` with the same ``ctas``; without them all
-            transfers share ``group``.
-        ctas: See :func:`lane_groups`.
         device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
             for it.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
-    up, down, control = lanes or (group, group, group)
     if backend_of(group, device or _carried_by(group)) == "gloo":
-        return PeerExchange((up, down, control))
-    return CollectiveExchange(up, control, sms=ctas if lanes else 0)
+        return PeerExchange((group, group, group))
+    return CollectiveExchange(group, group)
+
+
+def new_exchange(
+    group: dist.ProcessGroup | None,
+    *,
+    ctas: int = DEFAULT_CTAS,
+    timeout: timedelta | None = None,
+    device: str | None = None,
+) -> Exchange:
+    """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
+
+    On gloo each direction of rows and the counts have a queue of their own, on NCCL rows and counts.
+
+    Args:
+        group: See :func:`build_exchange`.
+        ctas: Largest number of thread blocks of a transfer of rows on NCCL, each on a multiprocessor.
+        timeout: Limit of every wait; None for the default group's limit.
+        device: See :func:`build_exchange`.
+    """
+    if group is None or group.size() == 1:
+        return LocalExchange()
+    ranks = dist.get_process_group_ranks(group)
+    groups = Groups(ranks, timeout, device=device or _carried_by(group))
+    if groups.backend == "gloo":
+        up, down, counts = (groups.new(ranks, f"lane {number}") for number in range(3))
+        return PeerExchange((up, down, counts))
+    return CollectiveExchange(groups.new(ranks, "rows", ctas=ctas), groups.new(ranks, "counts", ctas=1), sms=ctas)
 
 
 def _carried_by(group: dist.ProcessGroup) -> str:

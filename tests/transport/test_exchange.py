@@ -16,6 +16,7 @@ from overlap1f1b.transport.exchange import (
     PeerExchange,
     Transfer,
     build_exchange,
+    new_exchange,
 )
 from overlap1f1b.transport.streams import ThreadStream
 from tests.ranks import Ranks
@@ -36,12 +37,12 @@ def part(source: int, to: int, rows: int, tag: int) -> torch.Tensor:
 def build(kind: str) -> Exchange:
     group = dist.group.WORLD
     assert group is not None
-    groups = [dist.new_group() for _ in range(3)]
+    other = dist.new_group()
     return {
         "shared": lambda: build_exchange(group),
-        "lanes": lambda: build_exchange(group, *groups),
-        "collective": lambda: CollectiveExchange(group, groups[0]),
-        "streams": lambda: CollectiveExchange(group, groups[0], (ThreadStream("rows"), ThreadStream("counts"))),
+        "lanes": lambda: new_exchange(group),
+        "collective": lambda: CollectiveExchange(group, other),
+        "streams": lambda: CollectiveExchange(group, other, (ThreadStream("rows"), ThreadStream("counts"))),
     }[kind]()
 
 

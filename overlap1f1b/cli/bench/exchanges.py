@@ -16,7 +16,7 @@ from overlap1f1b.cli.options import BenchOptions
 from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.wire import parse_loopback
 from overlap1f1b.transport import streams
-from overlap1f1b.transport.exchange import Exchange, Transfer, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import Exchange, Transfer, new_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
 
@@ -26,7 +26,7 @@ def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | 
     if options.exchange is not None:
         gbps = parse_loopback(options.exchange)
         return LoopbackExchange(rank.device, gbps), None if gbps is None else 8e9 * gbps
-    return build_exchange(rank.group, *(lane_groups(rank.group, 3) if rank.group else ())), None
+    return new_exchange(rank.group), None
 
 
 class Sizes(NamedTuple):

@@ -33,7 +33,7 @@ from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, Gradient
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, new_exchange
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import grid_of
 
@@ -291,7 +291,7 @@ class ForwardBackward:
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
-            self._exchange = build_exchange(ep, *([] if ep is None else lane_groups(ep, 3, timeout=limit)))
+            self._exchange = new_exchange(ep, timeout=limit)
         engine = Engine(
             {stage: [chunk] for stage, chunk in chunks.items()},
             program,

@@ -39,7 +39,7 @@ from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.moe import Experts
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
-from overlap1f1b.transport.exchange import Exchange, build_exchange, lane_groups
+from overlap1f1b.transport.exchange import Exchange, new_exchange
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 _KINDS = (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B)
@@ -216,7 +216,7 @@ def _exchange(stages: Sequence[PipelineStage]) -> Exchange:
     different = next((other for other in ranks if other != ranks[0]), None)
     if different is not None:
         raise ValueError(f"experts are shared by ranks {ranks[0]} and by {different}; allowed: one group a rank")
-    return build_exchange(group, *(lane_groups(group, 3) if group is not None else ()))
+    return new_exchange(group)
 
 
 def checked(stage: object) -> PipelineStage:

@@ -21,7 +21,7 @@ import overlap1f1b as o1
 from overlap1f1b.integrations.torch_pipelining import register, registration
 from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import Overlap
-from overlap1f1b.transport.exchange import build_exchange, lane_groups
+from overlap1f1b.transport.exchange import new_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
 from tests.ranks import Ranks
@@ -92,7 +92,7 @@ def _equal(
     schedule = getattr(torch_schedules, name)(stages, microbatches, models.loss_fn)
     data = models.batch(microbatches, seed=rank % ep)
     expected = Step(schedule, stages, data)
-    exchange = Delayed(build_exchange(group, *(lane_groups(group, 3) if group else ())), seed=rank)
+    exchange = Delayed(new_exchange(group), seed=rank)
     problems: list[str] = []
     for overlap in overlaps:
         registered = register(schedule, overlap=overlap, exchange=exchange, timeout=20)
