@@ -184,13 +184,14 @@ class ModuleState:
         self._outside: dict[str, Any] | None = None  # states of the streams while no forward runs
         self._open: list[Layer] = []
         self._layers: list[Layer] = []
-        self._common = [place for held in (random, self._tracker) for place in _places(held)]
-        for layer, modules in _by_layer(model):
+        outside, *layers = _by_layer(model)
+        self._common = [place for held in (random, self._tracker, *outside) for place in _places(held)]
+        for modules in layers:
             places = [place for module in modules for place in _places(module)]
             self._common += [place for place in places if REPLAYED in place.names]  # read when the forward has ended
             places = [place for place in places if REPLAYED not in place.names]
             dispatchers = [place for place in places if MARK in place.names]
-            if layer is None or len(dispatchers) != 1:
+            if len(dispatchers) != 1:
                 self._common += places
                 continue
             (dispatcher,) = dispatchers
@@ -244,9 +245,9 @@ class ModuleState:
         return None if self._tracker is None else getattr(self._tracker, STATES, None)
 
 
-def _by_layer(model: nn.Module) -> list[tuple[nn.Module | None, list[nn.Module]]]:
-    """Return the modules of each innermost transformer layer; the other modules stand at None."""
-    found: list[tuple[nn.Module | None, list[nn.Module]]] = [(None, [])]
+def _by_layer(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules outside of transformer layers, then those of each layer; nested ones are of the innermost."""
+    found: list[list[nn.Module]] = [[]]
     known: set[nn.Module] = set()
 
     def visit(module: nn.Module, modules: list[nn.Module]) -> None:
@@ -255,12 +256,12 @@ def _by_layer(model: nn.Module) -> list[tuple[nn.Module | None, list[nn.Module]]
         known.add(module)
         if "TransformerLayer" in class_names(module):
             modules = []
-            found.append((module, modules))
+            found.append(modules)
         modules.append(module)
         for child in module.children():
             visit(child, modules)
 
-    visit(model, found[0][1])
+    visit(model, found[0])
     return found
 
 
