@@ -293,12 +293,9 @@ def _files(folder: Path) -> dict[str, str]:
 def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
     """Let the model compute meta-device buffers that are in no checkpoint, such as rotary frequencies."""
     kept = {id(module) for stage in stages for module in stage.kept.values()}
-    absent: set[int] = set()
-    for stage in stages:
-        shell = stage.part.shell
-        for part in (*shell.layers, *shell.around.before.values(), *shell.around.after.values()):
-            if id(part) not in kept:
-                absent |= {id(module) for module in part.modules()}
+    shell = next(iter(stages)).part.shell
+    every = (*shell.layers, *shell.before.values(), *shell.after.values())
+    absent = {id(module) for part in every if id(part) not in kept for module in part.modules()}
     for name, module in model.named_modules():
         labels = [label for label, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if id(module) in absent or not labels:

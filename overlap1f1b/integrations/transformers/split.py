@@ -23,7 +23,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
     write_index,
 )
 from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
-from overlap1f1b.integrations.transformers.experts import Found, adopt, find
+from overlap1f1b.integrations.transformers.experts import adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
@@ -262,7 +262,6 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
     pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
-    around = shell.around
     # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
     parts = split_blocks(found.layers, placement.stages, weights)
@@ -274,16 +273,22 @@ def split_model(
         for name, (module, count) in found.experts.items():
             adopt(model, module, count, group, name, grouped=grouped is not False)
     # 3. Make this rank's stages, and free the weights of all others.
-    ties = _untie(shell, found, [range(*pair) for pair in pairwise(starts)]) if last else {}
+    ties = _untie(shell, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:
         part = StageRange(
             shell, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
         )
-        stages[number] = _stage(part, found, {name: pair[number == last] for name, pair in ties.items()})
+        stages[number] = _stage(part, {name: pair[number == last] for name, pair in ties.items()})
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
-        _free(found, around.before if 0 not in held else {}, around.after if last not in held else {}, kept)
+        # Modules stay, without their weights: the forward reads their attributes.
+        elsewhere = [*found.layers]
+        elsewhere += shell.before.values() if 0 not in held else ()
+        elsewhere += shell.after.values() if last not in held else ()
+        for module in elsewhere:
+            if not any(id(p) in kept for p in module.parameters()):
+                module.to("meta")
     return SplitModel(model, stages, placement, mesh)
 
 
@@ -296,15 +301,15 @@ def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
-def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Give the modules after the layers copies of parameters that they share with the modules before the layers.
 
     Return each such parameter and its copy, by the parameter's name before the layers. Raise ValueError if another
     parameter belongs to two stages.
     """
-    names = {id(p): f"{name}.{label}" for name, m in shell.around.before.items() for label, p in m.named_parameters()}
+    names = {id(p): f"{name}.{label}" for name, m in shell.before.items() for label, p in m.named_parameters()}
     ties: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-    for module in {part for after in shell.around.after.values() for part in after.modules()}:
+    for module in {part for after in shell.after.values() for part in after.modules()}:
         for label, parameter in list(module.named_parameters(recurse=False)):
             if (name := names.get(id(parameter))) is not None:
                 if name not in ties:
@@ -314,9 +319,9 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
     # A tensor and its transpose may be two parameters with one memory.
     seen: dict[tuple[int, int], int] = {}
     for number, part in enumerate(parts):
-        held = {f"{found.prefix}.{index}": found.layers[index] for index in part}
-        held |= shell.around.before if number == 0 else {}
-        held |= shell.around.after if number == len(parts) - 1 else {}
+        held = {f"{shell.prefix}.{index}": shell.layers[index] for index in part}
+        held |= shell.before if number == 0 else {}
+        held |= shell.after if number == len(parts) - 1 else {}
         for prefix, module in held.items():
             for label, parameter in module.named_parameters(prefix):
                 memory = storage_of(parameter), int(parameter.storage_offset())
@@ -328,10 +333,10 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
     return ties
 
 
-def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
+def _stage(part: StageRange, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
     shell = part.shell
-    kept = {f"{found.prefix}.{number}": found.layers[number] for number in range(part.start, part.end)}
-    before, after = shell.around.before if part.first else {}, shell.around.after if part.last else {}
+    kept = {f"{shell.prefix}.{number}": shell.layers[number] for number in range(part.start, part.end)}
+    before, after = shell.before if part.first else {}, shell.after if part.last else {}
     records = getattr(shell.config, "output_router_logits", False)
     blocks = []
     for number in range(part.start, part.end):
@@ -340,12 +345,5 @@ def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> 
             *(after.values() if number == part.end - 1 else ()),
         ]
         gates = shell.routers(number) if records else []
-        blocks.append(Layer(part, number, found.layers[number], gates, beside))
+        blocks.append(Layer(part, number, gates, beside))
     return LanguageModelStage(part, blocks, {**before, **kept, **after}, tied if part.first or part.last else {})
-
-
-def _free(found: Found, before: Mapping[str, nn.Module], after: Mapping[str, nn.Module], kept: set[int]) -> None:
-    """Free the weights of other ranks' parts; their modules stay, since the forward reads their attributes."""
-    for module in (*found.layers, *before.values(), *after.values()):
-        if not any(id(p) in kept for p in module.parameters()):
-            module.to("meta")
