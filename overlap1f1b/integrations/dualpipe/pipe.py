@@ -21,9 +21,6 @@ from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh, grid_of
 
-OWN = "overlapped_forward_backward"
-"""Name of the method by which a module overlaps a pair itself."""
-
 
 def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
     """Do nothing: ranks learn shapes and dtypes from each other."""
@@ -89,7 +86,7 @@ class Pipeline(nn.Module):
         placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
         self._stages = dict(zip((s for _, s in placement.places(self.rank)), self.module, strict=True))
         first, second = (type(module) for module in self.module)
-        self.overlapped_forward_backward = first is second and hasattr(first, OWN)
+        self.overlapped_forward_backward = first is second and hasattr(first, "overlapped_forward_backward")
         # All ranks must run in the same way, even if their modules differ.
         own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
         self._runs_whole = any(own.values())

@@ -115,8 +115,7 @@ class _Slot:
     @property
     def value(self) -> Tensor:
         module, label = self.holders[0]
-        value: Tensor = getattr(module, label)
-        return value
+        return getattr(module, label)
 
     @property
     def whole_shape(self) -> torch.Size:
