@@ -37,7 +37,7 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     repeats = again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
     kinds = {DISPATCHER} if repeats else {DISPATCHER, FLEX}
     held = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return [one for one in held if not kinds.isdisjoint(class_names(one))]
+    return [one for one in held if kinds.intersection(class_names(one))]
 
 
 def exchanging(dispatchers: Sequence[Any]) -> Iterator[Replacement]:
