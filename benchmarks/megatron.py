@@ -244,14 +244,12 @@ class MegatronBench:
 
         def play() -> None:
             data = zip(self.inputs.chunk(count), self.target.chunk(count), strict=True)
-            reports = function(
+            function(
                 forward_step_func=forward_step, data_iterator=data, model=self.chunk, num_microbatches=count,
                 seq_length=options.sequence, micro_batch_size=options.batch // count, forward_only=False,
             )  # fmt: skip
-            row.losses = [float(report["loss"]) for report in reports]
 
-        row = Row(name, overlap, self.chunk, play)
-        return row
+        return Row(name, overlap, self.chunk, play)
 
     def _drop_in(self, overlap: Overlap, exchange: Any = None) -> Row:
         """Return a row of our function on Megatron-Core's model; its engine is known after the first step."""

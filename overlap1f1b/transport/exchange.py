@@ -381,7 +381,9 @@ def own_exchange(
     timeout: timedelta | None = None,
     device: str | None = None,
 ) -> Exchange:
-    """Return the same over new groups of these ranks, all of which must call this: counts do not wait for rows.
+    """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
+
+    On gloo each direction of rows and the counts have a queue of their own, on NCCL rows and counts.
 
     Args:
         group: Ranks that share the experts; None for one rank.

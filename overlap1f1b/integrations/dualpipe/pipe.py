@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import ClassVar
 
@@ -20,9 +20,6 @@ from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh, grid_of
-
-OWN = "overlapped_forward_backward"
-"""Name of the method by which a module overlaps a pair itself."""
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
@@ -89,11 +86,11 @@ class Pipeline(nn.Module):
         placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
         self._stages = dict(zip((s for _, s in placement.places(self.rank)), self.module, strict=True))
         first, second = (type(module) for module in self.module)
-        self.overlapped_forward_backward = first is second and hasattr(first, OWN)
+        self.overlapped_forward_backward = first is second and hasattr(first, "overlapped_forward_backward")
         # All ranks must run in the same way, even if their modules differ.
         own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
         self._runs_whole = any(own.values())
-        self._engines: dict[int, tuple[Engine, Callable[[], AbstractContextManager[None]]]] = {}
+        self._engines: dict[int, tuple[Engine, WholeModules | None]] = {}
 
     def step(
         self,
@@ -130,12 +127,16 @@ class Pipeline(nn.Module):
             first = next((engine for engine, _ in self._engines.values()), None)
             with nullcontext() if first is None else first.guarded(lambda: "before its first step"):
                 self._engines[num_chunks] = self._engine(program)  # refused if a step has failed
-        engine, guarded = self._engines[num_chunks]
+        engine, whole = self._engines[num_chunks]
         if isinstance(labels, Iterable):
             labels = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)
-        with guarded():
+        try:
             played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
+        except BaseException:
+            if whole is not None:
+                whole.forget()
+            raise
         return batch.finish(played.microbatches, engine.program)
 
     def close(self) -> None:
@@ -143,8 +144,8 @@ class Pipeline(nn.Module):
         for engine, _ in self._engines.values():
             engine.close()
 
-    def _engine(self, program: Program) -> tuple[Engine, Callable[[], AbstractContextManager[None]]]:
-        """Return the engine of a program, and the context of its steps."""
+    def _engine(self, program: Program) -> tuple[Engine, WholeModules | None]:
+        """Return the engine of a program, and its modules if they run whole."""
         stages: dict[int, list[nn.Module] | nn.Module] = {
             number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
@@ -163,9 +164,9 @@ class Pipeline(nn.Module):
             exchange=next((other.exchange for other, _ in self._engines.values()), None),
         )
         if not self._runs_whole:
-            return engine, nullcontext
+            return engine, None
         overlapped, store = self.overlapped_forward_backward, self.weight_store
-        return engine, WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store).guarded
+        return engine, WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store)
 
 
 class DualPipe(Pipeline):

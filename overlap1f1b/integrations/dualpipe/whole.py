@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -89,17 +88,12 @@ class WholeModules:
         engine.player.autocasts_backward = True  # modules may have backwards of their own, which products of them need
         engine.plan = _plan(engine)
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """After a failure in the body, leave nothing in the store of weight gradients."""
-        try:
-            yield
-        except BaseException:
-            self._begun.clear()
-            if self.weight_store is not None:
-                self.weight_store.enabled = False
-                self.weight_store.clear()
-            raise
+    def forget(self) -> None:
+        """Drop the microbatches of a step that has failed, and what it has left in the store of weight gradients."""
+        self._begun.clear()
+        if self.weight_store is not None:
+            self.weight_store.enabled = False
+            self.weight_store.clear()
 
     def compute(self, node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
         """Carry out a compute node; the forward of an overlapped pair runs its backward, too."""

@@ -129,6 +129,11 @@ def attribute_of(model: nn.Module, name: str) -> Any:
     return getattr(model, name)
 
 
+def class_names(held: object) -> list[str]:
+    """Return the names of an object's class and its bases: Megatron-Core's classes are known by their names."""
+    return [kind.__name__ for kind in type(held).__mro__]
+
+
 def each(value: Any, count: int) -> list[Any]:
     """Return one value for each chunk: the list itself, or the value repeated."""
     return list(value) if isinstance(value, list | tuple) else [value] * count

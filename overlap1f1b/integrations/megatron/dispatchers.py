@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.replaced import Replacement, replaced
-from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.megatron.config import attribute_of, class_names
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.calls import exchange, exchange_by
 
@@ -37,34 +37,33 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     repeats = again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
     kinds = {DISPATCHER} if repeats else {DISPATCHER, FLEX}
     held = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return [one for one in held if kinds & {kind.__name__ for kind in type(one).__mro__}]
+    return [one for one in held if kinds.intersection(class_names(one))]
 
 
-def exchanging(dispatchers: Iterable[Any]) -> Iterator[Replacement]:
+def exchanging(dispatchers: Sequence[Any]) -> Iterator[Replacement]:
     """Yield what lets dispatchers exchange rows by :func:`exchange`: tokens and probabilities together.
 
     Flex dispatchers call their library by :func:`exchange_by`. Of Megatron-Core's modules only the functions by which
     they do so change, and one that orders autograd's nodes, which does nothing; else only these instances.
     """
-    by_kind: dict[bool, list[Any]] = {True: [], False: []}
-    for dispatcher in dispatchers:
-        by_kind[any(kind.__name__ == FLEX for kind in type(dispatcher).__mro__)].append(dispatcher)
-    for dispatcher in by_kind[False]:
+    flex = [one for one in dispatchers if FLEX in class_names(one)]
+    plain = [one for one in dispatchers if FLEX not in class_names(one)]
+    for dispatcher in plain:
         for name in METHODS:
             yield vars(dispatcher), name, _collecting(getattr(dispatcher, name))
     shared = sys.modules.get(SHARED_EXPERTS)
-    if by_kind[False] and hasattr(shared, ORDER):
+    if plain and hasattr(shared, ORDER):
         yield vars(shared), ORDER, lambda *_: None
     module = sys.modules.get(MODULE)
-    for name in LIBRARIES if by_kind[True] else ():
+    for name in LIBRARIES if flex else ():
         function = getattr(module, name, None)
         if function is not None and not isinstance(function, _ByLibrary):  # another chunk may have changed it
-            yield vars(module), name, _ByLibrary(function, by_kind[True][0].tp_ep_group)
+            yield vars(module), name, _ByLibrary(function, flex[0].tp_ep_group)
 
 
 def overlapped_of(model: nn.Module) -> list[Any]:
     """Return the shared experts of a model that have a stream of their own, by ``moe_shared_expert_overlap``."""
-    shared = (one for one in model.modules() if SHARED_KIND in {kind.__name__ for kind in type(one).__mro__})
+    shared = (one for one in model.modules() if SHARED_KIND in class_names(one))
     return [one for one in shared if getattr(one, "stream", None) is not None]
 
 

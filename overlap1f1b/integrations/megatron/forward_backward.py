@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -212,7 +212,7 @@ class ForwardBackward:
         config = Config.of(models[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        with self._ending():
+        try:
             # 2. Find the engine for these models and this number of microbatches, or make it.
             key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
             engine = self._engines.get(key)
@@ -235,6 +235,9 @@ class ForwardBackward:
                 engine.play(steps)
             else:
                 engine.train(steps)
+        except BaseException:  # transfers under way may still arrive in the exchange that all engines share
+            self._forget()
+            raise
         # 4. Let the user reduce the gradients.
         if config.finalize_model_grads_func is not None and not forward_only:
             tokens = losses.tokens if config.calculate_per_token_loss else None
@@ -242,15 +245,6 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return losses.reports
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Drop all engines after a failure: transfers under way may still arrive in the exchange that they share."""
-        try:
-            yield
-        except BaseException:
-            self._forget()
-            raise
 
     def close(self) -> None:
         """Release threads and communicators; all ranks must call this, with the same models alive.

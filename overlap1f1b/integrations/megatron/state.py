@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine.run.replaced import ABSENT, Replacement, put
+from overlap1f1b.integrations.megatron.config import class_names
+
 RANDOM = "megatron.core.tensor_parallel.random"
 STATES = "states_"
 MARK = "hidden_shape"
@@ -120,26 +123,24 @@ its attributes, and what they are for."""
 HELD = ("token_dispatcher", "_comm_manager", "router_replay")
 """Attributes of modules, and of the objects in them, whose objects are no modules but are named in :data:`KEPT`."""
 
-_ABSENT: Any = object()
-
 
 class Place(NamedTuple):
     """Attributes of one object that a forward sets for itself."""
 
     attributes: dict[str, Any]  # all of the object
     names: tuple[str, ...]
-    base: tuple[Any, ...]  # their values while no forward runs; ``_ABSENT`` for one that is then missing
+    base: tuple[Any, ...]  # their values while no forward runs; :data:`ABSENT` for one that is then missing
 
-    def take(self, changes: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def take(self, changes: list[Replacement]) -> None:
         """Put back the base; append what differed from it to ``changes``."""
         attributes, names, base = self
-        now = [attributes.get(name, _ABSENT) for name in names]
+        now = [attributes.get(name, ABSENT) for name in names]
         if all(map(is_, now, base)):
             return
         for name, value, before in zip(names, now, base, strict=True):
             if value is not before:
                 changes.append((attributes, name, value))
-                _put(attributes, name, before)
+                put(attributes, name, before)
 
 
 class Layer(NamedTuple):
@@ -149,13 +150,13 @@ class Layer(NamedTuple):
     mark: Any  # hidden_shape while no forward runs
 
     def begun(self) -> bool:
-        return self.places[0].attributes.get(MARK, _ABSENT) is not self.mark
+        return self.places[0].attributes.get(MARK, ABSENT) is not self.mark
 
 
 class Carried(NamedTuple):
     """State that a suspended forward has left on the modules."""
 
-    changes: list[tuple[dict[str, Any], str, Any]]  # attributes of an object, the name of one, its value
+    changes: list[Replacement]  # attributes that it has set
     layers: list[Layer]  # in which it is suspended
     states: dict[str, Any] | None  # of the tracker's streams of random numbers
 
@@ -183,13 +184,14 @@ class ModuleState:
         self._outside: dict[str, Any] | None = None  # states of the streams while no forward runs
         self._open: list[Layer] = []
         self._layers: list[Layer] = []
-        self._common = [place for held in (random, self._tracker) for place in _places(held)]
-        for layer, modules in _by_layer(model):
+        outside, *layers = _by_layer(model)
+        self._common = [place for held in (random, self._tracker, *outside) for place in _places(held)]
+        for modules in layers:
             places = [place for module in modules for place in _places(module)]
             self._common += [place for place in places if REPLAYED in place.names]  # read when the forward has ended
             places = [place for place in places if REPLAYED not in place.names]
             dispatchers = [place for place in places if MARK in place.names]
-            if layer is None or len(dispatchers) != 1:
+            if len(dispatchers) != 1:
                 self._common += places
                 continue
             (dispatcher,) = dispatchers
@@ -208,7 +210,7 @@ class ModuleState:
 
     def leave(self) -> Carried:
         """Take off what the running forward has set, and put back what every forward begins with."""
-        changes: list[tuple[dict[str, Any], str, Any]] = []
+        changes: list[Replacement] = []
         for place in self._common:
             place.take(changes)
         begun = [layer for layer in self._layers if layer.begun() and not any(layer is known for known in self._open)]
@@ -229,8 +231,8 @@ class ModuleState:
         for layer in self._layers:  # a recomputation in a backward may have set them
             if layer.begun():
                 self._clear(layer)
-        for attributes, name, value in carried.changes:
-            _put(attributes, name, value)
+        for change in carried.changes:
+            put(*change)
         self._open = carried.layers
         if carried.states is not None:
             self._outside, self._tracker.states_ = self._states(), carried.states
@@ -243,30 +245,23 @@ class ModuleState:
         return None if self._tracker is None else getattr(self._tracker, STATES, None)
 
 
-def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = value
-
-
-def _by_layer(model: nn.Module) -> list[tuple[nn.Module | None, list[nn.Module]]]:
-    """Return the modules of each innermost transformer layer; the other modules stand at None."""
-    found: list[tuple[nn.Module | None, list[nn.Module]]] = [(None, [])]
+def _by_layer(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules outside of transformer layers, then those of each layer; nested ones are of the innermost."""
+    found: list[list[nn.Module]] = [[]]
     known: set[nn.Module] = set()
 
     def visit(module: nn.Module, modules: list[nn.Module]) -> None:
         if module in known:
             return
         known.add(module)
-        if any(kind.__name__ == "TransformerLayer" for kind in type(module).__mro__):
+        if "TransformerLayer" in class_names(module):
             modules = []
-            found.append((module, modules))
+            found.append(modules)
         modules.append(module)
         for child in module.children():
             visit(child, modules)
 
-    visit(model, found[0][1])
+    visit(model, found[0])
     return found
 
 
@@ -274,10 +269,10 @@ def _places(held: Any) -> list[Place]:
     """Return the places of an object and of objects that it holds, if :data:`KEPT` names their class or a base."""
     if held is None:
         return []
-    kinds = [held.__name__] if isinstance(held, ModuleType) else [kind.__name__ for kind in type(held).__mro__]
+    kinds = [held.__name__] if isinstance(held, ModuleType) else class_names(held)
     attributes = held.__dict__
     names = tuple(name for kind in kinds for name in KEPT.get(kind, ()) if name != STATES)
-    found = [Place(attributes, names, tuple(attributes.get(name, _ABSENT) for name in names))] if names else []
+    found = [Place(attributes, names, tuple(attributes.get(name, ABSENT) for name in names))] if names else []
     return found + [place for name in HELD for place in _places(attributes.get(name))]
 
 

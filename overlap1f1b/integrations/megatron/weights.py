@@ -59,8 +59,7 @@ def _leaving(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., Tensor]:
         # rarely added here, and its gradient would be summed in another order.
         given = args or weight is not layer.weight or kwargs.get("bias") is not None
         if given or kwargs.get("sequence_parallel") or kwargs.get("allreduce_dgrad") or not torch.is_grad_enabled():
-            result: Tensor = plain(input, weight, *args, **kwargs)
-            return result
+            return plain(input, weight, *args, **kwargs)
         blocks, parameter = stage(), layer.weight
         fused = kwargs.get("gradient_accumulation_fusion") and getattr(parameter, "main_grad", None) is not None
         add = _adding(parameter) if fused else None

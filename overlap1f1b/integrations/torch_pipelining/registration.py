@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
+from overlap1f1b.engine.run.microbatch import one
 from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.moe import Experts
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
@@ -309,7 +310,7 @@ class AdoptedStage:
         assert microbatch.outputs is not None
         outputs, microbatch.outputs = microbatch.outputs, None
         if stage.is_last and save:
-            stage.output_chunks.append(_one(tuple(output.detach() for output in outputs)))
+            stage.output_chunks.append(one(tuple(output.detach() for output in outputs)))
         if microbatch.grad:
             for output, requires in zip(outputs, microbatch.differentiable, strict=True):
                 output.requires_grad_(requires)
@@ -319,9 +320,9 @@ class AdoptedStage:
         _keep(stage, index, outputs)
         if not stage.is_last:
             self._validate("forward outputs", "outputs", outputs)
-        self.schedule._maybe_compute_loss(stage, _one(outputs), context.target_mbs, index, **loss_options)
+        self.schedule._maybe_compute_loss(stage, one(outputs), context.target_mbs, index, **loss_options)
         if self.number + 1 in self.held:
-            self.held[self.number + 1].torch_stage.set_local_fwd_input(_one(outputs), index)
+            self.held[self.number + 1].torch_stage.set_local_fwd_input(one(outputs), index)
 
     def begin_backward(self, index: int) -> tuple[Microbatch | None, tuple[Tensor | None, ...] | None]:
         """Return the microbatch whose backward is played next, and the gradients of its outputs; None without one."""
@@ -414,10 +415,6 @@ def _keep(stage: Any, index: int, outputs: tuple[Tensor, ...]) -> None:
 def _forget(stage: Any, index: int) -> None:
     """Drop the outputs of a forward, as the backward of torch does."""
     del (stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states)[index]
-
-
-def _one(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return values[0] if len(values) == 1 else values
 
 
 def _laid_out(grad: Tensor | None, like: Tensor) -> Tensor | None:

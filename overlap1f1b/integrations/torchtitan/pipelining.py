@@ -98,7 +98,8 @@ def pipelining_fn(
     }  # fmt: skip
     if parallel_dims.pp_enabled and parallel_dims.pp > 1:
         cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
-        program_of(1 if _single(parallelism) else 2)  # tell what does not fit before torchtitan cuts anything
+        single = parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")  # of torchtitan's: a stage a rank
+        program_of(1 if single else 2)  # tell what does not fit before torchtitan cuts anything
         made, parts, first, last = cut(model, loss_fn=loss_fn, **given)
         numbers = [stage.stage_index for stage in getattr(made, "_stages", None) or [made._stage]]
     else:
@@ -156,11 +157,6 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
         )
     if training.enable_cpu_offload:
         raise ValueError("training.enable_cpu_offload=True; allowed: False (parameters stay gathered during a step)")
-
-
-def _single(parallelism: Any) -> bool:
-    """Return whether torchtitan's schedule has one stage a rank."""
-    return parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")
 
 
 def _program_of(

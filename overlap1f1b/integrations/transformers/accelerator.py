@@ -47,9 +47,9 @@ class ShardedAccelerator(Accelerator):
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        whole = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
         if self._shards == 1:
             return tensor
+        whole = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
         parts = [torch.empty_like(whole) for _ in range(self._shards)]
         dist.all_gather(parts, whole, group=self._group)
         return torch.cat(parts)

@@ -110,8 +110,9 @@ def wrappers_around(module: Any) -> list[Any]:
 
 def within(module: Any) -> Any:
     """Return the module inside the wrappers of parameters that a module begins with."""
-    found = wrappers_around(module)
-    return found[-1].base_layer if found else module
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
 
 
 def around(model: nn.Module, name: str) -> str:
@@ -156,10 +157,9 @@ class Addition(NamedTuple):
     @classmethod
     def of(cls, wrapper: Any, adapter: str, dtype: torch.dtype) -> Addition:
         """Return what an adapter of a wrapper adds."""
-        down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
         experts = wrapper.num_experts
-        down = down.reshape(experts, -1, down.shape[-1])
-        up = up.reshape(up.shape[0], -1, experts).permute(2, 0, 1).contiguous()
+        down = wrapper.lora_A[adapter].weight.unflatten(0, (experts, -1))
+        up = by_expert(wrapper.lora_B[adapter].weight, experts).contiguous()
         return cls(down.to(dtype), up.to(dtype), wrapper.scaling[adapter])
 
 

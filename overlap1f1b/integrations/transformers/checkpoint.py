@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -93,14 +93,96 @@ class Conversion:
         self._model._weight_conversions = [rule for rule in self._rules if rule.was_used()]
 
 
-def shared_experts(stage: nn.Module) -> dict[str, Experts]:
-    """Return the experts module of each parameter that is divided over several ranks, by the parameter's name."""
-    return {
+# -------------------------------------------------------------------------------------------------- tensors of a stage
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it.
+
+    Of a second factor of LoRA, ``experts`` is this rank's number of experts; of others it is 0.
+    """
+
+    names: list[str]
+    elsewhere: list[str]  # its names in the stage that ties it, too
+    holders: list[tuple[nn.Module, str]]
+    tied: dict[str, nn.Parameter]
+    group: dist.ProcessGroup | None  # of the ranks that share it
+    rank: int  # in this group
+    ranks: int
+    experts: int
+
+    @property
+    def value(self) -> Tensor:
+        module, label = self.holders[0]
+        return getattr(module, label)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole tensor, of which this rank may have a part."""
+        shape = list(self.value.shape)
+        shape[1 if self.experts else 0] *= self.ranks
+        return torch.Size(shape)
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor; of LoRA's second factors the columns of its experts."""
+        if self.ranks == 1 or value.shape == self.value.shape:
+            return value
+        parts = by_expert(value, self.experts * self.ranks).chunk(self.ranks)
+        return by_expert(parts[self.rank], self.experts, back=True)
+
+    def joined(self) -> Tensor:
+        """Return the whole tensor. Collective over the ranks that share it."""
+        value = self.value.detach()
+        if self.ranks == 1:
+            return value
+        mine = by_expert(value, self.experts).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(parts, mine, group=self.group)
+        return by_expert(torch.cat(parts), self.experts, back=True)
+
+    @torch.no_grad()
+    def fill(self, value: Tensor, device: torch.device, source: str = "") -> None:
+        """Set the values; ``source`` says in an error's message where they come from."""
+        old = self.value
+        if value.shape != old.shape:
+            raise ValueError(f"{source} of shape {list(value.shape)} for this rank; allowed: {list(old.shape)}")
+        if not old.is_meta:
+            old.copy_(value)
+            return
+        new = value.to(device, old.dtype, copy=True, memory_format=torch.contiguous_format)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}
+        self.put(new)
+
+    def put(self, value: Tensor) -> None:
+        """Replace the tensor in all modules that hold it."""
+        for module, label in self.holders:
+            setattr(module, label, value)
+
+
+def _slots(stage: LanguageModelStage) -> list[_Slot]:
+    """Return the tensors of a stage, each once, in the order of its state dict."""
+    modules = dict(stage.named_modules(remove_duplicate=False))
+    shared = {
         f"{path}.{label}": module
         for path, module in stage.named_modules()
         if isinstance(module, Experts) and module.group is not None
         for label, _ in module.named_parameters()
     }
+    slots: dict[int, _Slot] = {}
+    for name in stage.state_dict():
+        path, _, label = name.rpartition(".")
+        value = getattr(modules[path], label)
+        if id(value) not in slots:
+            elsewhere = [other for other, parameter in stage.tied.items() if parameter is value and other != name]
+            owner, experts = shared.get(name), stage.columns.get(name, 0)
+            at = (None, 0, 1) if owner is None else (owner.group, owner.exchange.rank, owner.exchange.ranks)
+            slots[id(value)] = _Slot([], elsewhere, [], stage.tied, *at, experts)
+        slots[id(value)].names.append(name)
+        slots[id(value)].holders.append((modules[path], label))
+    return list(slots.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -125,7 +207,7 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
     slots: list[_Slot] = []
     added: dict[str, _Slot] = {}
     for slot in (slot for stage in stages for slot in _slots(stage)):
-        named = [name for own in slot.names if (name := name_in_base(model, own)) is not None]
+        named = [name for own in (*slot.elsewhere, *slot.names) if (name := name_in_base(model, own)) is not None]
         if not named:
             added[slot.names[0]] = slot
             continue
@@ -159,78 +241,6 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
     # 3. Compute the tensors that no checkpoint has.
     _fill_buffers(model, stages, device)
     _begin_adapters(model, added, device)
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it.
-
-    Of a second factor of LoRA, ``experts`` is this rank's number of experts; of others it is 0.
-    """
-
-    names: list[str]
-    holders: list[tuple[nn.Module, str]]
-    tied: dict[str, nn.Parameter]
-    rank: int
-    ranks: int
-    experts: int
-
-    @property
-    def value(self) -> Tensor:
-        module, label = self.holders[0]
-        value: Tensor = getattr(module, label)
-        return value
-
-    def cut(self, value: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor; of LoRA's second factors the columns of its experts."""
-        if self.ranks == 1 or value.shape == self.value.shape:
-            return value
-        parts = by_expert(value, self.experts * self.ranks).chunk(self.ranks)
-        return by_expert(parts[self.rank], self.experts, back=True)
-
-    @torch.no_grad()
-    def fill(self, value: Tensor, device: torch.device, source: str = "") -> None:
-        """Set the values; ``source`` says in an error's message where they come from."""
-        old = self.value
-        if value.shape != old.shape:
-            raise ValueError(f"{source} of shape {list(value.shape)} for this rank; allowed: {list(old.shape)}")
-        if not old.is_meta:
-            old.copy_(value)
-            return
-        new = value.to(device, old.dtype, copy=True, memory_format=torch.contiguous_format)
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-            self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}
-        self.put(new)
-
-    def put(self, value: Tensor) -> None:
-        """Replace the tensor in all modules that hold it."""
-        for module, label in self.holders:
-            setattr(module, label, value)
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the whole tensor, of which this rank may have a part."""
-        shape = list(self.value.shape)
-        shape[1 if self.experts else 0] *= self.ranks
-        return torch.Size(shape)
-
-
-def _slots(stage: LanguageModelStage) -> Iterator[_Slot]:
-    shared, tied, columns = shared_experts(stage), stage.tied, stage.columns
-    modules = dict(stage.named_modules(remove_duplicate=False))
-    slots: dict[int, _Slot] = {}
-    for name in stage.state_dict():
-        path, _, label = name.rpartition(".")
-        value = getattr(modules[path], label)
-        if id(value) not in slots:
-            exchange = shared[name].exchange if name in shared else None
-            rank, ranks = (exchange.rank, exchange.ranks) if exchange else (0, 1)
-            elsewhere = [other for other, parameter in tied.items() if parameter is value and other != name]
-            slots[id(value)] = _Slot(elsewhere, [], tied, rank, ranks, columns.get(name, 0))
-        slots[id(value)].names.append(name)
-        slots[id(value)].holders.append((modules[path], label))
-    yield from slots.values()
 
 
 def _read(
@@ -293,12 +303,9 @@ def _files(folder: Path) -> dict[str, str]:
 def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
     """Let the model compute meta-device buffers that are in no checkpoint, such as rotary frequencies."""
     kept = {id(module) for stage in stages for module in stage.kept.values()}
-    absent: set[int] = set()
-    for stage in stages:
-        shell = stage.part.shell
-        for part in (*shell.layers, *shell.around.before.values(), *shell.around.after.values()):
-            if id(part) not in kept:
-                absent |= {id(module) for module in part.modules()}
+    shell = next(iter(stages)).part.shell
+    every = (*shell.layers, *shell.before.values(), *shell.after.values())
+    absent = {id(module) for part in every if id(part) not in kept for module in part.modules()}
     for name, module in model.named_modules():
         labels = [label for label, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if id(module) in absent or not labels:
@@ -367,7 +374,14 @@ def save_part(
         chosen = {tensor for keys in adapter_keys(model).values() for tensor in keys}
     else:  # all but copies of tied tensors, which transformers ties again
         chosen = {id(p) for p in stage.tied.values()} if number else set()
-    tensors = _whole(stage, lambda value: writes and (id(value) in chosen) == adapters, again=adapters)
+    tensors: dict[str, Tensor] = {}
+    for slot in _slots(stage):
+        whole = slot.joined()
+        if writes and (id(slot.value) in chosen) == adapters:
+            # PEFT writes a tied tensor under each of its names. A file holds no two tensors with one memory, as a
+            # factor of LoRA and its transpose may have.
+            for name in slot.names if adapters else slot.names[:1]:
+                tensors[name] = whole.to("cpu", copy=adapters).contiguous()
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -376,32 +390,6 @@ def save_part(
     else:
         tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
         save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
-
-
-def _whole(stage: LanguageModelStage, keeps: Callable[[Tensor], bool], *, again: bool) -> dict[str, Tensor]:
-    """Return tensors of a stage on the CPU, with all experts. Collective over ranks that share experts.
-
-    Args:
-        again: Whether a tensor that is tied inside the stage is returned under each of its names, as PEFT writes it;
-            else under the first.
-    """
-    shared, columns = shared_experts(stage), stage.columns
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in stage.state_dict(keep_vars=True).items():
-        if id(value) in seen and not again:
-            continue
-        whole = value.detach()
-        if (experts := shared.get(name)) is not None:
-            whole = by_expert(whole, columns.get(name, 0)).contiguous()
-            parts = [torch.empty_like(whole) for _ in range(experts.exchange.ranks)]
-            dist.all_gather(parts, whole, group=experts.group)
-            whole = by_expert(torch.cat(parts), columns.get(name, 0), back=True)
-        if keeps(value):
-            # A file holds no two tensors with one memory, as a factor of LoRA and its transpose may have.
-            tensors[name] = whole.to("cpu", copy=again).contiguous()
-        seen.add(id(value))
-    return tensors
 
 
 def _file_of(number: int, stages: int) -> str:

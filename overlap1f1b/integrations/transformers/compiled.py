@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 from torch import nn
@@ -18,9 +19,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if _wraps(child):
-                setattr(module, name, _in_place(child))
-    return _in_place(model) if _wraps(model) else model
+            if (inner := _in_place(child)) is not child:
+                setattr(module, name, inner)
+    return _in_place(model)
 
 
 def pass_to_layers(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -> None:
@@ -59,14 +60,13 @@ def leave_experts(experts: nn.Module, name: str) -> None:
         )
 
 
-def _wraps(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "_orig_mod", None), nn.Module) and hasattr(module, "dynamo_ctx")
-
-
-def _in_place(wrapper: Any) -> nn.Module:
-    module: nn.Module = wrapper._orig_mod
-    _set(module, wrapper.dynamo_ctx)
-    return module
+def _in_place(module: Any) -> nn.Module:
+    """Return the module inside torch's wrapper, compiled as the wrapper is; any other module as it is."""
+    inner: Any = getattr(module, "_orig_mod", None)
+    if not isinstance(inner, nn.Module) or not hasattr(module, "dynamo_ctx"):
+        return module
+    _set(inner, module.dynamo_ctx)
+    return inner
 
 
 def _set(module: Any, compile: Compile | None) -> None:
@@ -75,8 +75,5 @@ def _set(module: Any, compile: Compile | None) -> None:
 
 def _compile_of(call: Any) -> Compile | None:
     """Return what has compiled a call, with its backend and options; None if torch does not show it."""
-    cells = (
-        dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)) if hasattr(call, "__code__") else {}
-    )
-    found = cells["self"].cell_contents if "self" in cells else None
+    found = getclosurevars(call).nonlocals.get("self") if isfunction(call) else None
     return found if callable(found) else None

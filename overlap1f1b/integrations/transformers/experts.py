@@ -184,8 +184,7 @@ class OwnExperts(Experts):
                 f"experts called with tokens {list(tokens.shape)}, indices {list(indices.shape)} and weights "
                 f"{list(weights.shape)}; allowed: [T, H], [T, K] and [T, K]"
             )
-        result: Tensor = super().__call__(flat, indices.long(), weights)
-        return result.view_as(tokens)
+        return super().__call__(flat, indices.long(), weights).view_as(tokens)
 
     def _of_sorted(self, rows: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the results of rows ``[R, H]``, sorted by expert; without sizes each expert has equally many."""
@@ -196,8 +195,7 @@ class OwnExperts(Experts):
             )
         each = [len(rows) // self.experts] * self.experts if sizes is None else sizes
         indices, weights = _one_expert_a_row(rows, each)
-        result: Tensor = super().__call__(rows, indices, weights)
-        return result
+        return super().__call__(rows, indices, weights)
 
     @property
     def takes_sorted(self) -> bool:
@@ -212,8 +210,7 @@ class OwnExperts(Experts):
         return self.grouped
 
     def weights(self) -> Iterator[nn.Parameter]:
-        inside: nn.Module = adapters.within(self)
-        return inside.parameters()
+        return adapters.within(self).parameters()
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         own, added = adapters.within(self), adapters.additions(self)
@@ -245,7 +242,6 @@ class OwnExperts(Experts):
         return result
 
     def _by_own_forward(self, own: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        result: Tensor
         if self.takes_sorted:
             result = self.own_class.forward(own, rows, *([list(counts)] if len(self.own_names) == 2 else []))
             if result.dim() != 2 or len(result) != len(rows):
@@ -254,8 +250,7 @@ class OwnExperts(Experts):
                     "allowed: a row for each"
                 )
             return result
-        result = self.own_class.forward(own, rows, *_one_expert_a_row(rows, counts))
-        return result.reshape(rows.shape)
+        return self.own_class.forward(own, rows, *_one_expert_a_row(rows, counts)).reshape(rows.shape)
 
 
 def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -387,8 +382,7 @@ class ExchangedExperts(Experts):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the experts' weighted sum ``[T, H]`` for this rank's tokens ``[T, H]``, ``[T, K]``, ``[T, K]``."""
-        result: Tensor = super().__call__(hidden_states, top_k_index.long(), top_k_weights)
-        return result
+        return super().__call__(hidden_states, top_k_index.long(), top_k_weights)
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         if not len(rows):  # compute one row of zeros: every weight needs a gradient, since FSDP2 reduces on all ranks

@@ -49,13 +49,6 @@ class Call(NamedTuple):
         return Call(*tree_map(lambda leaf: values[leaf] if isinstance(leaf, Handed) else leaf, tuple(self)))
 
 
-class Around(NamedTuple):
-    """The modules outside the layers that have parameters, by their names in the model."""
-
-    before: dict[str, nn.Module]
-    after: dict[str, nn.Module]
-
-
 class Shell:
     """A model around its layers: runs the model's own forward with stand-ins for the layers.
 
@@ -69,7 +62,8 @@ class Shell:
 
     Attributes:
         config: The model's configuration; of a model that also takes images, of its text.
-        around: The modules outside the layers, which it calls before and after them.
+        before: The modules outside the layers with parameters that it calls before the layers, by name in the model.
+        after: The same of modules that it calls after them.
         returned: Number of values that a layer returns; the first are its hidden states.
         carried: For each layer the values that later layers need of it and of earlier ones, beside hidden states.
     """
@@ -81,7 +75,7 @@ class Shell:
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
             try:
-                self.around, self.carried = self._trace(_Walk(self, until=None, result=None))
+                self.before, self.after, self.carried = self._trace(_Walk(self))
                 return
             except _UnpackedError as error:  # a batch of one is never unpacked as several values
                 refusal = error
@@ -90,8 +84,8 @@ class Shell:
             "hidden states, alone or with values that it gives to later layers unchanged"
         ) from refusal
 
-    def _trace(self, walk: _Walk) -> tuple[Around, list[list[Handed]]]:
-        """Return what the attributes ``around`` and ``carried`` are to be."""
+    def _trace(self, walk: _Walk) -> tuple[dict[str, nn.Module], dict[str, nn.Module], list[list[Handed]]]:
+        """Return what the attributes ``before``, ``after`` and ``carried`` are to be."""
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
         outside = {
             name: module
@@ -155,10 +149,11 @@ class Shell:
         if both:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
         needed = [{leaf for leaf in call.leaves if isinstance(leaf, Handed)} for call in walk.calls]
-        return Around(before, after), [
+        carried = [
             sorted(value for value in set().union(*needed[number + 1 :]) if value.layer <= number)
             for number in range(len(needed))
         ]
+        return before, after, carried
 
     @property
     def owner_name(self) -> str:
@@ -183,7 +178,7 @@ class Shell:
 
         With ``like`` the embedding is left out: the hidden states are then zeros on its device.
         """
-        walk = _Walk(self, until=until, result=None)
+        walk = _Walk(self, until=until)
         changed = [self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
         with replaced(changed):
             try:
@@ -212,7 +207,7 @@ class Shell:
             output["router_logits"] = tuple(routed)
             return output
 
-        changed = [self._stand_ins(_Walk(self, until=None, result=hidden)), *self._without_embedding(hidden)]
+        changed = [self._stand_ins(_Walk(self, result=hidden)), *self._without_embedding(hidden)]
         asked = given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
@@ -243,7 +238,7 @@ class Shell:
                 *ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=like.device
             )
 
-        for module in self.around.before.values():
+        for module in self.before.values():
             inside = module.modules() if is_adapter(module) else (module,)
             embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
             yield vars(module), "forward", _same if embedding is None else embedded(embedding)
@@ -267,7 +262,7 @@ class _Walk:
     ``result`` is the output of the last layer; None passes the hidden states through.
     """
 
-    def __init__(self, shell: Shell, *, until: int | None, result: Tensor | None) -> None:
+    def __init__(self, shell: Shell, *, until: int | None = None, result: Tensor | None = None) -> None:
         self.shell, self.until, self.result = shell, until, result
         self.calls: list[Call] = []
         self.first: Tensor | None = None

@@ -23,7 +23,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
     write_index,
 )
 from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
-from overlap1f1b.integrations.transformers.experts import Found, adopt, find
+from overlap1f1b.integrations.transformers.experts import adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
 from overlap1f1b.schedule import Placement, Program
@@ -36,7 +36,7 @@ OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 """Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""
 
 
-class SplitModel(Mapping[int, LanguageModelStage]):
+class SplitModel(dict[int, LanguageModelStage]):
     """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`.
 
     Args:
@@ -49,16 +49,8 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     def __init__(
         self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None
     ) -> None:
-        self.model, self._stages, self._placement, self._mesh = model, dict(stages), placement, mesh
-
-    def __getitem__(self, number: int) -> LanguageModelStage:
-        return self._stages[number]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._stages)
-
-    def __len__(self) -> int:
-        return len(self._stages)
+        super().__init__(stages)
+        self.model, self._placement, self._mesh = model, placement, mesh
 
     def loss_fn(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
@@ -90,12 +82,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
     @property
     def routers(self) -> list[nn.Module]:
         """The modules of this rank's layers that compute router logits."""
-        parts = [stage.part for stage in self._stages.values()]
+        parts = [stage.part for stage in self.values()]
         return [router for part in parts for n in range(part.start, part.end) for router, _ in part.shell.routers(n)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank with their names in the model; experts' are this rank's part."""
-        for stage in self._stages.values():
+        for stage in self.values():
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -104,12 +96,12 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of this rank's parameters, as a module's ``zero_grad``."""
-        for stage in self._stages.values():
+        for stage in self.values():
             stage.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the model's state dict."""
-        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+        return {name: value for stage in self.values() for name, value in stage.state_dict().items()}
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the whole model to a folder that ``from_pretrained`` opens. All ranks must call this.
@@ -132,7 +124,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         folder, at, count = Path(folder), _coordinate(self._mesh), self._placement.stages
 
         def write() -> None:
-            for number, stage in self._stages.items():
+            for number, stage in self.items():
                 if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
                     writes = at.get("ep", 0) == 0
                     save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
@@ -164,7 +156,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         """
         device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
         load = load_adapters if (Path(folder) / CONFIG).exists() else load_stages
-        load(Path(folder), self.model, self._stages.values(), device)
+        load(Path(folder), self.model, self.values(), device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state dict that :meth:`state_dict` of the same rank returned.
@@ -172,7 +164,7 @@ class SplitModel(Mapping[int, LanguageModelStage]):
         Raises:
             RuntimeError: The names or shapes differ.
         """
-        for stage in self._stages.values():
+        for stage in self.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
 
     def train(self, mode: bool = True) -> SplitModel:
@@ -186,19 +178,19 @@ class SplitModel(Mapping[int, LanguageModelStage]):
 
 
 class Part(nn.Module):
-    """The stages of this rank in one module, with the parameter names of the whole model."""
+    """The stages of this rank in one module, with the parameter names of the whole model.
+
+    Attributes:
+        split: The stages, for an engine.
+    """
+
+    split: SplitModel
 
     def __init__(self, stages: SplitModel) -> None:
         super().__init__()
         for stage in stages.values():
             stage.hang(self)
-        self.__dict__["stages"] = stages
-
-    @property
-    def split(self) -> SplitModel:
-        """The stages, for an engine."""
-        stages: SplitModel = self.__dict__["stages"]
-        return stages
+        self.__dict__["split"] = stages  # not by assignment: a model may have a module of this name
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse a call as of the whole model."""
@@ -270,7 +262,6 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
     pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
-    around = shell.around
     # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
     parts = split_blocks(found.layers, placement.stages, weights)
@@ -282,16 +273,22 @@ def split_model(
         for name, (module, count) in found.experts.items():
             adopt(model, module, count, group, name, grouped=grouped is not False)
     # 3. Make this rank's stages, and free the weights of all others.
-    ties = _untie(shell, found, [range(*pair) for pair in pairwise(starts)]) if last else {}
+    ties = _untie(shell, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:
         part = StageRange(
-            shell, number, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
+            shell, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
         )
-        stages[number] = _stage(part, found, {name: pair[number == last] for name, pair in ties.items()})
+        stages[number] = _stage(part, {name: pair[number == last] for name, pair in ties.items()})
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
-        _free(found, around.before if 0 not in held else {}, around.after if last not in held else {}, kept)
+        # Modules stay, without their weights: the forward reads their attributes.
+        elsewhere = [*found.layers]
+        elsewhere += shell.before.values() if 0 not in held else ()
+        elsewhere += shell.after.values() if last not in held else ()
+        for module in elsewhere:
+            if not any(id(p) in kept for p in module.parameters()):
+                module.to("meta")
     return SplitModel(model, stages, placement, mesh)
 
 
@@ -304,15 +301,15 @@ def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
-def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Give the modules after the layers copies of parameters that they share with the modules before the layers.
 
     Return each such parameter and its copy, by the parameter's name before the layers. Raise ValueError if another
     parameter belongs to two stages.
     """
-    names = {id(p): f"{name}.{label}" for name, m in shell.around.before.items() for label, p in m.named_parameters()}
+    names = {id(p): f"{name}.{label}" for name, m in shell.before.items() for label, p in m.named_parameters()}
     ties: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-    for module in {part for after in shell.around.after.values() for part in after.modules()}:
+    for module in {part for after in shell.after.values() for part in after.modules()}:
         for label, parameter in list(module.named_parameters(recurse=False)):
             if (name := names.get(id(parameter))) is not None:
                 if name not in ties:
@@ -322,9 +319,9 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
     # A tensor and its transpose may be two parameters with one memory.
     seen: dict[tuple[int, int], int] = {}
     for number, part in enumerate(parts):
-        held = {f"{found.prefix}.{index}": found.layers[index] for index in part}
-        held |= shell.around.before if number == 0 else {}
-        held |= shell.around.after if number == len(parts) - 1 else {}
+        held = {f"{shell.prefix}.{index}": shell.layers[index] for index in part}
+        held |= shell.before if number == 0 else {}
+        held |= shell.after if number == len(parts) - 1 else {}
         for prefix, module in held.items():
             for label, parameter in module.named_parameters(prefix):
                 memory = storage_of(parameter), int(parameter.storage_offset())
@@ -336,10 +333,10 @@ def _untie(shell: Shell, found: Found, parts: Sequence[range]) -> dict[str, tupl
     return ties
 
 
-def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
+def _stage(part: StageRange, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
     shell = part.shell
-    kept = {f"{found.prefix}.{number}": found.layers[number] for number in range(part.start, part.end)}
-    before, after = shell.around.before if part.first else {}, shell.around.after if part.last else {}
+    kept = {f"{shell.prefix}.{number}": shell.layers[number] for number in range(part.start, part.end)}
+    before, after = shell.before if part.first else {}, shell.after if part.last else {}
     records = getattr(shell.config, "output_router_logits", False)
     blocks = []
     for number in range(part.start, part.end):
@@ -348,12 +345,5 @@ def _stage(part: StageRange, found: Found, tied: Mapping[str, nn.Parameter]) -> 
             *(after.values() if number == part.end - 1 else ()),
         ]
         gates = shell.routers(number) if records else []
-        blocks.append(Layer(part, number, found.layers[number], gates, beside))
+        blocks.append(Layer(part, number, gates, beside))
     return LanguageModelStage(part, blocks, {**before, **kept, **after}, tied if part.first or part.last else {})
-
-
-def _free(found: Found, before: Mapping[str, nn.Module], after: Mapping[str, nn.Module], kept: set[int]) -> None:
-    """Free the weights of other ranks' parts; their modules stay, since the forward reads their attributes."""
-    for module in (*found.layers, *before.values(), *after.values()):
-        if not any(id(p) in kept for p in module.parameters()):
-            module.to("meta")

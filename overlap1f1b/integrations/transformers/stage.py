@@ -28,7 +28,6 @@ class StageRange:
     """
 
     shell: Shell
-    number: int
     start: int
     end: int
     first: bool
@@ -96,16 +95,12 @@ class Layer(MicrobatchBlock):
     """
 
     def __init__(
-        self,
-        part: StageRange,
-        number: int,
-        layer: nn.Module,
-        gates: Sequence[tuple[nn.Module, int]],
-        beside: list[nn.Module],
+        self, part: StageRange, number: int, gates: Sequence[tuple[nn.Module, int]], beside: list[nn.Module]
     ) -> None:
         super().__init__()
         self.input_names = part.inputs
-        self.part, self.number, self.layer, self.beside = part, number, layer, nn.ModuleList(beside)
+        self.part, self.number, self.layer = part, number, part.shell.layers[number]
+        self.beside = nn.ModuleList(beside)
         for gate, index in gates:
             gate.register_forward_hook(_recorder(index))
         self._checked = False
