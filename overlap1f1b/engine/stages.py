@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.reduce.tied import ties_in
-from overlap1f1b.engine.run.model import blocks_of
+from overlap1f1b.engine.run.model import blocks_of, device_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts
@@ -138,6 +138,8 @@ def stages_of(
         tensor=mesh.along("tp"),
     )
     with sharding.gathered():
+        # A stage without parameters computes where the rank's others do.
+        options["device"] = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
         stages = {
             stage: Stage(blocks, exchange, number=stage, first=first[stage], sliced=sharding.sliced, **options)
             for stage, blocks in held_blocks.items()

@@ -124,6 +124,11 @@ class Mesh:
         }
 
     @property
+    def device(self) -> torch.device:
+        """This rank's device, of the type that the mesh has."""
+        return torch.empty(0, device=self.device_type).device
+
+    @property
     def label(self) -> str:
         """Name of this rank in messages."""
         return self.labels[self._rank]

@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.plan import NodeCosts
-from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import build_exchange
+from overlap1f1b.schedule import Placement, build_schedule
+from overlap1f1b.transport.exchange import LocalExchange, build_exchange
+from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.ranks import Ranks
 
@@ -117,3 +119,10 @@ def test_weights_that_do_not_fit_are_named() -> None:
     program = build_schedule("sequential", microbatches=1)
     with pytest.raises(ValueError, match="weights of stages that are given"):
         Engine({0: blocks}, program, loss_fn=models.loss_fn, weights=[1, 1, 1])
+
+
+def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
+    model = {0: [nn.ReLU()], 1: [nn.Linear(2, 2, device="meta")]}
+    none = {"reduce_own": False, "reduce_experts": False}
+    stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), None, **none)
+    assert [stage.device.type for stage in stages.values()] == ["meta", "meta"]

@@ -23,6 +23,7 @@ from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.model import (
     CarriedState,
     blocks_of,
+    device_of,
     is_compiled,
     marked_as_slice,
     options_of,
@@ -64,6 +65,7 @@ class Blocks:
         recompute: Recompute = "none",
         parts: int = 1,
         sliced: Set[Tensor] = frozenset(),
+        device: torch.device | None = None,
     ) -> None:
         self.number, self.parts, self._sliced = number, parse_parts(parts), sliced
         self.exchange = exchange or LocalExchange()
@@ -83,8 +85,7 @@ class Blocks:
         self.input_names = options_of(self.blocks[0]).input_names
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
-        parameter = next((p for block in self.blocks for p in block.parameters()), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.device = device or device_of(self.blocks) or torch.device("cpu")
         self.generators = generators_of(self.device)
         self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
         self.block_parameters: list[list[nn.Parameter]] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -71,6 +72,11 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def device_of(blocks: Iterable[nn.Module]) -> torch.device | None:
+    """Return the device of the first parameter; None without parameters."""
+    return next((parameter.device for block in blocks for parameter in block.parameters()), None)
 
 
 def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:

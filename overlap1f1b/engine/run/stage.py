@@ -25,6 +25,7 @@ class Stage(Blocks):
         recompute: Parts of each block that are computed a second time before their backward: see :class:`Engine`.
         parts: Parts of the tokens of each call of experts: see :class:`Engine`.
         sliced: DTensors of which the ranks that share the experts have different parts.
+        device: Device of the stage's tensors; by default the first parameter's, or the CPU.
 
     Raises:
         ValueError: No block, one under ``DistributedDataParallel``, experts made for another exchange, or an unknown
