@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,24 @@ from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 
-if TYPE_CHECKING:
-    from overlap1f1b.cli.bench.pipelines import TorchSchedule
-
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
 T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
-Player: TypeAlias = "Engine | TorchSchedule"
+
+
+class Peer(Protocol):
+    """A schedule of another library on the same layers."""
+
+    name: str
+    overlap: str
+
+    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+Player = Engine | Peer
 
 
 class Bench:
@@ -126,7 +136,7 @@ class Bench:
         """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
         return {}, 1.0
 
-    def _peers(self) -> list[TorchSchedule]:
+    def _peers(self) -> list[Peer]:
         """Return the schedules of other libraries that are measured as rows."""
         return []
 

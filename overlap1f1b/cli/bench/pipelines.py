@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from overlap1f1b.cli.bench.exchanges import Replay
-from overlap1f1b.cli.bench.measure import Bench, Bounds, slowest, taken
+from overlap1f1b.cli.bench.measure import Bench, Bounds, Peer, slowest, taken
 from overlap1f1b.cli.workload import block_weights, loss_fn
 from overlap1f1b.engine import Engine, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import register
@@ -57,7 +57,7 @@ class PipelineBench(Bench):
         self.plain_loop()
         return taken(self.model.parameters()), self.rank.data_ranks
 
-    def _peers(self) -> list[TorchSchedule]:
+    def _peers(self) -> list[Peer]:
         return [TorchSchedule(name, self) for name in KINDS] if self.options.peers else []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
