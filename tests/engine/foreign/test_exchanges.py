@@ -357,6 +357,33 @@ def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: st
     assert any(line.startswith(message) for line in every), every
 
 
+def _together(rank: int, size: int) -> list[str]:
+    """One column of the weights travels beside the rows, in which nothing may be; the first gradient is expanded."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+
+    class Together(nn.Module):
+        def __init__(self, room: int) -> None:
+            super().__init__()
+            self.room, self.router, self.norm = room, nn.Linear(HIDDEN, EXPERTS), nn.LayerNorm(HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, weights = self.norm(x), self.router(x).softmax(-1)
+            rows, weight = exchange((h[:, : self.room], weights[:, 0]), None, None, group)
+            back = exchange(rows.tanh(), None, None, group)
+            return x * weight.sum() + F.pad(back, (0, HIDDEN - self.room)) + h
+
+    problems = []
+    for room in (HIDDEN, 0):
+        build = lambda room=room: nn.Sequential(Together(room), Together(room))  # noqa: E731
+        problems += compare(f"room {room}", build, mesh, exchanges=2 * 2 * 2 * MICROBATCHES)
+    return problems
+
+
+def test_tensors_of_any_strides_travel_together(ranks2: Ranks) -> None:
+    assert ranks2.run(_together, timeout=60) == [[], []]
+
+
 class Padded(nn.Module):
     """Sends rows ``[E, C, H]`` with room for C rows of each expert; C follows the tokens of the microbatch."""
 
