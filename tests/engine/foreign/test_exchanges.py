@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.foreign.exchanges import Seen, Shown, matched
+from overlap1f1b.engine.foreign.functions import Landed
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
@@ -227,6 +228,26 @@ def test_two_ranks(ranks2: Ranks) -> None:
 
 def test_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, [CASES[1], CASES[7], CASES[10]], timeout=120) == [[]] * 4
+
+
+def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may take rows on a side stream of its own, which it orders by the handle alone."""
+    compute, side = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    handle = Landed(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    assert handle.wait()
+    assert side.behind == [compute]
+
+
+class Stream:
+    """A stream of a GPU that notes behind what it is ordered."""
+
+    def __init__(self) -> None:
+        self.behind: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind.append(other)
 
 
 def seen(send: list[int], receive: list[int], *shape: int) -> Seen:
