@@ -368,7 +368,11 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
             "dtype",
             "exchange 1 of block 0 (Changing) has tensors of dtypes and dimensions [(torch.float64, 2)]; ",
         ),
-        ("width", "exchange 1 of block 0 (Changing) has rows of [(torch.float32, torch.Size([3]))]; allowed: "),
+        (
+            "width",
+            "exchange 1 of block 0 (Changing) has rows of [(torch.float32, torch.Size([3]))]; allowed: "
+            "[(torch.float32, torch.Size([12]))], which follows from the rows of exchange 0 as in the first step",
+        ),
         ("more", "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all"),
         ("fewer", "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks"),
     ],
