@@ -16,13 +16,24 @@ from torch import Tensor
 from overlap1f1b.engine.foreign.watched import Watched, or_world, sizes_of
 from overlap1f1b.transport.calls import Splits, splits_of
 from overlap1f1b.transport.exchange import build_exchange
+from overlap1f1b.transport.streams import is_queued
 
 
 class Landed(dist.Work):
-    """The handle of an exchange whose rows have arrived."""
+    """The handle of an exchange whose rows have arrived; on a GPU for the stream that runs now.
+
+    Args:
+        device: Device of the rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if is_queued(device) else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
+        """Order the current stream behind the rows, and return at once."""
+        self.synchronize()
         return True
 
     def is_completed(self) -> bool:
@@ -30,7 +41,9 @@ class Landed(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Do nothing: the stream that runs was ordered behind the exchange."""
+        """Order the current stream behind the rows: it may be a side stream of the model's own."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Arguments(NamedTuple):
@@ -55,7 +68,9 @@ class Arguments(NamedTuple):
     def result(self, args: Sequence[Any], brought: Tensor) -> Any:
         """Return what the Function would, for the rows that its exchange has brought."""
         rows = brought if self.output is None else args[self.output].copy_(brought)
-        return rows if self.returns == "rows" else (rows, None if self.returns == "rows, None" else Landed())
+        if self.returns == "rows":
+            return rows
+        return rows, None if self.returns == "rows, None" else Landed(rows.device)
 
 
 Returns = Literal["rows", "rows, None", "rows, handle"]

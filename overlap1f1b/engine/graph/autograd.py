@@ -120,18 +120,18 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        cast, add = ctx.cast, ctx.add
+        cast, add, dtype = ctx.cast, ctx.add, weight.dtype
 
-        def weight_grad() -> Tensor | None:
+        def weight_grad() -> Tensor | None:  # without the weight, which a hook may have brought back from elsewhere
             if add is not None:
                 return add(_flat(grad), _flat(x))
-            return as_dtype(_flat(grad).t() @ _flat(x), weight.dtype)
+            return as_dtype(_flat(grad).t() @ _flat(x), dtype)
 
         if asks_for(ctx.weight, ctx):
             ctx.queue.put(ctx.weight, weight_grad)
         matrix = weight if cast is None else weight.to(cast)
         grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
-        grad_bias = as_dtype(_flat(grad).sum(0), weight.dtype) if ctx.needs_input_grad[2] else None
+        grad_bias = as_dtype(_flat(grad).sum(0), dtype) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None, None
 
 
@@ -167,12 +167,12 @@ class SplitGroupedMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        parameter, kernels = ctx.weight, ctx.kernels
+        parameter, kernels, dtype = ctx.weight, ctx.kernels, weight.dtype
         main = None if kernels is None else main_grad(parameter)
 
         def weight_grad() -> Tensor | None:
             if main is None:
-                return as_dtype(grouped_mm_weight_grad(grad, rows, counts), weight.dtype)
+                return as_dtype(grouped_mm_weight_grad(grad, rows, counts), dtype)
             kernels(add_weight_grad_, main, grad, rows, offsets(counts, grad))
             return added_to_main(parameter)
 

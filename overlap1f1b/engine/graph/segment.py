@@ -100,7 +100,8 @@ class Layout(NamedTuple):
         count, parts = len(tensors[0]), []
         for kind, tensor in zip(self.rows, tensors, strict=True):
             packed = tensor.new_zeros(count, _padded(kind.bytes), dtype=torch.uint8)
-            packed[:, : kind.bytes] = tensor.to(kind.dtype).reshape(-1).view(torch.uint8).view(count, kind.bytes)
+            width = kind.shape.numel()
+            packed.view(kind.dtype)[:, :width] = tensor.reshape(count, width)  # of any strides, as an expanded gradient
             parts.append(packed)
         return torch.cat(parts, 1)
 
@@ -110,14 +111,14 @@ class Layout(NamedTuple):
             return [rows]
         widths = [_padded(kind.bytes) for kind in self.rows]
         return [
-            part[:, : kind.bytes].contiguous().view(kind.dtype).view(len(rows), *kind.shape)
+            part[:, : kind.bytes].contiguous().view(-1).view(kind.dtype).view(len(rows), *kind.shape)
             for kind, part in zip(self.rows, rows.split(widths, 1), strict=True)
         ]
 
 
 def _padded(size: int) -> int:
-    """Round up to 16 bytes, so that every part is aligned for its dtype and for a GPU's products."""
-    return -(-size // 16) * 16
+    """Round up to 16 bytes, so that every part is aligned for its dtype and for a GPU's products; never to 0."""
+    return max(-(-size // 16), 1) * 16
 
 
 class Crossing(NamedTuple):

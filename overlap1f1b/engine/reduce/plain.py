@@ -45,19 +45,23 @@ class Reducer(Reduction):
         apart: Set[nn.Parameter] = frozenset(),
     ) -> None:
         super().__init__()
-        self.lane = lane
-        self._sums: dict[BlockKey, list[tuple[list[nn.Parameter], dist.ProcessGroup]]] = {}
-        """The parameters that are summed with each block, with the ranks of each sum."""
-        for number, stage in stages.items():
-            for block in range(len(stage.blocks)):
-                both = ((stage.own_parameters(block), dense), (stage.expert_parameters_of(block), experts))
-                self._sums[number, block] = [
-                    ([p for p in part if p not in apart], group) for part, group in both if group is not None
-                ]
+        self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
+        self._sums = self._found()
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
         self._stream: CudaStream | None = None
+
+    def _found(self) -> dict[BlockKey, list[tuple[list[nn.Parameter], dist.ProcessGroup]]]:
+        """Return the parameters that are summed with each block, with the ranks of each sum."""
+        found = {}
+        for number, stage in self.stages.items():
+            for block in range(len(stage.blocks)):
+                both = ((stage.own_parameters(block), self.dense), (stage.expert_parameters_of(block), self.experts))
+                found[number, block] = [
+                    ([p for p in part if p not in self.apart], group) for part, group in both if group is not None
+                ]
+        return found
 
     @property
     def reduces(self) -> bool:
@@ -66,6 +70,7 @@ class Reducer(Reduction):
 
     def begin(self, order: Sequence[Node]) -> None:
         places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
+        self._sums = self._found()  # in each step: a user may mark experts after the Engine is made
         self._order = [place for place in places if place in self._sums]
         self._ready, self._flights = {}, []
         self._summed_at = {}

@@ -201,7 +201,10 @@ class BlockRun:
             check_back(call.splits, earlier.call.splits, where)
             allowed = wanted.behind(earlier.layout.kinds)
         if allowed is not None and found != allowed:
-            raise ValueError(f"{where} has rows of {list(found)}; allowed: {list(allowed)}, told by the first step")
+            raise ValueError(
+                f"{where} has rows of {list(found)}; allowed: {list(allowed)}, which follows from the rows of exchange "
+                f"{wanted.back_of} as in the first step"
+            )
         following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
         if following is not None and following.back_of == number:
             kinds = following.behind(found)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.foreign.exchanges import Seen, Shown, matched
+from overlap1f1b.engine.foreign.functions import Landed
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
@@ -229,6 +230,26 @@ def test_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, [CASES[1], CASES[7], CASES[10]], timeout=120) == [[]] * 4
 
 
+def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may take rows on a side stream of its own, which it orders by the handle alone."""
+    compute, side = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    handle = Landed(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    assert handle.wait()
+    assert side.behind == [compute]
+
+
+class Stream:
+    """A stream of a GPU that notes behind what it is ordered."""
+
+    def __init__(self) -> None:
+        self.behind: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind.append(other)
+
+
 def seen(send: list[int], receive: list[int], *shape: int) -> Seen:
     return Seen(send, receive, ((torch.float32, torch.Size(shape or (3,))),))
 
@@ -347,7 +368,11 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
             "dtype",
             "exchange 1 of block 0 (Changing) has tensors of dtypes and dimensions [(torch.float64, 2)]; ",
         ),
-        ("width", "exchange 1 of block 0 (Changing) has rows of [(torch.float32, torch.Size([3]))]; allowed: "),
+        (
+            "width",
+            "exchange 1 of block 0 (Changing) has rows of [(torch.float32, torch.Size([3]))]; allowed: "
+            "[(torch.float32, torch.Size([12]))], which follows from the rows of exchange 0 as in the first step",
+        ),
         ("more", "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all"),
         ("fewer", "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks"),
     ],
@@ -355,6 +380,33 @@ def _changing(rank: int, size: int, change: str) -> list[str]:
 def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: str, message: str) -> None:
     every = [line for lines in ranks2.run(_changing, change, timeout=60) for line in lines]
     assert any(line.startswith(message) for line in every), every
+
+
+def _together(rank: int, size: int) -> list[str]:
+    """One column of the weights travels beside the rows, in which nothing may be; the first gradient is expanded."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group = mesh.get_group("ep")
+
+    class Together(nn.Module):
+        def __init__(self, room: int) -> None:
+            super().__init__()
+            self.room, self.router, self.norm = room, nn.Linear(HIDDEN, EXPERTS), nn.LayerNorm(HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, weights = self.norm(x), self.router(x).softmax(-1)
+            rows, weight = exchange((h[:, : self.room], weights[:, 0]), None, None, group)
+            back = exchange(rows.tanh(), None, None, group)
+            return x * weight.sum() + F.pad(back, (0, HIDDEN - self.room)) + h
+
+    problems = []
+    for room in (HIDDEN, 0):
+        build = lambda room=room: nn.Sequential(Together(room), Together(room))  # noqa: E731
+        problems += compare(f"room {room}", build, mesh, exchanges=2 * 2 * 2 * MICROBATCHES)
+    return problems
+
+
+def test_tensors_of_any_strides_travel_together(ranks2: Ranks) -> None:
+    assert ranks2.run(_together, timeout=60) == [[], []]
 
 
 class Padded(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.graph.autograd import Root, SplitLinear, WeightQueue, accumulate
@@ -31,6 +32,25 @@ def test_a_split_layer_queues_its_weight_gradient_and_gives_all_others(bias: boo
     assert all(torch.equal(a, b) for a, b in zip(found, [expected[0], *expected[2:]], strict=True))
     assert torch.equal(queue.compute()[linear.weight], expected[1])
     assert queue.compute() == {}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_waiting_weight_gradient_holds_no_weight(fused: bool) -> None:
+    """Hooks that keep saved tensors elsewhere bring a weight back for the backward: a copy, in a device's memory."""
+    brought: list[tuple[torch.Size, StorageWeakRef]] = []
+
+    def bring(kept: Tensor) -> Tensor:
+        copied = kept.clone()
+        brought.append((copied.shape, StorageWeakRef(copied.untyped_storage())))
+        return copied
+
+    linear, x, queue = nn.Linear(5, 3), torch.randn(7, 5, requires_grad=True), WeightQueue()
+    add = (lambda grad, x: grad.t() @ x) if fused else None
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, bring):
+        y = SplitLinear.apply(x, (linear.weight,), linear.bias, queue, torch.empty(0, requires_grad=True), add)
+    y.sum().backward()
+    assert [shape for shape, memory in brought if not memory.expired()] == [x.shape]
+    assert queue.compute()[linear.weight].shape == linear.weight.shape
 
 
 H = 8
