@@ -250,7 +250,9 @@ class Engine:
             self.reductions = self._new_reductions(own, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
-            # 5. The player, and the plans that it plays.
+            # 5. The player, and the plans that it plays. Weight gradients keep the places that a program, or the search
+            #    of an order, has given them; ranks that meet inside blocks play one order.
+            placed = program.splits(rank) or program.search_seconds > 0
             self.player = Player(
                 limit,
                 self.failures,
@@ -258,7 +260,7 @@ class Engine:
                 boundary=self.boundary,
                 reductions=self.reductions,
                 watch=watch,
-                fills=not program.splits(rank) and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
+                fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
                 carveout=carveout,
             )
             self._plans = self._new_plans(costs)
