@@ -42,7 +42,8 @@ def base_of(model: Any) -> Any:
 
 def name_in_base(model: nn.Module, name: str) -> str | None:
     """Return the name that a tensor of a model has without adapters; None for a tensor that an adapter adds."""
-    base, module, kept = base_of(model), model, list[str]()
+    base, kept = base_of(model), list[str]()
+    module: Any = model
     labels = iter(name.split("."))
     for label in labels:
         if not is_adapter(module):
@@ -52,7 +53,7 @@ def name_in_base(model: nn.Module, name: str) -> str | None:
             continue
         elif label not in ("base_layer", "original_module"):
             return None
-        module = getattr(module, label)
+        module = getattr(module, label, None)  # a module's extra state is no attribute
         if module is base:
             kept = []
     return ".".join(kept)

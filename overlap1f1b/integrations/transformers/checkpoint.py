@@ -28,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """File names of weights, as transformers writes them."""
+EXTRA = "_extra_state"
+"""Last part of the name of what a module's ``get_extra_state`` returns."""
 FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.([^.]+)(?:\.weight)?")
 """Name of a LoRA factor: its layer, and its adapter."""
 
@@ -114,8 +116,12 @@ class _Slot:
 
     @property
     def value(self) -> Tensor:
-        module, label = self.holders[0]
-        return getattr(module, label)
+        return _held(*self.holders[0])
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether a module's own code makes and takes it; it may have any shape."""
+        return self.holders[0][1] == EXTRA
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -144,6 +150,9 @@ class _Slot:
     @torch.no_grad()
     def fill(self, value: Tensor, device: torch.device, source: str = "") -> None:
         """Set the values; ``source`` says in an error's message where they come from."""
+        if self.is_extra:
+            self.put(value)
+            return
         old = self.value
         if value.shape != old.shape:
             raise ValueError(f"{source} of shape {list(value.shape)} for this rank; allowed: {list(old.shape)}")
@@ -159,7 +168,14 @@ class _Slot:
     def put(self, value: Tensor) -> None:
         """Replace the tensor in all modules that hold it."""
         for module, label in self.holders:
-            setattr(module, label, value)
+            if label == EXTRA:
+                module.set_extra_state(value)
+            else:
+                setattr(module, label, value)
+
+
+def _held(module: nn.Module, label: str) -> Any:
+    return module.get_extra_state() if label == EXTRA else getattr(module, label)
 
 
 def _slots(stage: LanguageModelStage) -> list[_Slot]:
@@ -171,17 +187,20 @@ def _slots(stage: LanguageModelStage) -> list[_Slot]:
         if isinstance(module, Experts) and module.group is not None
         for label, _ in module.named_parameters()
     }
-    slots: dict[int, _Slot] = {}
+    slots: dict[int | str, _Slot] = {}
     for name in stage.state_dict():
         path, _, label = name.rpartition(".")
-        value = getattr(modules[path], label)
-        if id(value) not in slots:
+        value = _held(modules[path], label)
+        if not isinstance(value, Tensor):  # an extra state that no file of weights can hold
+            continue
+        key = name if label == EXTRA else id(value)  # an extra state may be made anew each time
+        if key not in slots:
             elsewhere = [other for other, parameter in stage.tied.items() if parameter is value and other != name]
             owner, experts = shared.get(name), stage.columns.get(name, 0)
             at = (None, 0, 1) if owner is None else (owner.group, owner.exchange.rank, owner.exchange.ranks)
-            slots[id(value)] = _Slot([], elsewhere, [], stage.tied, *at, experts)
-        slots[id(value)].names.append(name)
-        slots[id(value)].holders.append((modules[path], label))
+            slots[key] = _Slot([], elsewhere, [], stage.tied, *at, experts)
+        slots[key].names.append(name)
+        slots[key].holders.append((modules[path], label))
     return list(slots.values())
 
 
@@ -234,7 +253,7 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
                     if id(slot) not in filled or name == slot.names[0]:
                         slot.fill(value, device, f"{folder} has {name}")
                         filled.add(id(slot))
-    missing = [slot.names[0] for slot in slots if id(slot) not in filled]
+    missing = [slot.names[0] for slot in slots if id(slot) not in filled and not slot.is_extra]
     if missing:
         raise ValueError(f"{folder} has nothing for {missing[0]}; allowed: a folder with every tensor of the model")
     conversion.remember()
@@ -408,7 +427,7 @@ def join_adapter(folder: Path, stages: int, model: Any) -> None:
     tensors: dict[str, Tensor] = {}
     for part in parts:
         tensors |= load_file(part)
-    model.save_pretrained(str(folder), state_dict=tensors)
+    type(model).save_pretrained(model, str(folder), state_dict=tensors)  # the model's own may refuse: it is a part
     for part in parts:
         part.unlink()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from overlap1f1b.integrations.transformers.adapters import base_of
@@ -32,10 +33,17 @@ class RestOfModel(nn.Module):
         super().__init__()
         self.__dict__["_model"] = model  # not a module of this one
         self.names, self.batch, self.finish, self.caller = names, batch, finish, caller
+        self._read = self._versions()
         self.training = model.training
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batch; the whole model's is that of its first parameter, which may be on another rank."""
+        found: torch.device = self.batch[self.names[0]].device
+        return found
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; the modules of the rank's stages have theirs already."""
@@ -51,6 +59,11 @@ class RestOfModel(nn.Module):
 
     parameters = named_parameters = state_dict = modules = named_modules = children = _whole
 
+    def _versions(self) -> dict[str, int]:
+        """Return how often each input was changed in place."""
+        given = {name: self.batch.get(name) for name in self.names}
+        return {name: 0 if value is None or value.is_inference() else value._version for name, value in given.items()}
+
     def _get_name(self) -> str:
         # Trainer asks for the class inside PEFT's model, but of PEFT's class alone.
         return type(base_of(self.__dict__["_model"])).__name__
@@ -58,8 +71,9 @@ class RestOfModel(nn.Module):
     def forward(self, *positional: Any, **arguments: Any) -> Any:
         if positional:
             arguments = {**signature(self.__dict__["_model"].forward).bind_partial(*positional).arguments, **arguments}
+        versions = self._versions()
         for name in self.names:
-            if arguments.get(name) is not self.batch.get(name):
+            if arguments.get(name) is not self.batch.get(name) or versions[name] != self._read[name]:
                 raise ValueError(
                     f"{self.caller} calls the model with another {name} than the batch has; "
                     "allowed: the inputs of the batch, through which its layers have already run"

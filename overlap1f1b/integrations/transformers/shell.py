@@ -108,7 +108,7 @@ class Shell:
                 around.enter_context(torch.enable_grad())
                 # The stand-ins compute no router logits, from which the model would compute a loss.
                 without_logits = (vars(self.config), "output_router_logits", False)
-                around.enter_context(replaced([self._stand_ins(walk), without_logits]))
+                around.enter_context(replaced([*self._stand_ins(walk), without_logits]))
                 if device.type == "meta":  # then masks are made without reading values
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 given = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
@@ -179,7 +179,7 @@ class Shell:
         With ``like`` the embedding is left out: the hidden states are then zeros on its device.
         """
         walk = _Walk(self, until=until)
-        changed = [self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
+        changed = [*self._stand_ins(walk), *(() if like is None else self._without_embedding(like))]
         with replaced(changed):
             try:
                 self.model(**named, use_cache=False)
@@ -207,7 +207,7 @@ class Shell:
             output["router_logits"] = tuple(routed)
             return output
 
-        changed = [self._stand_ins(_Walk(self, result=hidden)), *self._without_embedding(hidden)]
+        changed = [*self._stand_ins(_Walk(self, result=hidden)), *self._without_embedding(hidden)]
         asked = given.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
         if routed:
             changed.append((vars(self.owner), "forward", forward))
@@ -226,9 +226,13 @@ class Shell:
             if value := given.get(name) or any(getattr(config, name, False) for config in configs):
                 raise ValueError(f"{name}={value!r} of a model in stages; allowed: False")
 
-    def _stand_ins(self, walk: _Walk) -> Replacement:
+    def _stand_ins(self, walk: _Walk) -> Iterator[Replacement]:
         stands = nn.ModuleList(_StandIn(layer, number, walk) for number, layer in enumerate(self.layers))
-        return self.owner._modules, self.attribute, stands
+        yield self.owner._modules, self.attribute, stands
+        # transformers hooks the layers at a model's first call, once: at these it would hook the stand-ins.
+        path = self.prefix.split(".")
+        for length in range(len(path)):
+            yield vars(self.model.get_submodule(".".join(path[:length]))), "_output_capturing_hooks_installed", True
 
     def _without_embedding(self, like: Tensor) -> Iterator[Replacement]:
         """Yield forwards of the modules before the layers that compute nothing; an embedding's has the right shape."""

@@ -289,7 +289,17 @@ def split_model(
         for module in elsewhere:
             if not any(id(p) in kept for p in module.parameters()):
                 module.to("meta")
+    if group is not None or len(held) < placement.stages:
+        vars(model)["save_pretrained"] = _saves_a_part
     return SplitModel(model, stages, placement, mesh)
+
+
+def _saves_a_part(*_: Any, **__: Any) -> None:
+    """Refuse what would write a folder without the experts and layers of other ranks."""
+    raise ValueError(
+        "save_pretrained of a model of which a rank has a part; allowed: save_pretrained of what split_model returns, "
+        "or save_model of a trainer"
+    )
 
 
 def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:

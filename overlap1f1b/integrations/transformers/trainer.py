@@ -24,7 +24,7 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
-from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator
+from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
 from overlap1f1b.integrations.transformers.built import BuiltModel
@@ -140,7 +140,7 @@ class Overlapped(Trainer):
         if self._model_built is None or self._model_built.given is not self.model:
             if self._model_built is not None:
                 self._model_built.engine.close()
-            device = _unnumbered(self.args.device)
+            device = unnumbered(self.args.device)
             self._model_built = BuiltModel(self.model, parallel.program(count), self._mesh, parallel, device)
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
@@ -229,7 +229,7 @@ class Overlapped(Trainer):
         return torch.tensor(total, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
-        # A launcher numbers its CPUs: moving a tensor to "cpu:1" would copy it.
+        # Moving a tensor to a CPU with a number would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
     def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
@@ -280,15 +280,17 @@ class Overlapped(Trainer):
             return output if self.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
         rest = RestOfModel(built.given, built.names, batch, finished, type(self).__name__)
-        # No longer than the loss: callbacks copy and save the model, with what hangs on it.
-        refusal = built.given.register_forward_pre_hook(self._refuse_part)
+        # No longer than the loss: callbacks copy and save the model, with what hangs on it. Losses also call its body.
+        owner = next(iter(built.stages.values())).part.shell.owner
+        refusals = [module.register_forward_pre_hook(self._refuse_part) for module in (built.given, owner)]
         self._computing = True
         try:
             with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
                 return compute(rest, dict(batch))
         finally:
             self._computing = False
-            refusal.remove()
+            for refusal in refusals:
+                refusal.remove()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_gradients(self.args.max_grad_norm)
@@ -370,7 +372,7 @@ class Overlapped(Trainer):
         if number not in ahead.steps:
             self._play_forwards(model, ahead, prediction_loss_only, ignore_keys)
             ahead.at(number)
-        step, device = ahead.steps.pop(number), _unnumbered(self.args.device)
+        step, device = ahead.steps.pop(number), unnumbered(self.args.device)
         if self.overlap_args.pp > 1:
             every = self.engine.mesh.gathered("pp", send_to_device(step, "cpu"))
             step = step or next(one for one in every if one is not None)
@@ -486,11 +488,6 @@ def _first(value: Tensor) -> Tensor:
     if value.dim() == 4:
         return value[:1, :, :1, :1]
     return value[:1, :1] if value.dim() == 2 else value[:1]
-
-
-def _unnumbered(device: torch.device) -> torch.device:
-    """Return the CPU without the number that accelerate gives it."""
-    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _of_torch(optimizer: Any) -> torch.optim.Optimizer:

@@ -154,6 +154,44 @@ def test_the_layout_of_the_modules_is_read_too(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in stages.state_dict().items())
 
 
+class WithState(torch.nn.Linear):
+    """A layer with a state beside parameters and buffers, made anew each time."""
+
+    steps = 0
+
+    def get_extra_state(self) -> Any:
+        return torch.full((2 + self.steps,), self.steps)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.steps = len(state) - 2
+
+
+class WithOwnState(WithState):
+    """The same as an object that no file of weights can hold."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+
+def test_states_that_modules_make_themselves(tmp_path: Path) -> None:
+    program = build_schedule("dualpipev", ranks=1, microbatches=2)
+
+    def build(seed: int) -> Any:
+        model = tiny.build("qwen3_moe", seed=seed)
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.q_proj.__class__, layer.self_attn.k_proj.__class__ = WithState, WithOwnState
+            layer.self_attn.q_proj.steps = 10 * seed + number
+        return model
+
+    split_model(build(4), program).save_pretrained(tmp_path)
+    model = build(5)
+    split_model(model, program).load_pretrained(tmp_path)
+    assert [layer.self_attn.q_proj.steps for layer in model.model.layers] == [40, 41, 42, 43]
+    tiny.build("qwen3_moe").save_pretrained(tmp_path / "without")
+    split_model(model := build(5), program).load_pretrained(tmp_path / "without")
+    assert [layer.self_attn.q_proj.steps for layer in model.model.layers] == [50, 51, 52, 53]
+
+
 def test_folders_without(tmp_path: Path) -> None:
     program = build_schedule("sequential", microbatches=1)
     stages = split_model(tiny.build("mixtral"), program)
@@ -219,6 +257,20 @@ def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[
             assert torch.equal(value, whole), label
     tokens, labels = tiny.batch(4)
     assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
+
+
+def _of_a_part(rank: int, size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    model = tiny.build("mixtral")
+    split_model(model, build_schedule("sequential", microbatches=2), mesh)
+    with pytest.raises(ValueError, match=r"^save_pretrained of a model of which a rank has a part; allowed: "):
+        model.save_pretrained(folder)
+
+
+def test_a_model_of_which_a_rank_has_a_part_is_not_saved(ranks2: Ranks, tmp_path: Path) -> None:
+    """Its folder would lack experts, which from_pretrained then draws anew."""
+    ranks2.run(_of_a_part, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def _hindered(rank: int, size: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer under the mixin, against themselves on one process; skipped without TRL."""
+"""TRL's trainers under the mixin, against themselves on one process; skipped without TRL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
@@ -290,3 +290,49 @@ def test_preferences_without_a_reference_model(ranks2: Ranks, layout: OverlapArg
     for found in ranks2.run(preferring, tmp_path, layout, True):
         assert "OverlapDPOTrainer calls its own model in a loss, of which a rank has a part; allowed: " in found
         assert "\n" not in found
+
+
+class OverlapKTOTrainer(Overlapped, KTOTrainer):
+    pass
+
+
+def judging(rank: int, size: int, folder: Path, layout: OverlapArguments | None) -> Any:
+    """Train on completions that are good or bad, without the KL term; return the log."""
+    from datasets import Dataset
+
+    rows = torch.randint(3, tiny.V, (16, 9), generator=torch.Generator().manual_seed(5)).tolist()
+    ends = {number: 5 + number % 4 for number in range(len(rows))}
+    data = Dataset.from_dict(
+        {
+            "prompt": [" ".join(map(str, row[:3])) for row in rows],
+            "completion": [" " + " ".join(map(str, row[3 : ends[number]])) for number, row in enumerate(rows)],
+            "label": [row[0] % 2 == 0 for row in rows],
+        }
+    )
+    with launched(rank, size):
+        args = KTOConfig(
+            str(folder),
+            loss_type="apo_zero_unpaired",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            learning_rate=3e-3,
+            adam_epsilon=1e-5,
+            logging_steps=1,
+            save_strategy="no",
+            **ON_CPU,
+            router_aux_loss_coef=0.0,
+        )
+        more: dict[str, Any] = {"processing_class": words(), "train_dataset": data}
+        more |= {"args": args, "ref_model": tiny.build("qwen3_moe", seed=4)}
+        more |= {} if layout is None else {"overlap_args": layout}
+        trainer = (KTOTrainer if layout is None else OverlapKTOTrainer)(tiny.build("qwen3_moe"), **more)
+        trainer.train()
+        return list(trainer.state.log_history)
+
+
+def test_judgements(ranks2: Ranks, tmp_path: Path) -> None:
+    """KTOTrainer moves a batch to the accelerator's device, which must not copy it."""
+    expected = judging(0, 1, tmp_path, None)
+    for found in ranks2.run(judging, tmp_path, OverlapArguments(pp=2)):
+        same(found, expected, (*SHOWN, "rewards/chosen", "logps/rejected"))

@@ -201,6 +201,18 @@ def test_the_routers_loss_asked_for_after_the_split() -> None:
         Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).step(tokens, target=labels)
 
 
+def test_a_model_on_one_rank_is_called_as_before() -> None:
+    """To generate, for example: transformers records router logits, although it saw stand-ins for the layers first."""
+    tokens, labels = tiny.batch(2)
+    program = build_schedule("sequential", microbatches=1)
+    stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program)
+    Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS).evaluate(tokens, target=labels)
+    with torch.no_grad():
+        found, expected = stages.model(tokens), tiny.build("qwen3_moe", **AUXILIARY)(tokens)
+    assert torch.equal(found.aux_loss, expected.aux_loss)
+    assert torch.equal(found.logits, expected.logits)
+
+
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_outputs_of_layers_are_refused(name: str) -> None:
     """They were empty: transformers records them in layers, which run elsewhere."""

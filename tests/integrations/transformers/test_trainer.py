@@ -664,6 +664,30 @@ def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
         close(shown(found), expected)
 
 
+class ByToken(transformers.Trainer):
+    """Weighs tokens by numbers on the model's device."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        weight = torch.linspace(0.5, 1.5, tiny.V, device=model.device)
+        logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, targets, weight) / self.args.gradient_accumulation_steps
+        return (loss, output) if return_outputs else loss
+
+
+class OverlappedByToken(Overlapped, ByToken):
+    pass
+
+
+def test_a_loss_on_the_models_device(ranks2: Ranks, tmp_path: Path) -> None:
+    """The last stage has no embedding, whose device would be the model's."""
+    spec = Spec(tmp_path, kind=OverlappedByToken, steps=2, layout=OverlapArguments(pp=2))
+    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=ByToken, layout=None)))
+    for found in ranks2.run(train, spec):
+        close(shown(found), expected)
+
+
 class Calling(OverlapTrainer):
     """Calls the model in an evaluation by itself."""
 
@@ -1149,9 +1173,43 @@ class Twice(OverlapTrainer):
         return super().compute_loss(model, {**inputs, "input_ids": inputs["input_ids"] + 1}, *args, **kwargs)
 
 
-def test_a_loss_of_other_inputs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Twice calls the model with another input_ids than the batch has; allowed: "):
-        replace(Spec(tmp_path), kind=Twice).build().train()
+class Corrupting(OverlapTrainer):
+    """Changes the inputs of the batch itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs["input_ids"][:, 1] = 3
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Twice, Corrupting])
+def test_a_loss_of_other_inputs_is_refused(kind: Any, tmp_path: Path) -> None:
+    """The layers have run with what the batch had before."""
+    trainer = replace(Spec(tmp_path), kind=kind).build()
+    with pytest.raises(
+        ValueError, match=f"{kind.__name__} calls the model with another input_ids than the batch has; allowed: "
+    ):
+        trainer.train()
+
+
+class Inside(OverlapTrainer):
+    """Calls the body of the model for its hidden states."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model.model(input_ids=inputs["input_ids"]).last_hidden_state.square().mean()
+
+
+def _of_a_part(rank: int, size: int, spec: Spec) -> str:
+    with launched(rank, size), pytest.raises((ValueError, LostRankError)) as caught:
+        spec.build().train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
+def test_a_loss_that_calls_a_part_of_the_model_is_refused(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
+    sizes = OverlapArguments(pp=2 if layout == "pp 2" else 1, timeout=20.0)
+    for found in ranks2.run(_of_a_part, Spec(tmp_path, kind=Inside, layout=sizes)):
+        assert "Inside calls its own model in a loss, of which a rank has a part; allowed: " in found
+        assert "\n" not in found
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
