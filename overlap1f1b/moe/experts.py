@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,13 @@ class Experts(nn.Module):
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
         self.experts, self.local_experts = experts, experts // ranks
         self.product, self.kernels = GroupedMM.apply, kernels or Kernels()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with parameters of its own; it shares the group, which cannot be copied."""
+        memo |= {id(shared): shared for shared in (self.group, self.exchange)}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def row_kind(self) -> object:

@@ -1,14 +1,18 @@
-"""Experts: what they cannot be called with. For their values see test_layer.py and tests/engine."""
+"""Experts: copies, and what they cannot be called with. For their values see test_layer.py and tests/engine."""
 
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from overlap1f1b.moe import GroupedExperts
+from tests.ranks import Ranks
 
 T, K, E, H = 5, 2, 4, 8
 TOKENS, WEIGHTS = torch.ones(T, H), torch.ones(T, K)
@@ -71,3 +75,18 @@ def test_a_backward_under_autocast(experts: GroupedExperts) -> None:
             found.append(torch.autograd.grad(y.sum(), (tokens, weights)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=float(one.abs().max()) * 0.02)
+
+
+def _copied(rank: int, size: int) -> list[bool]:
+    experts = GroupedExperts(E, H, 3, group=dist.group.WORLD)
+    experts.reset_parameters(torch.Generator().manual_seed(rank), std=0.3)
+    wanted, found = experts(TOKENS, INDICES, WEIGHTS), list[bool]()
+    for copied in (deepcopy(experts), AveragedModel(experts).module):
+        found += [torch.equal(copied(TOKENS, INDICES, WEIGHTS), wanted), copied.group is experts.group]
+        found += [copied.gate_up is not experts.gate_up, copied.gate_up.data_ptr() != experts.gate_up.data_ptr()]
+    return found
+
+
+def test_a_copy_has_parameters_of_its_own_and_shares_the_group(ranks2: Ranks) -> None:
+    """As a moving average of the weights needs it."""
+    assert ranks2.run(_copied, timeout=30) == [[True] * 8] * 2

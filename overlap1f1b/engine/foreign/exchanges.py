@@ -112,6 +112,7 @@ class Foreign:
         functions: Functions of the model that are an all-to-all.
         tried: Functions of the step, by their text.
         seen: Exchanges of the step, by block and microbatch; None if nobody looks for them.
+        alone: Names of blocks that have sent rows with a gradient by a plain call, and no Function has taken them up.
         hidden: Exchanges that are hidden, by block.
         library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
             must be the same on all ranks, so they are all hidden or none.
@@ -122,13 +123,30 @@ class Foreign:
         self.functions: dict[Form, Known] = {}
         self.tried: dict[str, Trial] = {}
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
+        self.alone: set[str] = set()
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
         self.library_stands = False
 
     def look(
-        self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
+        self,
+        function: type,
+        args: Sequence[Any],
+        calls: Sequence[Watched],
+        result: Any,
+        turn: Turn,
+        *,
+        behind: bool = False,
     ) -> Call | None:
-        """Note a call of a Function, with the calls of torch's all-to-all in it; return it if it may be hidden."""
+        """Note a call of a Function, with the calls of torch's all-to-all in it; return it if it may be hidden.
+
+        Args:
+            function: The Function.
+            args: Its arguments.
+            calls: Calls of torch's all-to-all in it.
+            result: What it returned.
+            turn: Its turn.
+            behind: Whether the one call in ``calls`` was made before it, outside of any Function.
+        """
         results = result if isinstance(result, tuple) else (result,)
         exchanges = self.number_of(calls)
         if len(calls) == 1 and not (exchanges and any(map(needs_gradient, results))):
@@ -136,7 +154,7 @@ class Foreign:
         form = form_of(function, args)
         trial = self.tried.setdefault(text_of(form), Trial(form))
         trial.exchanges |= exchanges > 0
-        return trial.note(form, args, calls, result, turn)
+        return trial.note(form, args, calls, result, turn, behind)
 
     def number_of(self, calls: Sequence[Watched]) -> int:
         """Return how many calls exchange over the ranks that share the experts."""
@@ -235,6 +253,15 @@ def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
     whose sizes fit, or on none of them.
     """
     mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
+    for name in sorted(set().union(*[foreign.alone for foreign in stages.values()])):
+        warnings.warn(
+            f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not hidden; "
+            "allowed: overlap1f1b.exchange, torch's functional all_to_all_single, or a Function",
+            stacklevel=2,
+        )
+    for (number, _), trial in mine.items():
+        if trial.behind and stages[number].alone:
+            trial.places = ()
     every = mesh.gathered_by_experts(
         {
             place: (trial.places or (), {turn: texts for turn, (texts, _) in trial.calls.items()})

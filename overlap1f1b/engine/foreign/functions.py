@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from overlap1f1b.engine.foreign.watched import Watched, or_world, sizes_of
 from overlap1f1b.transport.calls import Splits, splits_of
@@ -50,7 +51,8 @@ class Arguments(NamedTuple):
     """Positions of an all-to-all's arguments in a call of an ``autograd.Function``; None for an argument it lacks.
 
     ``output`` is a tensor that the caller gives, and the Function fills and returns. ``returns`` tells whether it
-    returns the received rows alone, or with None or the handle of the exchange.
+    returns the received rows alone, or with None or the handle of the exchange, or the rows that a plain call of
+    ``all_to_all_single`` has brought into ``output`` before: the Function is then there for the backward alone.
     """
 
     tensor: int
@@ -65,15 +67,26 @@ class Arguments(NamedTuple):
         send, receive, group = (None if at is None else args[at] for at in (self.send, self.receive, self.group))
         return args[self.tensor], sizes_of(send), sizes_of(receive), or_world(group)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the rows travel in a plain call before the Function's."""
+        return self.returns == "rows of before"
+
+    def output_of(self, args: Sequence[Any]) -> Tensor:
+        """Return the tensor that a call is given for the rows."""
+        assert self.output is not None
+        output: Tensor = args[self.output]
+        return output
+
     def result(self, args: Sequence[Any], brought: Tensor) -> Any:
         """Return what the Function would, for the rows that its exchange has brought."""
-        rows = brought if self.output is None else args[self.output].copy_(brought)
-        if self.returns == "rows":
+        rows = brought if self.output is None or self.is_behind else self.output_of(args).copy_(brought)
+        if self.returns in ("rows", "rows of before"):
             return rows
         return rows, None if self.returns == "rows, None" else Landed(rows.device)
 
 
-Returns = Literal["rows", "rows, None", "rows, handle"]
+Returns = Literal["rows", "rows, None", "rows, handle", "rows of before"]
 Form = tuple[type, tuple[Any, ...]]
 """A Function, and what its arguments are: None, a flag or a number with a fraction; ``...`` for any other value.
 
@@ -124,6 +137,10 @@ class Call(NamedTuple):
     texts: Texts
 
 
+NOT_YET = Call((type(None), ()), {})
+"""Stands for the call of a Function that has not come yet, and may never come."""
+
+
 class Known(NamedTuple):
     """A form of a Function that is an all-to-all, at least in some of its calls.
 
@@ -148,7 +165,7 @@ class Known(NamedTuple):
             return None
         calls = [texts for _, every in shown for texts in every.values()]
         rest = [position for position, flag in enumerate(form[1]) if flag is ... and position not in at]
-        if any(position not in texts for texts in calls for position in rest):
+        if any(position not in texts for texts in calls for position in rest) or (rest and at.is_behind):
             return None
         common = {p: frozenset(calls[0][p]).intersection(*[texts[p] for texts in calls]) for p in rest}
         found = cls(at, common, {})
@@ -204,17 +221,21 @@ class Trial:
         calls: Texts and arguments of each call; tensors without values.
         places: Where its arguments stand; None before a call has shown it.
         exchanges: Whether it has exchanged over the ranks that share the experts.
+        behind: Whether rows have travelled in a plain call before it.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self.calls: dict[Turn, tuple[Texts, list[Any]]] = {}
         self.places: Places | None = None
-        self.exchanges = False
+        self.exchanges = self.behind = False
 
-    def note(self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn) -> Call | None:
+    def note(
+        self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn, behind: bool
+    ) -> Call | None:
         """Note a call; return it if it may be an all-to-all and no more. See :meth:`.exchanges.Foreign.look`."""
-        places = _places_of(args, calls[0], result) if len(calls) == 1 else ()
+        self.behind |= behind
+        places = _places_of(args, calls[0], result, behind) if len(calls) == 1 else ()
         told = frozenset[object]().union(*places)
         texts = {at: texts_of(arg, calls[0].splits) for at, arg in enumerate(args) if at not in told} if places else {}
         if not places or not all(texts.values()) or self.form != form:  # another Function may have the same name
@@ -226,17 +247,20 @@ class Trial:
         return Call(form, texts)
 
 
-def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
+def _places_of(args: Sequence[Any], call: Watched, result: Any, behind: bool) -> Places:
     """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
     differs = [at for at, argument in enumerate(args) if needs_gradient(argument)]
     output, parts = call.received, call.in_parts
     result, returns = _returned(result)
+    returns = "rows of before" if behind else returns
     if len(differs) != 1 or not _same(call.input, args[differs[0]], parts) or not _same(output, result, parts):
         return ()
-    send, receive, group = (
+    send, receive = (
         frozenset([at for at, argument in enumerate(args) if argument is value or (parts and _equal(argument, value))])
-        for value in (call.send, call.receive, call.group)
+        for value in (call.send, call.receive)
     )
+    name = call.group.group_name
+    group = frozenset([at for at, a in enumerate(args) if a is call.group or (isinstance(a, str) and a == name)])
     filled = frozenset([at for at, argument in enumerate(args) if at not in differs and _same(output, argument)])
     return (
         frozenset(differs),
@@ -250,6 +274,8 @@ def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
 
 def _returned(result: Any) -> tuple[Any, Returns]:
     """Return the rows that a Function returns, and whether there is something beside them."""
+    if isinstance(result, AsyncCollectiveTensor):
+        return result.wait(), "rows"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dist.Work | None):
         return result, "rows"
     return result[0], "rows, None" if result[1] is None else "rows, handle"
@@ -281,19 +307,19 @@ def _exchanges_alone(function: Any, given: Sequence[Any], at: Arguments) -> bool
 
     args = list(given)
     sent = some(len(rows)).requires_grad_()
+    # Both exchanges are made, whatever the Function shows: the other ranks make both.
+    wanted = by.rows(sent.detach(), splits.send, splits.receive).finish()
     if at.output is not None:
-        args[at.output] = rows.new_empty(sum(splits.receive), *rows.shape[1:])
+        args[at.output] = wanted.clone() if at.is_behind else torch.empty_like(wanted)
     with torch.enable_grad():
         args[at.tensor] = sent.clone()
         result = function.apply(*args)
-    if at.returns != "rows":
+    if isinstance(result, tuple):
         result, handle = result
         if handle is not None:
             handle.wait()
     grad = some(sum(splits.receive))
     (found,) = torch.autograd.grad(result, sent, grad, allow_unused=True)
-    # Both exchanges are made, whatever the first one shows: the other ranks make both.
-    wanted = by.rows(sent.detach(), splits.send, splits.receive).finish()
     wanted_grad = by.rows(grad, splits.receive, splits.send).finish()
     return torch.equal(result, wanted) and found is not None and torch.equal(found, wanted_grad)
 

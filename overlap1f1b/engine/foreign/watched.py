@@ -14,13 +14,14 @@ from overlap1f1b.transport.calls import Splits, splits_of
 
 
 class Watched(NamedTuple):
-    """A call of ``all_to_all_single``, or of ``all_to_all``, whose output is a list of tensors that the call fills."""
+    """A call of ``all_to_all_single``, also the functional one, or of ``all_to_all`` with a list of tensors to fill."""
 
     output: Tensor | Sequence[Tensor]
     input: Tensor
     receive: Any
     send: Any
     group: dist.ProcessGroup
+    later: bool = False
 
     @property
     def in_parts(self) -> bool:
@@ -52,7 +53,13 @@ def watched(
     async_op: bool = False,
 ) -> Watched:
     """Return a call of ``all_to_all_single``."""
-    return Watched(output, input, output_split_sizes, input_split_sizes, or_world(group))
+    return Watched(output, input, output_split_sizes, input_split_sizes, or_world(group), async_op)
+
+
+def watched_functional(output: Tensor, input: Tensor, receive: Any, send: Any, group_name: Any) -> Watched:
+    """Return a call of the functional ``all_to_all_single``, whose sizes are one list if the caller gave none."""
+    receive, send = (None, None) if receive is send else (receive, send)
+    return Watched(output, input, receive, send, group_named(group_name))
 
 
 def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
@@ -65,9 +72,8 @@ def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = F
 
 
 def or_world(group: Any) -> dist.ProcessGroup:
-    group = dist.group.WORLD if group is None else group
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    """Return a process group that is given as itself, by its name, or as None for all ranks."""
+    return group_named(dist.group.WORLD if group is None else group)
 
 
 def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:

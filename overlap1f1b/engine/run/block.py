@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kinds_of
-from overlap1f1b.engine.foreign.functions import Call
+from overlap1f1b.engine.foreign.functions import NOT_YET, Call
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
@@ -67,6 +67,10 @@ class BlockRun:
         self.watching: list[Watched] | None = None if self.seen is None else []
         self.met = 0
         """Exchanges that Functions have made so far, in the first step."""
+        self.standing: list[tuple[Watched, int]] = []
+        """Plain calls of ``all_to_all_single`` that no Function has taken up, with their places in ``seen``."""
+        self.landed: list[tuple[Tensor, Tensor]] = []
+        """Outputs of such calls that were hidden, with the rows for the Function that takes them up."""
         self.is_last = block == len(stage.blocks) - 1
         self.uses = stage.uses[block]
         self.learns = not self.uses.known
@@ -283,6 +287,9 @@ class BlockRun:
             self._keep(outs)
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
+            if self.standing:
+                self.stage.foreign.alone.add(self.name)
+                self.standing.clear()
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
             microbatch.differentiable = tuple(differs)
@@ -436,10 +443,44 @@ class BlockRun:
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
         foreign, turn = self.stage.foreign, (self.block, self.microbatch.index, self.met)
+        before = None if calls else self._standing_before(args)
+        if before is not None:
+            calls = [self.standing[before][0]]
         self.met += foreign.number_of(calls)
-        call = foreign.look(function, args, calls, result, turn)
-        if call is not None:
+        call = foreign.look(function, args, calls, result, turn, behind=before is not None)
+        if call is None:
+            return
+        if before is None:
             self._note((calls[0].input,), calls[0].splits, call)
+            return
+        assert self.seen is not None
+        seen, (_, at) = self.seen[self.microbatch.index], self.standing.pop(before)
+        seen[at] = seen[at]._replace(call=call)
+
+    def _standing_before(self, args: Sequence[Any]) -> int | None:
+        """Return which plain call a Function takes up, whose arguments these are; None if none."""
+        for number, (call, _) in enumerate(self.standing):
+            if any(argument is call.output for argument in args):
+                return number
+        return None
+
+    def stood(self, call: Watched) -> None:
+        """Note in the first step a plain call of ``all_to_all_single``, outside of any Function.
+
+        A Function behind it may be there for its backward, and take up its rows.
+        """
+        assert self.seen is not None
+        if self.stage.foreign.number_of([call]):
+            self.standing.append((call, len(self.seen[self.microbatch.index])))
+            self._note((call.input,), call.splits, NOT_YET)
+
+    def taken_up(self, output: Tensor) -> Tensor | None:
+        """Return the rows of a hidden plain call, which a Function behind it takes up; None if there is none."""
+        for at, (landed, rows) in enumerate(self.landed):
+            if landed is output:
+                del self.landed[at]
+                return rows
+        return None
 
     # ---------------------------------------------------------------------------------------------- backward
 

@@ -6,20 +6,29 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from operator import is_
 from threading import Lock
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from overlap1f1b.engine.foreign.functions import Form, Known, form_of
-from overlap1f1b.engine.foreign.watched import Watched, functional_operations, group_named, watched, watched_parts
+from overlap1f1b.engine.foreign.functions import Form, Known, Landed, form_of
+from overlap1f1b.engine.foreign.watched import (
+    Watched,
+    functional_operations,
+    group_named,
+    sizes_of,
+    watched,
+    watched_functional,
+    watched_parts,
+)
 from overlap1f1b.engine.graph.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.graph.edges import ASKS, LAST, applying
 from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of
@@ -39,11 +48,13 @@ class Replaces(Protocol):
         watching: Calls of ``all_to_all_single`` and ``all_to_all`` inside the Function that runs; None if nobody looks
             for new ones.
         forward: What an exchange may suspend; None if nothing.
+        landed: Outputs of hidden plain calls of ``all_to_all_single``, with the rows that they have brought.
     """
 
     exchanging: dict[Form, Known]
     watching: list[Watched] | None
     forward: Forward | None
+    landed: list[tuple[Tensor, Tensor]]
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
@@ -53,6 +64,12 @@ class Replaces(Protocol):
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
         """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
+
+    def stood(self, call: Watched) -> None:
+        """Note a plain call of ``all_to_all_single``, outside of any Function."""
+
+    def taken_up(self, output: Tensor) -> Tensor | None:
+        """Return the rows of a hidden plain call, which a Function behind it takes up; None if there is none."""
 
 
 class CrossingMode(TorchFunctionMode):
@@ -79,9 +96,12 @@ class CrossingMode(TorchFunctionMode):
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
-        if run.watching is not None and func in (dist.all_to_all_single, dist.all_to_all):
-            call = watched(*args, **kwargs) if func is dist.all_to_all_single else watched_parts(*args, **kwargs)
+        if run.watching is not None and func in (c10d.all_to_all_single, dist.all_to_all):
+            single = func is c10d.all_to_all_single
+            call = watched(*args, **kwargs) if single else watched_parts(*args, **kwargs)
             run.watching += [] if call is None else [call]
+            if call is not None and single and torch.is_grad_enabled() and call.input.requires_grad:
+                run.stood(call)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = args
@@ -184,7 +204,33 @@ class Asking(OpOverloadPacket):
             brought = _exchanged(mode.run, input, input_split_sizes, output_split_sizes, group_named(group_name))
             if brought is not None:
                 return brought
-        return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
+        output = super().__call__(input, output_split_sizes, input_split_sizes, group_name)
+        if mode is not None and mode.run.watching is not None and not torch.is_grad_enabled():
+            mode.run.watching += [watched_functional(output, input, output_split_sizes, input_split_sizes, group_name)]
+        return output
+
+
+def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``all_to_all_single``, whose calls before a Function that takes up their rows suspend the forward."""
+
+    @wraps(plain)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return plain(*args, **kwargs)
+        mode = running_mode()
+        if mode is None or not torch.is_grad_enabled() or not any(k.at.is_behind for k in mode.run.exchanging.values()):
+            return plain(*args, **kwargs)
+        call = watched(*args, **kwargs)
+        brought = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
+        if brought is None:
+            return plain(*args, **kwargs)
+        assert isinstance(call.output, Tensor)
+        with torch._C.DisableTorchFunction():
+            call.output.copy_(brought.detach())
+        mode.run.landed.append((call.output, brought))
+        return Landed(brought.device) if call.later else None
+
+    return all_to_all_single
 
 
 class _Crossing(ExitStack):
@@ -266,8 +312,8 @@ def _change(crossing: _Crossing) -> None:
     """Let torch ask the mode in force, until ``crossing`` is closed.
 
     What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
-    torch 2.14 calls directly). The functional all-to-all asks it, too. A function mode is no place to suspend a
-    forward: torch's bindings are then on the stack, and do not bear a switch.
+    torch 2.14 calls directly). The functional all-to-all and ``all_to_all_single`` ask it, too. A function mode is no
+    place to suspend a forward: torch's bindings are then on the stack, and do not bear a switch.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +329,11 @@ def _change(crossing: _Crossing) -> None:
         run = mode.run
         known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
         if known is not None:
-            brought = _exchanged(run, *known.at.of(args), partial(known.hides, cls, args))
+            brought = (
+                run.taken_up(known.at.output_of(args))
+                if known.at.is_behind
+                else _exchanged(run, *known.at.of(args), partial(known.hides, cls, args))
+            )
             if brought is not None:
                 return known.at.result(args, brought)
         if run.watching is None or cls in _OWN:
@@ -314,4 +364,7 @@ def _change(crossing: _Crossing) -> None:
     for namespace, operation in functional_operations():
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.of(operation)
+    collectives: Any = dist
+    crossing.callback(setattr, collectives, "all_to_all_single", collectives.all_to_all_single)
+    collectives.all_to_all_single = asking_single(collectives.all_to_all_single)
     crossing.callback(applying(apply))

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -83,9 +84,11 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
     """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
     for block, name in zip(blocks, names, strict=True):
         for module in block.modules():
-            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
                 kind = type(module).__name__
-                raise ValueError(f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks")
+                raise ValueError(
+                    f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks or fully_shard"
+                )
 
 
 def marked_as_slice(parameter: nn.Parameter) -> bool:

@@ -69,6 +69,43 @@ class WithHandle(torch.autograd.Function):
         return back, None, None, None, None
 
 
+class Functional(torch.autograd.Function):
+    """An all-to-all by torch's functional one, and by the name of its group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receive: Any, send: Any, group: str) -> Any:
+        ctx.given = receive, send, group
+        return funcol.all_to_all_single(rows, receive, send, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        receive, send, group = ctx.given
+        back = funcol.all_to_all_single(grads[0].contiguous(), send, receive, group)
+        return funcol.wait_tensor(back), None, None, None  # type: ignore[no-untyped-call]
+
+
+class Behind(torch.autograd.Function):
+    """The backward of an exchange that was a plain call, as in Tutel."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, rows: Tensor, receive: Any, send: Any, group: Any) -> Tensor:
+        ctx.given = receive, send, group
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        receive, send, group = ctx.given
+        back = grads[0].new_empty((sum(send), *grads[0].shape[1:]))
+        dist.all_to_all_single(back, grads[0].contiguous(), send, receive, group=group)
+        return None, back, None, None, None
+
+
+def in_halves(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
+    output = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group, async_op=True).wait()
+    return Behind.apply(output, rows, receive, send, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def awaited(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
     brought, handle = WithHandle.apply(rows, receive, send, group, True)  # type: ignore[no-untyped-call]
     handle.wait()
@@ -108,6 +145,10 @@ WAYS: dict[str, Way] = {
     ),
     "a Function with a handle": awaited,
     "a Function with None": lambda rows, receive, send, group: WithHandle.apply(rows, receive, send, group, False)[0],
+    "a Function of the functional one": lambda rows, receive, send, group: Functional.apply(
+        rows, receive, send, group.group_name
+    ),
+    "a plain call before a Function": in_halves,
     "exchange": lambda rows, receive, send, group: exchange(rows, send, receive, group),
 }
 
@@ -218,6 +259,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("exchange", "one block", "serial", "none"),
     ("exchange", "probabilities", 3, "block"),
     ("functional", "one block", 2, "attention"),
+    ("a plain call before a Function", "one block", "pairs", "block"),
     ("exchange", "blocks", 3, "experts"),
 ]
 

@@ -102,12 +102,42 @@ def one_size(flag: bool) -> Any:
     return lambda group, rows, receive, send: OneSize.apply(rows, [3, 3], flag)
 
 
+class DoublesBack(torch.autograd.Function):
+    """Stands behind a plain exchange, and its backward does more than an exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = torch.empty_like(grads[0])
+        dist.all_to_all_single(back, grads[0].contiguous() * 2, group=ctx.group)
+        return None, back, None
+
+
+def doubled(group: Any, rows: Tensor, receive: Any, send: Any) -> Any:
+    output = torch.empty_like(rows)
+    dist.all_to_all_single(output, rows, group=group)
+    return DoublesBack.apply(output, rows, group)
+
+
+def left_alone(group: Any, rows: Tensor, receive: Any, send: Any) -> Any:
+    """Exchange rows without a gradient for them."""
+    output = torch.empty_like(rows)
+    dist.all_to_all_single(output, rows, group=group)
+    return rows * output.mean()
+
+
 FUNCTIONS: dict[str, tuple[Any, Any, int]] = {
     "once": (lambda *given: Once.apply(*given), lambda *given: Once.apply(*given), 2),  # noqa: PLW0108
     "scales back": (lambda *given: ScalesBack.apply(*given), lambda *given: Own.apply(*given), 1),  # noqa: PLW0108
     "scales forward": (lambda *given: ScalesForward.apply(*given), lambda *given: Own.apply(*given), 1),  # noqa: PLW0108
     "without sizes": (without_sizes, lambda *given: Default.apply(*given), 2),  # noqa: PLW0108
     "equal sizes": (with_equal_sizes, without_sizes, 1),
+    "doubles back behind a plain call": (doubled, lambda *given: Own.apply(*given), 1),  # noqa: PLW0108
+    "a plain call alone": (left_alone, lambda *given: Own.apply(*given), 1),  # noqa: PLW0108
     "one size": (one_size(False), one_size(False), 2),
     "flag": (one_size(True), one_size(False), 1),
     "other Functions on other ranks": (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from overlap1f1b.engine import Stage, blocks_of
+from overlap1f1b.engine.run.model import refuse_wrappers
 from overlap1f1b.plan import Op
 from tests import models
 
@@ -82,6 +84,11 @@ def test_wrappers_that_sum_gradients_are_refused() -> None:
     wrapped = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"^block 1 \(Sequential\) holds a DataParallel; allowed: its module"):
         Stage([nn.Tanh(), wrapped])
+    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(sharded)
+    sharded._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)  # its attributes are those of this module
+    with pytest.raises(ValueError, match=r"^block 0 holds a FullyShardedDataParallel; allowed: .*fully_shard"):
+        refuse_wrappers([sharded], ["block 0"])
 
 
 @pytest.mark.parametrize("own", models.OWN_CALLS)
