@@ -94,6 +94,9 @@ class Held:
                 f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
                 "state_dict with the parameters' names"
             )
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} of the model's state_dict is of type {type(value).__name__}; allowed: a tensor")
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         left = frozen if stored == "trained" else set()
         return {
@@ -101,6 +104,13 @@ class Held:
             for name, tensor in state.items()
             if self.holds(name) and name not in left
         }
+
+    def set_extra_states(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give modules the extra states among stored tensors; all other tensors are the model's own memory."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            value = tensors.get(f"model.{path}._extra_state")
+            if value is not None:
+                module.set_extra_state(value)
 
     @property
     def number(self) -> int:

@@ -125,6 +125,7 @@ class _Reading:
     def fill(self) -> None:
         """Read all tensors into the model and the optimizer."""
         read_tensors(self.checkpoint, self.tensors)
+        self.held.set_extra_states(self.tensors)
         for first, *others in self._copies.values():
             for name in others:
                 self._state[name] = {

@@ -489,3 +489,33 @@ def test_an_index_of_another_release_of_torch(tmp_path: Path) -> None:
     why = re.escape(f"is damaged: torch {torch.__version__} cannot read its index (AttributeError); remove it")
     with pytest.raises(ValueError, match=why):
         Tiny().load(path)
+
+
+class Counts(nn.Linear):
+    """A linear map whose extra state is a tensor that is made anew each time, or what ``kept`` is."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.kept, 1]) if isinstance(self.kept, int) else self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = int(state[0])
+
+
+def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
+    program = build_schedule("sequential", microbatches=2)
+    for kept in (5, 0):
+        model = nn.Sequential(nn.Linear(2, 2), Counts(kept))
+        engine, optimizer = Engine(model, program), torch.optim.SGD(model.parameters(), 0.1)
+        if kept:
+            save_checkpoint(engine, tmp_path, 1, optimizer)
+        else:
+            assert load_checkpoint(engine, tmp_path, optimizer) == 1
+            assert model[1].kept == 5  # type: ignore[comparison-overlap]
+    model = nn.Sequential(Counts({"a": 1}))
+    engine, optimizer = Engine(model, program), torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="_extra_state of the model's state_dict is of type dict; allowed: a tensor"):
+        save_checkpoint(engine, tmp_path / "other", 1, optimizer)
