@@ -96,7 +96,9 @@ class Held:
             )
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{name} of the model's state_dict is of type {type(value).__name__}; allowed: a tensor")
+                raise ValueError(
+                    f"{name} of the model's state_dict is of type {type(value).__name__}; allowed: a tensor"
+                )
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         left = frozen if stored == "trained" else set()
         return {
