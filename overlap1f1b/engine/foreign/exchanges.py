@@ -128,24 +128,11 @@ class Foreign:
         self.library_stands = False
 
     def look(
-        self,
-        function: type,
-        args: Sequence[Any],
-        calls: Sequence[Watched],
-        result: Any,
-        turn: Turn,
-        *,
-        behind: bool = False,
+        self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
     ) -> Call | None:
-        """Note a call of a Function, with the calls of torch's all-to-all in it; return it if it may be hidden.
+        """Note a call of a Function, with the calls of torch's all-to-all in it, or with the plain one before it.
 
-        Args:
-            function: The Function.
-            args: Its arguments.
-            calls: Calls of torch's all-to-all in it.
-            result: What it returned.
-            turn: Its turn.
-            behind: Whether the one call in ``calls`` was made before it, outside of any Function.
+        Return it if it may be hidden.
         """
         results = result if isinstance(result, tuple) else (result,)
         exchanges = self.number_of(calls)
@@ -154,7 +141,7 @@ class Foreign:
         form = form_of(function, args)
         trial = self.tried.setdefault(text_of(form), Trial(form))
         trial.exchanges |= exchanges > 0
-        return trial.note(form, args, calls, result, turn, behind)
+        return trial.note(form, args, calls, result, turn)
 
     def number_of(self, calls: Sequence[Watched]) -> int:
         """Return how many calls exchange over the ranks that share the experts."""

@@ -230,12 +230,10 @@ class Trial:
         self.places: Places | None = None
         self.exchanges = self.behind = False
 
-    def note(
-        self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn, behind: bool
-    ) -> Call | None:
+    def note(self, form: Form, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn) -> Call | None:
         """Note a call; return it if it may be an all-to-all and no more. See :meth:`.exchanges.Foreign.look`."""
-        self.behind |= behind
-        places = _places_of(args, calls[0], result, behind) if len(calls) == 1 else ()
+        self.behind |= any(call.plain for call in calls)
+        places = _places_of(args, calls[0], result) if len(calls) == 1 else ()
         told = frozenset[object]().union(*places)
         texts = {at: texts_of(arg, calls[0].splits) for at, arg in enumerate(args) if at not in told} if places else {}
         if not places or not all(texts.values()) or self.form != form:  # another Function may have the same name
@@ -247,12 +245,12 @@ class Trial:
         return Call(form, texts)
 
 
-def _places_of(args: Sequence[Any], call: Watched, result: Any, behind: bool) -> Places:
+def _places_of(args: Sequence[Any], call: Watched, result: Any) -> Places:
     """Return where a Function is told what it exchanges; nothing if it shows that it is more than an all-to-all."""
     differs = [at for at, argument in enumerate(args) if needs_gradient(argument)]
     output, parts = call.received, call.in_parts
     result, returns = _returned(result)
-    returns = "rows of before" if behind else returns
+    returns = "rows of before" if call.plain else returns
     if len(differs) != 1 or not _same(call.input, args[differs[0]], parts) or not _same(output, result, parts):
         return ()
     send, receive = (

@@ -14,7 +14,10 @@ from overlap1f1b.transport.calls import Splits, splits_of
 
 
 class Watched(NamedTuple):
-    """A call of ``all_to_all_single``, also the functional one, or of ``all_to_all`` with a list of tensors to fill."""
+    """A call of ``all_to_all_single``, also the functional one, or of ``all_to_all`` with a list of tensors to fill.
+
+    ``later`` tells whether it returns a handle to wait for, ``plain`` whether it stands outside of any Function.
+    """
 
     output: Tensor | Sequence[Tensor]
     input: Tensor
@@ -22,6 +25,7 @@ class Watched(NamedTuple):
     send: Any
     group: dist.ProcessGroup
     later: bool = False
+    plain: bool = False
 
     @property
     def in_parts(self) -> bool:

@@ -447,7 +447,7 @@ class BlockRun:
         if before is not None:
             calls = [self.standing[before][0]]
         self.met += foreign.number_of(calls)
-        call = foreign.look(function, args, calls, result, turn, behind=before is not None)
+        call = foreign.look(function, args, calls, result, turn)
         if call is None:
             return
         if before is None:
@@ -471,7 +471,7 @@ class BlockRun:
         """
         assert self.seen is not None
         if self.stage.foreign.number_of([call]):
-            self.standing.append((call, len(self.seen[self.microbatch.index])))
+            self.standing.append((call._replace(plain=True), len(self.seen[self.microbatch.index])))
             self._note((call.input,), call.splits, NOT_YET)
 
     def taken_up(self, output: Tensor) -> Tensor | None:
