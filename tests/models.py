@@ -25,7 +25,7 @@ def top_k(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def first_experts(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Every token goes to experts 0 and 1: all others, and every rank but the first, receive nothing."""
-    indices = torch.arange(K).expand(len(tokens), K)
+    indices = torch.arange(K, device=tokens.device).expand(len(tokens), K)
     return indices, logits.softmax(-1).gather(1, indices)
 
 

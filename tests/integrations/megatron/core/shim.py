@@ -98,28 +98,34 @@ def apply() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    # 4. moe_utils.py:1192 reads a name that only TransformerEngine defines.
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    # 5. random.py:503 asks TransformerEngine for its state of fp8 also where fp8 is off.
-    if not random.HAVE_TE:
-        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    # 6. Literal devices: schedules.py:596, 983, 2138; moe_utils.py:998; transformer/utils.py:35, 40; later releases
+    name_what_is_missing()
+    # 4. Literal devices: schedules.py:596, 983, 2138; moe_utils.py:998; transformer/utils.py:35, 40; later releases
     # also in token_dispatcher.py.
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import utils
 
     for module in (schedules, moe_utils, utils, token_dispatcher):
         module.torch = _Torch("torch")
-    # 7. Rows of experts that are shared along "tp": mappings.py:150 and 193 have lists of different sizes.
+    # 5. Rows of experts that are shared along "tp": mappings.py:150 and 193 have lists of different sizes.
     from megatron.core.tensor_parallel import mappings
 
     mappings.torch = _Torch("torch")
     mappings.torch.distributed = _Distributed("torch.distributed")
-    # 8. Later releases ask for classes of layers for inference that only TransformerEngine defines.
+    # 6. Later releases ask for classes of layers for inference that only TransformerEngine defines.
     from megatron.core.transformer import multi_token_prediction
 
     multi_token_prediction.is_inference_column_parallel_linear = lambda module: False
+
+
+def name_what_is_missing() -> None:
+    """Define what Megatron-Core reads of TransformerEngine although that is not installed; on a GPU, too."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # moe_utils.py:1192
+    if not random.HAVE_TE:  # random.py:503 asks for the state of fp8 also where fp8 is off
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
 
 
 def add_weight_gradient(rows: torch.Tensor, grad: torch.Tensor, main: torch.Tensor) -> None:

@@ -1,0 +1,82 @@
+"""Real models of Megatron-Core on NCCL and its own random numbers: its schedules and ours give the same to the bit."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.megatron.core.cases import CASES
+from tests.nccl.joined import on_nccl
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+NAMES = ("plain", "aux and z loss", "shared expert, overlapped", "dropout", "DDP, reduce overlapped", "vp 2")
+
+
+def _differences(rank: int, size: int, name: str) -> list[str]:
+    """Run a case by Megatron-Core's own schedule and by this project's; return one line on each that differs."""
+    warnings.simplefilter("ignore")  # about kernels of Apex and TransformerEngine that are not there
+    torch.compile = lambda function=None, **_: function or (lambda inner: inner)  # type: ignore[assignment]
+    from tests.integrations.megatron.core import models, steps
+
+    case = CASES[name]
+    with on_nccl(rank, size, ranks=size) as (_, device):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        _put_on(device)
+        with models.init_parallel(tp=case.tp, etp=case.etp, pp=case.pp, ep=case.ep, vp=case.vp):
+            first, expected = (steps.serial_step(case) for _ in range(2))
+            if any(models.compared(a.grads, b.grads) for a, b in zip(first, expected, strict=True)):
+                return ["two runs of Megatron-Core's own schedule differ"]
+            found = []
+            for number, (theirs, ours) in enumerate(zip(expected, steps.our_step(case, 3), strict=True)):
+                found += [f"losses {theirs.losses}, {ours.losses}"] if theirs.losses != ours.losses else []
+                found += [f"step {number}: {line}" for line in models.compared(theirs.grads, ours.grads)]
+            return found
+
+
+def _put_on(device: torch.device) -> None:
+    """Let models, batches and random numbers of the tests for a CPU be on a GPU, for good in this process."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    from tests.integrations.megatron.core import models, shim, steps
+
+    shim.name_what_is_missing()
+    build, batches, forget = models.build, models.batches, steps._forget
+    if getattr(build, "put", False):
+        return
+
+    def seed_random(seed: int) -> None:
+        torch.manual_seed(1000 * seed)
+        model_parallel_cuda_manual_seed(1000 * seed, force_reset_rng=True)
+
+    def on_gpu(*args: Any, **more: Any) -> list[nn.Module]:
+        return [chunk.to(device) for chunk in build(*args, **more)]
+
+    def moved(*args: Any, **more: Any) -> list[dict[str, Any]]:
+        return [
+            {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+            for batch in batches(*args, **more)
+        ]
+
+    def forgotten() -> None:
+        forget()
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+            scaler.main_loss_backward_scale = torch.ones(1, device=device)
+
+    on_gpu.put = True  # type: ignore[attr-defined]
+    models.build, models.batches, models.seed_random, steps._forget = on_gpu, moved, seed_random, forgotten
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps(ranks2: Ranks, ranks4: Ranks, name: str) -> None:
+    size = CASES[name].ranks
+    assert {2: ranks2, 4: ranks4}[size].run(_differences, name, timeout=120) == [[]] * size
