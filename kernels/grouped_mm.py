@@ -46,6 +46,11 @@ class ExpertRows(Sequence[int]):
         """``[1]`` int32, where padding begins; None without padding."""
         return self.ends[-1:] if self.padded else None
 
+    @property
+    def known(self) -> Sequence[int] | None:
+        """The numbers, if the host knows them already."""
+        return self._host
+
     @overload
     def __getitem__(self, index: int) -> int: ...
 
@@ -105,8 +110,9 @@ def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -
 def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
     if _native(grad, rows):
-        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=offsets(counts, grad))
-        return product.masked_fill_((offsets(counts, grad).diff(prepend=_zero(grad)) == 0)[:, None, None], 0.0)
+        ends = offsets(counts, grad)
+        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)
+        return product if _none_is_empty(counts) else _zeroed_(product, ends)
     out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
     for part, g, r in zip(out, _parts(grad, counts), _parts(rows, counts), strict=True):
         torch.mm(g.t(), r, out=part)
@@ -118,8 +124,23 @@ def _parts(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     return rows[: sum(sizes)].split(sizes)
 
 
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
+def _none_is_empty(counts: Sequence[int]) -> bool:
+    """Return whether the host knows, without a wait, that every expert has rows."""
+    known = counts.rows if isinstance(counts, KnownRows) else counts
+    sizes = known.known if isinstance(known, ExpertRows) else known
+    return sizes is not None and all(sizes)
+
+
+def _zeroed_(product: Tensor, ends: Tensor) -> Tensor:
+    """Return torch's grouped weight gradients ``[E, C, A]``, zero for experts without rows.
+
+    Hopper's kernel writes these zeros; Blackwell's leaves what was there (pytorch issue 172439). To write them here
+    reads and writes all gradients: on an H100 this takes as long as the product of 1,024 rows an expert.
+    """
+    if torch.cuda.get_device_capability(product.device)[0] == 9:
+        return product
+    none = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return product.masked_fill_(none[:, None, None], 0.0)
 
 
 def offsets(counts: Sequence[int], like: Tensor) -> Tensor:
@@ -195,8 +216,7 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):
         ends = offsets.to(torch.int32)
         product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)
-        none = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return main.add_(product.masked_fill_(none[:, None, None], 0.0))  # a product of no rows is uninitialised
+        return main.add_(_zeroed_(product, ends))
     for e, (start, end) in enumerate(pairwise([0, *offsets.tolist()])):
         if end > start:
             main[e].addmm_(grad[start:end].t().to(main.dtype), rows[start:end].to(main.dtype))

@@ -48,6 +48,6 @@ def run(context: Context) -> dict[str, Any]:
 
     found["to_host_gb_s"], found["from_host_gb_s"] = rate(leave), rate(arrive)
     found["both_ways_each_gb_s"] = rate(leave, arrive)
-    found["loopback_gb_s"] = LoopbackExchange(context.device).full_rate(2 if context.tiny else 32)
+    found["loopback_gb_s"] = LoopbackExchange(context.device).full_rate((16 if context.tiny else 256) << 20)
     context.say(f"loopback {found['loopback_gb_s']:.1f} GB/s")
     return found

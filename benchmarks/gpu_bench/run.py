@@ -22,12 +22,12 @@ from gpu_bench.context import Context, NoTimeError
 from gpu_bench.tables import markdown
 
 SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
-    "ceilings": (ceilings.run, 20),
-    "compiles": (compiles.run, 70),
+    "ceilings": (ceilings.run, 10),
+    "compiles": (compiles.run, 60),
     "checks": (checks.run, 40),
-    "kernels": (kernels.run, 130),
-    "layer": (layer.run, 50),
-    "steps": (steps.run, 150),
+    "kernels": (kernels.run, 100),
+    "layer": (layer.run, 40),
+    "steps": (steps.run, 210),
     "overhead": (overhead.run, 25),
     "trace": (trace.run, 15),
     "nccl": (nccl.run, 20),

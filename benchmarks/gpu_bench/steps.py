@@ -64,7 +64,7 @@ def measure(context: Context, found: dict[str, Any], layers: int, routing: Routi
     sent = full.bytes_sent - sent
     compute = Steps(context, work, ROWS[0], LocalExchange(), plan=serial.engine.plan)
     compute_s = median(compute.step()[0] for _ in range(3))
-    full_gbps = full.full_rate(2 if context.tiny else 32)
+    full_gbps = full.full_rate((16 if context.tiny else 256) << 20)
     reached: list[float] = []
     for wanted in ratios:
         ratio = max(wanted, sent / 1e9 / full_gbps / compute_s)

@@ -14,7 +14,9 @@ from torch import Tensor
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
-CHUNK_BYTES, CHUNKS = 8 << 20, 6
+LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large copies, and host memory is short
+PIECES = 8  # chunks of rows in between: each costs the host about 60 µs, and the way back begins after the first
+SLOTS = 6
 
 
 class LoopbackExchange(Exchange):
@@ -60,20 +62,20 @@ class LoopbackExchange(Exchange):
         pinned = device.type == "cuda"
         self._slots = deque[tuple[Tensor, tuple[Mark, ...]]]()
         """Host memory of a chunk, the longest unused first; and marks after which it may be written again."""
-        for _ in range(CHUNKS):
-            self._slots.append((torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned), ()))
+        for _ in range(SLOTS):
+            self._slots.append((torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned), ()))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self.bytes_sent = 0
         if gbps is not None and pinned:
             self._again = max(0.0, self.full_rate() / gbps - 1)
 
-    def full_rate(self, chunks: int = 32) -> float:
-        """Measure and return the full rate of the way out and back, in gigabytes per second."""
+    def full_rate(self, size: int = 256 << 20) -> float:
+        """Measure and return the full rate of the way out and back, in gigabytes per second, of ``size`` bytes."""
         again, self._again = self._again, 0.0
         gbps, self.gbps = self.gbps, None
         # Random bytes, since equal ones may be copied faster.
-        source = torch.empty(chunks * CHUNK_BYTES, 1, dtype=torch.uint8, device=self.device)
+        source = torch.empty(size, 1, dtype=torch.uint8, device=self.device)
         source.random_(generator=torch.Generator(self.device))  # of its own: the model's random numbers stay
         seconds = math.inf
         for _ in range(3):
@@ -97,8 +99,9 @@ class LoopbackExchange(Exchange):
         self.out.run(_nothing)  # after the rows are computed, and after the last use of the result's memory
         size = source.numel() * source.element_size()
         marks: list[Mark] = []
-        for start in range(0, size, CHUNK_BYTES):
-            part = slice(start, min(start + CHUNK_BYTES, size))
+        chunk = min(max(size // PIECES, LEAST_BYTES), MOST_BYTES)
+        for start in range(0, size, chunk):
+            part = slice(start, min(start + chunk, size))
             memory, free = self._slots.popleft()
             slot = memory[: part.stop - part.start]
             left = self.out.run(partial(self._leave, slot, part), source, after=free)

@@ -34,6 +34,21 @@ def test_against_a_loop(counts: list[int], dtype: torch.dtype) -> None:
     assert all(not found[e].any() for e, count in enumerate(counts) if count == 0)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_experts_without_rows_have_no_gradient_on_a_gpu() -> None:
+    """Torch's product may leave what was in its memory before."""
+    counts = ExpertRows(torch.tensor([0, 130, 0, 7, 0], device=DEVICE))
+    rows, grad = draw(137, 256, dtype=torch.bfloat16), draw(137, 512, dtype=torch.bfloat16)
+    before = torch.full((5, 512, 256), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    place = before.data_ptr()
+    del before
+    found = grouped_mm_weight_grad(grad, rows, counts)
+    assert found.data_ptr() == place  # else nothing is shown
+    assert not found[[0, 2, 4]].any()
+    expected = grad[:130].t() @ rows[:130]
+    torch.testing.assert_close(found[1], expected, rtol=2e-2, atol=2e-1)
+
+
 def test_gradients() -> None:
     rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
