@@ -30,6 +30,7 @@ class Context:
         deadline: ``time.monotonic`` at which the section should have ended.
         results: What earlier sections have found, by their name.
         path: Of the results, without suffix.
+        keep: Writes what a section has found so far, so that a run that is ended keeps it.
     """
 
     device: torch.device
@@ -38,6 +39,7 @@ class Context:
     deadline: float = float("inf")
     results: dict[str, Any] = field(default_factory=dict)
     path: str = ""
+    keep: Callable[[dict[str, Any]], None] = lambda found: None
 
     @property
     def cuda(self) -> bool:

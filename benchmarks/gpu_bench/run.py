@@ -67,15 +67,26 @@ def main() -> None:
             continue
         context.deadline = begun + due
         print(f"{title}: until {due:.0f} s of {options.budget:.0f} s", flush=True)
-        found["sections"][title] = entry = attempted(section, context)
+
+        def keep(result: dict[str, Any], name: str = title) -> None:
+            written(found, path, name, {"status": "unfinished", "result": result})
+
+        context.keep = keep
+        entry = attempted(section, context)
         context.results[title] = entry.get("result") or {}
         print(f"  {entry['status']} after {entry['seconds']:.1f} s {entry.get('error', '')}", flush=True)
-        path.with_suffix(".json").write_text(json.dumps(finite(found), indent=1) + "\n")  # each time: it may be ended
-        path.with_suffix(".md").write_text(markdown(found))
+        written(found, path, title, entry)
     print(markdown(found))
     print(f"written: {path.with_suffix('.json')}, {path.with_suffix('.md')}")
     if any(entry["status"] != "ok" for entry in found["sections"].values()):
         raise SystemExit("not all sections are in order: see their status")
+
+
+def written(found: dict[str, Any], path: Path, title: str, entry: dict[str, Any]) -> None:
+    """Write everything with this section's entry: the run may be ended before it is whole."""
+    found["sections"][title] = entry
+    path.with_suffix(".json").write_text(json.dumps(finite(found), indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(found))
 
 
 def parse() -> argparse.Namespace:

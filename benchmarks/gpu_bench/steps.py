@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,18 +32,19 @@ CASES: tuple[tuple[int, Routing, tuple[float, ...]], ...] = (
     (8, "real", (1.0,)),
 )
 TINY: tuple[tuple[int, Routing, tuple[float, ...]], ...] = ((2, "real", (1.0,)),)
+LAYER_S = 5.0  # a table may take as long for each layer, until one has been measured
 DEPTH = 4  # exchanges in flight when they are measured alone
 
 
 def run(context: Context) -> dict[str, Any]:
     """Every model and ratio for which there is time."""
-    found: dict[str, Any] = {"tables": [], "skipped": [], "problems": []}
+    found: dict[str, Any] = {"tables": [], "skipped": [], "problems": [], "layer_s": LAYER_S}
     if context.cuda:  # of torch's attentions the one that has a deterministic backward
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     for layers, routing, ratios in TINY if context.tiny else CASES:
         name = f"{layers} layers, {routing}"
-        if context.left < 20:
+        if context.left < layers * found["layer_s"]:
             found["skipped"].append(f"{name}: no time left")
             continue
         try:
@@ -73,10 +75,11 @@ def measure(context: Context, found: dict[str, Any], layers: int, routing: Routi
                 f"{layers} layers, {routing}, {wanted:g}: the loopback is no faster than {ratio:.2f}"
             )
             continue
-        if reached and context.left < 15:
+        if reached and context.left < layers * found["layer_s"]:
             found["skipped"].append(f"{layers} layers, {routing}, {wanted:g}: no time left")
             continue
         reached.append(ratio)
+        begun = time.monotonic()
         exchange = LoopbackExchange(context.device, sent / 1e9 / ratio / compute_s if ratio == wanted else None)
         table = {
             "layers": layers, "routing": routing, "ratio": ratio, "gbps": exchange.gbps or full_gbps,
@@ -89,6 +92,8 @@ def measure(context: Context, found: dict[str, Any], layers: int, routing: Routi
             for row in last["rows"]
             if not row["grads_equal"]
         ]
+        found["layer_s"] = max(found["layer_s"], (time.monotonic() - begun) / layers)
+        context.keep(found)
 
 
 def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[str, Any]:
@@ -115,6 +120,7 @@ def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[s
             second, result = program.step()
             if turn:
                 row["samples_ms"].append(1e3 * second)
+                row["queued"].append(1e3 * program.queued_s)
                 row["exposed"].append(1e3 * result.overlap.exposed)
                 row["hidden"].append(result.overlap.hidden_fraction)
     bounds = {f"{name}_ms": 1e3 * median(values) for name, values in seconds.items()}
@@ -123,6 +129,7 @@ def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[s
         samples = row.pop("samples_ms")
         row["step_ms"] = {"min": min(samples), "median": median(samples), "max": max(samples)}
         row["exposed_ms"], row["hidden_fraction"] = median(row.pop("exposed")), median(row.pop("hidden"))
+        row["queued_ms"] = median(row.pop("queued"))
         row["over_bound"] = row["step_ms"]["median"] / bound
         row["speedup"] = table[0]["step_ms"]["median"] / row["step_ms"]["median"]
         row["tokens_per_s"] = 1e3 * work.tokens / row["step_ms"]["median"]
@@ -152,6 +159,7 @@ class Steps:
         )
         self.name = f"{program.name} · {overlap}"
         self.context, self.work, self.grads = context, work, list[Tensor]()
+        self.queued_s = 0.0  # of the last step: a device that is faster waits for the host
         if plan is not None:
             program = plan.program
         self.engine = Engine(
@@ -161,7 +169,13 @@ class Steps:
     def step(self) -> tuple[float, Any]:
         """Seconds from the first launch to the last kernel."""
         self.work.model.zero_grad()
-        return self.context.seconds(lambda: self.engine.step(self.work.inputs, target=self.work.target))
+        return self.context.seconds(self._queue)
+
+    def _queue(self) -> Any:
+        begun = time.perf_counter()
+        result = self.engine.step(self.work.inputs, target=self.work.target)
+        self.queued_s = time.perf_counter() - begun
+        return result
 
     def checked(self) -> dict[str, Any]:
         """A step whose gradients and memory are looked at."""
@@ -185,6 +199,7 @@ class Steps:
             "samples_ms": [],
             "exposed": [],
             "hidden": [],
+            "queued": [],
         } | memory
 
 

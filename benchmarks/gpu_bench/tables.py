@@ -123,6 +123,7 @@ def _steps(result: dict[str, Any]) -> list[str]:
     columns = {
         "program": lambda row: f"`{row['name']}`",
         "step ms": lambda row: "{median:.1f} ({min:.1f}–{max:.1f})".format(**row["step_ms"]),
+        "queued after ms": lambda row: f"{row['queued_ms']:.1f}",
         "speed-up": lambda row: f"{row['speedup']:.2f}×",
         "over bound": lambda row: f"{row['over_bound']:.3f}",
         "exposed ms": lambda row: f"{row['exposed_ms']:.1f}",
