@@ -15,7 +15,7 @@ from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
 LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large copies, and host memory is short
-PIECES = 8  # chunks of rows in between: each costs the host about 60 µs, and the way back begins after the first
+PIECES = 16  # chunks of rows in between: each costs the host about 60 µs, and the way back begins after the first
 SLOTS = 6
 
 
