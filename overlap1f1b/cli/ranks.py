@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from overlap1f1b.cli.launch import STORE, end_with_agent, under_torchrun
 from overlap1f1b.transport.failures import LostRankError, is_loss
@@ -64,8 +66,8 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         ValueError: The number of ranks does not fit the shape.
     """
     _keep_heap()
-    store = os.environ.get(STORE)
-    size = int(os.environ["WORLD_SIZE"]) if store or under_torchrun() else 1
+    store_path = os.environ.get(STORE)
+    size = int(os.environ["WORLD_SIZE"]) if store_path or under_torchrun() else 1
     if size != math.prod(shape):
         pp, dp, ep = shape
         raise ValueError(f"{size} ranks for --pp {pp} --dp {dp} --ep {ep}; allowed: {math.prod(shape)} ranks")
@@ -73,24 +75,42 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
         return
     end_with_agent()
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    # Local ranks may outnumber GPUs, which NCCL refuses: then all compute on the processor.
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
+    store, *_ = next(rendezvous(f"file://{store_path}" if store_path else "env://", rank, size, timeout=limit))
+    store.set_timeout(limit)
+    # A job may show a rank its own GPU alone: number 0 for every rank.
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    index = local if local < count else 0
+    # NCCL takes ranks with different host names for ranks on different machines, whatever GPU they have.
+    gpu = f"{torch.cuda.get_device_properties(index).uuid} {os.environ.get('NCCL_HOSTID')}" if count else None
+    on_gpu = each_has_own(store, size, gpu)
     if on_gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(index)
+    elif count and rank == 0:
+        sys.stderr.write(f"overlap1f1b: {size} ranks have not a GPU each and compute on the processor; {count} could\n")
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
-    limit = timedelta(seconds=timeout)
-    if store:
-        url = f"file://{store}"
-        dist.init_process_group(backend, init_method=url, rank=rank, world_size=size, timeout=limit)
-    else:
-        dist.init_process_group(backend, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     try:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
         yield Rank(rank, size, device, mesh)
     finally:
         dist.destroy_process_group()
+
+
+def each_has_own(store: Any, size: int, gpu: str | None) -> bool:
+    """Return whether all ranks have different GPUs, which NCCL asks for; all ranks must call this.
+
+    Args:
+        store: Where the ranks meet.
+        size: Number of ranks.
+        gpu: Name of this rank's GPU that no other GPU has; None without one.
+    """
+    if gpu is None or store.add(f"gpu {gpu}", 1) > 1:
+        store.add("ranks without a GPU", 1)
+    if store.add("ranks asked for a GPU", 1) == size:  # the last one knows
+        store.set("each has a GPU", str(store.add("ranks without a GPU", 0) == 0))
+    return store.get("each has a GPU") == b"True"
 
 
 LOST = re.compile(

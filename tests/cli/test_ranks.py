@@ -1,10 +1,13 @@
-"""Errors of ranks in one line."""
+"""Devices of ranks, and their errors in one line."""
 
 from __future__ import annotations
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
-from overlap1f1b.cli.ranks import lost
+import pytest
+from torch.distributed import HashStore
+
+from overlap1f1b.cli.ranks import each_has_own, lost
 from overlap1f1b.transport.failures import LostRankError
 
 SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -51,3 +54,13 @@ def test_an_error_of_this_rank_keeps_its_traceback() -> None:
     error = LostRankError(f"dispatch.f[0] m1 on the lane dispatch failed: ValueError: {own}")
     error.__cause__ = own
     assert lost(error) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own"), [(["a", "b", "c"], True), (["a", "b", "a"], False), (["a", None, "c"], False), ([None] * 3, False)]
+)
+def test_ranks_compute_on_gpus_if_each_has_its_own(gpus: list[str | None], own: bool) -> None:
+    """Whatever numbers they have: a job may show every rank its GPU as number 0."""
+    store = HashStore()
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        assert list(ranks.map(lambda gpu: each_has_own(store, len(gpus), gpu), gpus)) == [own] * len(gpus)

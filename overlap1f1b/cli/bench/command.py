@@ -76,8 +76,8 @@ def doubts(result: dict[str, Any]) -> list[str]:
 def show(result: dict[str, Any], screen: Console) -> None:
     """Print the ablation table, with the bounds above it."""
     wire, rate = result["wire"], result["wire"]["rate_gbps"]
-    link = "loopback" if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
-    if wire.get("kind") == "host":
+    link = wire["kind"] if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
+    if wire["kind"] == "host":
         link = "through host memory" + ("" if rate is None else f" at {rate / 8:g} GB/s")
     ranks = result["environment"]["ranks"]
     screen.print(

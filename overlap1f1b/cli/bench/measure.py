@@ -357,11 +357,12 @@ class Bench:
         self, rows: list[dict[str, Any]], bounds: Mapping[str, float], shaped: float | None, share: float
     ) -> dict[str, Any]:
         rate, frames = shaped or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
+        link = "loopback" if self.rank.device.type == "cpu" or self.rank.size == 1 else "nccl"
         sent, largest = self._sent(), max((size.sent_bytes(self.sender) for size in self._sizes), default=0)
         ms = {name: 1e3 * seconds for name, seconds in bounds.items()}
         return {
             "wire": {
-                "kind": "host" if self.options.exchange else "loopback" if rate is None else "shaped",
+                "kind": "host" if self.options.exchange else link if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
                 "bytes_sent": int(sent),
                 "largest_exchange_bytes": int(slowest(float(largest), self.rank)),
