@@ -94,7 +94,7 @@ def shown(*found: str, **changes: Any) -> list[str]:
     row |= {"step_ms": {"min": 1.0, "median": 2.0, "max": 3.0}, "grads_equal": True, "max_grad_diff": 0.0}
     result: dict[str, Any] = {
         "environment": {"ranks": 2},
-        "wire": {"rate_gbps": None, "bytes_sent": 0},
+        "wire": {"kind": "loopback", "rate_gbps": None, "bytes_sent": 0},
         "compute": "real",
         "rows": [row | changes],
         "doubts": list(found),
