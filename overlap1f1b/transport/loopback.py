@@ -100,12 +100,11 @@ class LoopbackExchange(Exchange):
         size = source.numel() * source.element_size()
         marks: list[Mark] = []
         chunk = min(max(size // PIECES, LEAST_BYTES), MOST_BYTES)
-        for start in range(0, size, chunk):
-            part = slice(start, min(start + chunk, size))
+        for leaving, arriving in zip(_bytes(source).split(chunk), _bytes(result).split(chunk), strict=True):
             memory, free = self._slots.popleft()
-            slot = memory[: part.stop - part.start]
-            left = self.out.run(partial(self._leave, slot, part), source, after=free)
-            back = self.back.run(partial(_arrive, slot, part), result, after=(left,))
+            slot = memory[: len(leaving)]
+            left = self.out.run(partial(self._leave, slot), leaving, after=free)
+            back = self.back.run(partial(_arrive, slot), arriving, after=(left,))
             self._slots.append((memory, (back,)))
             marks += left, back
         if self.check:
@@ -117,15 +116,15 @@ class LoopbackExchange(Exchange):
         source = counts.view(1, -1)
         result = torch.empty_like(source)
         there = HostCopy.on(self.control, source)
-        back = self.control.run(partial(_arrive, there.tensors[0].view(-1).view(torch.uint8), slice(None)), result)
+        back = self.control.run(partial(_arrive, there.tensors[0]), result)
         # The route keeps source and result until it has read the copies.
         host = HostCopy.on(self.control, source, result) if read else None
         return Transfer(result, source=source, mark=back, host=host)
 
-    def _leave(self, slot: Tensor, part: slice, source: Tensor) -> None:
-        chunk, start = _bytes(source)[part], time.perf_counter()
+    def _leave(self, slot: Tensor, chunk: Tensor) -> None:
+        start = time.perf_counter()
         slot.copy_(chunk, non_blocking=True)
-        if source.is_cuda:
+        if chunk.is_cuda:
             whole, rest = divmod(self._again, 1.0)
             for size in (*[len(chunk)] * int(whole), int(rest * len(chunk))):
                 slot[:size].copy_(chunk[:size], non_blocking=True)
@@ -167,5 +166,5 @@ def _nothing() -> None:
     """Do nothing: only the position of this job in the stream matters."""
 
 
-def _arrive(slot: Tensor, part: slice, result: Tensor) -> None:
-    _bytes(result)[part].copy_(slot, non_blocking=True)
+def _arrive(slot: Tensor, place: Tensor) -> None:
+    place.copy_(slot, non_blocking=True)

@@ -219,7 +219,7 @@ REMOVALS = tuple(_removals())
 
 @contextmanager
 def _small_chunks() -> Iterator[None]:
-    with patch.object(loopback, "CHUNK_BYTES", 256):
+    with patch.object(loopback, "LEAST_BYTES", 256), patch.object(loopback, "MOST_BYTES", 256):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,8 +140,6 @@ def _dies(rank: int, size: int) -> None:
         inputs, target = batch_of(program, rank, device)
         engine.step(inputs, target=target)
         if rank:
-            import os
-
             os._exit(7)
         engine.step(inputs, target=target)
 
