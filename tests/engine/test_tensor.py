@@ -268,11 +268,11 @@ def test_measured_plans(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_measured, name) == [[]] * 4
 
 
-SAVED = ["ep x tp", "ep x tp", "tp 4", "pp x tp", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
+SAVED = ["ep x tp", "tp 4", "pp x tp", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
 
 
 def _saved(rank: int, size: int, folder: Path) -> list[float]:
-    """Losses of two steps after loading, in the layout that saved and in others."""
+    """The loss of a second step behind a checkpoint, in the layout that saved and in others."""
     found = []
     for number, name in enumerate(SAVED):
         sizes = LAYOUTS[name].mesh
