@@ -1,7 +1,8 @@
 """`python -m overlap1f1b` forked from a process that has imported torch: milliseconds where a start takes seconds.
 
 Everything but the start is as a user has it: a session, an environment, streams and a process number of its own, the
-ranks as its children, and the same entry point, which ends it. `tests.ranks` has the fork server.
+ranks as its children, and the same entry point, which ends it. Only plans are compiled with few tries, and the
+search for an order is small. `tests.ranks` has the fork server.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from overlap1f1b.__main__ import run as main
 from overlap1f1b.cli import launch
+from overlap1f1b.schedule import auto
+from tests.plan.tries import few_tries
 from tests.ranks import fork_server
 
 ROOT = Path(__file__).parents[2]
+SEARCH_S = 0.1
+"""Size of a search for an order, which is 10 for a user."""
 
 
 class Fork:
@@ -92,7 +98,8 @@ def _begin(args: Sequence[str], environ: Mapping[str, str], names: Sequence[str]
     for number, name in enumerate(names, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(ROOT)
-    _run(args, environ, script)
+    with few_tries(), patch.object(auto, "__defaults__", (None, SEARCH_S)):
+        _run(args, environ, script)
 
 
 def _run(args: Sequence[str], environ: Mapping[str, str], script: Path | None = None) -> NoReturn:

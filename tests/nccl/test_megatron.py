@@ -16,7 +16,10 @@ from tests.nccl.joined import on_nccl
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-NAMES = ("plain", "aux and z loss", "shared expert, overlapped", "dropout", "DDP, reduce overlapped", "vp 2")
+NAMES = (
+    "plain", "aux and z loss", "shared expert, overlapped", "dropout, jitter", "DDP, reduce overlapped",
+    "vp 2, dropout",
+)  # fmt: skip
 
 
 def _differences(rank: int, size: int, name: str) -> list[str]:

@@ -80,19 +80,14 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
 
 
 @pytest.mark.parametrize(
-    ("placement", "microbatches", "peak", "most", "seconds"),
-    [
-        (Placement.v(2, 4), 8, 4, 1.12, 10),
-        (Placement.v(4, 4), 16, 7.5, 1.18, 4),
-        (Placement.loop(4, 4), 16, 6, 1.25, QUICK),
-    ],
+    ("placement", "microbatches", "peak", "most"),
+    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 8, 6, 1.27)],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
-def test_figures_of_two_parts(
-    placement: Placement, microbatches: int, peak: float, most: float, seconds: float
-) -> None:
+def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
+    """Found with the least number of tries, so the same on every machine."""
     costs = even().in_parts(2)
-    plan = synthesize(placement, microbatches, layers(placement, 2), costs, peak_activations=peak, seconds=seconds)
+    plan = synthesize(placement, microbatches, layers(placement, 2), costs, peak_activations=peak, seconds=QUICK)
     check(plan)
     assert over_bound(plan) <= most
     assert max(map(plan.live, range(placement.ranks))) * placement.share <= peak
@@ -179,18 +174,18 @@ def test_a_larger_search_is_not_worse_here() -> None:
         synthesize(
             placement, 8, layers(placement, 2), even().in_parts(2), peak_activations=4, seconds=seconds
         ).predicted
-        for seconds in (QUICK, 1.0)
+        for seconds in (QUICK, 0.5)
     ]
     assert ends[1] < ends[0]
 
 
-@pytest.mark.parametrize(("send", "seconds"), [(3, 2), (8, 1)])
-def test_transfers_that_share_links_are_planned_for(send: float, seconds: float) -> None:
+@pytest.mark.parametrize("send", [5, 12])
+def test_transfers_that_share_links_are_planned_for(send: float) -> None:
     """The order for shared links is not slower there than the order for links of their own."""
     placement = Placement.v(2)
     shape, shared = layers(placement, 2, 2), even(send=send, shared_links=True).in_parts(2)
     plans = [
-        synthesize(placement, 6, shape, costs, peak_activations=3, seconds=seconds)
+        synthesize(placement, 6, shape, costs, peak_activations=3, seconds=QUICK)
         for costs in (shared, even(send=send).in_parts(2))
     ]
     ends = [max(span.end for rank in play_ranks(p.ranks, placement, shared) for span in rank) for p in plans]

@@ -11,12 +11,13 @@ from torch import Tensor
 from overlap1f1b.cli.bench.memory import peak_bytes
 
 CPU, KIB = torch.device("cpu"), 1024
-BEFORE = torch.ones(KIB)
 
 
 def test_the_most_at_once_counts_without_what_was_there() -> None:
+    before = torch.ones(KIB)
+
     def step() -> None:
-        a = BEFORE + 1  # 4 KiB
+        a = before + 1  # 4 KiB
         b = torch.cat([a, a])  # 8 KiB
         del a
         view = b[:10]
@@ -26,7 +27,7 @@ def test_the_most_at_once_counts_without_what_was_there() -> None:
         torch.ones(2 * KIB)
 
     assert peak_bytes(CPU, step) == 12 * KIB
-    assert peak_bytes(CPU, lambda: BEFORE.mul_(1)) == 0
+    assert peak_bytes(CPU, lambda: before.mul_(1)) == 0
 
 
 def test_what_a_graph_holds_counts_as_long_as_it_does() -> None:

@@ -103,30 +103,33 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 LAYOUTS = [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]
 
 
-def _resume(rank: int, size: int, folder: Path, background: bool) -> list[tuple[bool, bool, bool]]:
+def _resume(rank: int, size: int, folder: Path, layouts: list[dict[str, int]]) -> list[tuple[bool, bool, bool]]:
+    """The second one saves in the background."""
     found = []
-    for number, layout in enumerate(LAYOUTS if size == 4 else [{}]):
-        first = Run(layout)
+    for number, layout in enumerate(layouts):
+        background, first = number == 1, Run(layout)
         first.train(3)
         saving = first.save(folder / str(number), background=background)
-        unbroken = first.train(4)
+        unbroken = first.train(3)
         if background:
             saving.result()
         again = Run(layout, seed=7)
         again.train(1)
         assert again.load(folder / str(number)) == 3
-        resumed = again.train(4)
+        resumed = again.train(3)
         other = Run(layout, seed=7)  # the losses depend on each of the states
         other.load(folder / str(number), state=other.state | {"random": None})
-        found.append((resumed == unbroken, equal(again.whole(), first.whole()), other.train(4) != unbroken))
+        found.append((resumed == unbroken, equal(again.whole(), first.whole()), other.train(3) != unbroken))
     return found
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_resumed_run_is_the_run_that_never_stopped(ranks4: Ranks, tmp_path: Path, background: bool) -> None:
-    for found in ranks4.run(_resume, tmp_path / "four", background):
+@pytest.mark.parametrize("layouts", [LAYOUTS, [{}, {}]], ids=["four ranks", "one rank"])
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    ranks4: Ranks, tmp_path: Path, layouts: list[dict[str, int]]
+) -> None:
+    every = ranks4.run(_resume, tmp_path, layouts) if layouts[0] else [_resume(0, 1, tmp_path, layouts)]
+    for found in every:
         assert found == [(True, True, True)] * 2
-    assert _resume(0, 1, tmp_path / "one", background) == [(True, True, True)]
 
 
 def _other_layout(rank: int, size: int, folder: Path) -> tuple[str, float, int, bool]:

@@ -97,6 +97,8 @@ def _dense_attention(
 ) -> tuple[Tensor, Any]:
     from torch.nn.attention.flex_attention import AuxOutput, create_mask
 
-    mask = create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
+    mask = block_mask.__dict__.get("dense")  # the same for all layers
+    if mask is None:
+        mask = block_mask.dense = create_mask(block_mask.mask_mod, len(q), 1, q.shape[2], k.shape[2], device="cpu")
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return out, AuxOutput(lse=None)

@@ -88,7 +88,7 @@ def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, l
     return worst, plans[0] == plans[1], names, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "wrapped"])  # which is below
 def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str) -> None:
     for worst, planned, names, graphs in ranks2.run(_compared, way, "mixtral", timeout=200):
         assert names == []
@@ -120,7 +120,7 @@ def _graphs(layers: int) -> int:
 
 
 def test_layers_share_their_graphs() -> None:
-    assert _graphs(10) == _graphs(5)  # a graph a layer would soon reach torch's limit, and run eagerly from there
+    assert _graphs(6) == _graphs(3)  # a graph a layer would soon reach torch's limit, and run eagerly from there
 
 
 def test_a_model_of_wrapped_layers_is_saved_under_its_own_names(tmp_path: Path) -> None:

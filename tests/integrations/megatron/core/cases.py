@@ -77,106 +77,91 @@ HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": 
 MTP = {"mtp_num_layers": 1}
 DDP: Fields = {"overlap_grad_reduce": False}
 OVERLAP_REDUCE: Fields = {"overlap_grad_reduce": True, "bucket_size": 4000}
+EIGHT = {"num_moe_experts": 8, "moe_router_topk": 3}
+ONE_A_RANK = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 Z_LOSS = {"moe_z_loss_coeff": 0.1}
 FIRST = ("embedding", "decoder.layers.0.")
 
 CASES: dict[str, Case] = {
     # one stage
     "plain": Case(quick=True),
-    "four layers": Case(layers=4, microbatches=4),
     "one rank": Case(ep=1),
-    "ep 4": Case(ep=4),
-    "eight experts": Case({"num_moe_experts": 8, "moe_router_topk": 3}),
-    "one expert a rank": Case({"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
-    "aux and z loss": Case({**AUX, **Z_LOSS}, quick=True),
-    "sequence aux loss": Case({**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}),
-    "scaled z loss": Case({**Z_LOSS, "grad_scale_func": lambda loss: loss * 3}),
-    "expert bias": Case(BIAS, ddp=DDP),
-    "groups of experts": Case({"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}),
-    "sinkhorn": Case({"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}),
-    "probabilities on the input": Case(
-        {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    "four layers, eight experts, sequence aux loss": Case(
+        {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss"}, layers=4, microbatches=4
     ),
-    "router in float64": Case({"moe_router_dtype": "fp64"}),
-    "shared expert": Case(SHARED),
+    "ep 4, eight experts": Case(EIGHT, ep=4),
+    "one expert a rank, probabilities on the input": Case({**ONE_A_RANK, "moe_apply_probs_on_input": True}),
+    "aux and z loss": Case({**AUX, **Z_LOSS}, quick=True),
+    "expert bias, groups of experts, scaled z loss, router in float64, DDP": Case(
+        {
+            **BIAS, **Z_LOSS, "num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+            "moe_router_dtype": "fp64", "grad_scale_func": lambda loss: loss * 3,
+        }, ddp=DDP,
+    ),
+    "sinkhorn, tied": Case({"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}, tied=True),
     "shared expert with a gate": Case({**SHARED, "moe_shared_expert_gate": True}),
     "shared expert, overlapped": Case(OVERLAPPED, layers=3, quick=True),
     "shared expert with a gate, overlapped": Case({**OVERLAPPED, "moe_shared_expert_gate": True}),
-    "capacity": Case({"moe_expert_capacity_factor": 1.0}),
-    "capacity, padded": Case({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
     "dense and MoE": Case({"moe_layer_freq": [0, 1, 0, 1]}, layers=4),
-    "dense first": Case({"moe_layer_freq": [0, 1, 1]}, layers=3),
-    "dense last": Case({"moe_layer_freq": [1, 1, 0]}, layers=3),
+    "dense first and last, by tokens": Case(
+        {**AUX, "moe_layer_freq": [0, 1, 1, 0]}, layers=4, by_tokens=True, ddp=DDP
+    ),
     "allgather": Case({"moe_token_dispatcher_type": "allgather"}),
-    "core attention recomputed": Case(selective("core_attn")),
-    "shared experts recomputed": Case({**SHARED, **selective("shared_experts")}),
-    "norm recomputed": Case(selective("layernorm")),
-    "MLP recomputed": Case({"moe_layer_freq": [0, 1], **selective("mlp")}),
-    "MoE layers recomputed": Case(selective("moe")),
+    "capacity, padded, MoE layers recomputed": Case({**PADDED, **selective("moe")}),
+    "capacity, first layer recomputed": Case({"moe_expert_capacity_factor": 1.0, **BLOCKS}),
+    "core attention, norm, MLP and shared experts recomputed": Case(
+        {"moe_layer_freq": [0, 1], **SHARED, **selective("core_attn", "layernorm", "mlp", "shared_experts")}
+    ),
     "layers recomputed": Case(FULL, quick=True),
-    "first layer recomputed": Case(BLOCKS),
     "first layer frozen": Case(AUX, layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE),
-    "fused weight gradients": Case(fused=True),
-    "fused weight gradients, shared expert": Case(SHARED, fused=True),
+    "fused weight gradients, shared expert, biases": Case({**SHARED, "add_qkv_bias": True}, fused=True),
     "fused weight gradients, DDP": Case(fused=True, ddp=OVERLAP_REDUCE),
-    "fused weight gradients, biases": Case({"add_qkv_bias": True}, fused=True),
-    "MTP": Case({**MTP, **Z_LOSS}),
-    "MTP twice": Case({"mtp_num_layers": 2}),
-    "MTP, tied": Case(MTP, tied=True, ddp=DDP),
+    "MTP twice, tied": Case({"mtp_num_layers": 2}, tied=True, ddp=DDP),
     "MTP, by tokens": Case({**MTP, **Z_LOSS}, by_tokens=True, ddp=DDP),
-    "MTP, layers recomputed": Case({**MTP, **FULL}),
-    "tied": Case(tied=True),
-    "by tokens": Case(AUX, by_tokens=True, ddp=DDP),
-    "DDP": Case(ddp=DDP),
+    "MTP, layers recomputed": Case({**MTP, **Z_LOSS, **FULL}),
     "DDP, reduce overlapped": Case(ddp=OVERLAP_REDUCE, quick=True),
-    "dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}),
-    "dropout, jitter": Case({"hidden_dropout": 0.2, "moe_input_jitter_eps": 0.1}),
+    "dropout, jitter": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1}),
     "dropout, core attention recomputed": Case({"attention_dropout": 0.2, **selective("core_attn")}),
     "dropout, layers recomputed": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, **FULL}),
     # ranks that share layers
     "tp 2, ep 2": Case(tp=2, ddp=DDP, quick=True),
     "tp 2, ep 4": Case(tp=2, ep=4, ddp=DDP),
-    "tp 2, ep 2, etp 2": Case(tp=2, etp=2, ddp=DDP),
     "tp 2, ep 2, etp 2, overlapped": Case({**OVERLAPPED, **AUX}, tp=2, etp=2, ddp=DDP),
-    "tp 2, ep 2, etp 2, padded": Case(
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, tp=2, etp=2, ddp=DDP
+    "tp 2, ep 2, etp 2, padded": Case(PADDED, tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, shared expert, overlapped, aux loss and capacity": Case(
+        {**OVERLAPPED, **AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP
     ),
-    "tp 2, ep 2, shared expert, overlapped": Case(OVERLAPPED, tp=2, ddp=DDP),
-    "tp 2, ep 2, aux loss and capacity": Case({**AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP),
     "tp 2, ep 2, fused weight gradients": Case(tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True),
     "tp 2, ep 2, MTP, fused weight gradients": Case(MTP, tp=2, fused=True, ddp=DDP),
     "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),
     # libraries that dispatch
     "DeepEP": Case(DEEPEP, quick=True),
-    "DeepEP, four layers": Case({**DEEPEP, **AUX, **SHARED}, layers=4, microbatches=4),
+    "DeepEP, four layers": Case({**DEEPEP, **AUX, **SHARED}, layers=4),
     "DeepEP, ep 4": Case({**DEEPEP, "num_moe_experts": 8}, ep=4),
-    "DeepEP, capacity": Case({**DEEPEP, "moe_expert_capacity_factor": 1.0}),
-    "DeepEP, norm recomputed": Case({**DEEPEP, **selective("layernorm", "core_attn")}),
-    "DeepEP, MoE layers recomputed": Case({**DEEPEP, **selective("moe")}),
+    "DeepEP, capacity, MoE layers recomputed": Case(
+        {**DEEPEP, "moe_expert_capacity_factor": 1.0, **selective("moe")}
+    ),
+    "DeepEP, norm recomputed, DDP, fused weight gradients": Case(
+        {**DEEPEP, **selective("layernorm", "core_attn")}, fused=True, ddp=OVERLAP_REDUCE
+    ),
     "DeepEP, first layer recomputed": Case({**DEEPEP, **BLOCKS}),
-    "DeepEP, DDP, fused weight gradients": Case(DEEPEP, fused=True, ddp=OVERLAP_REDUCE),
     "DeepEP, tp 2, ep 2": Case(DEEPEP, tp=2, ddp=DDP),
     "DeepEP, pp 2": Case(DEEPEP, layers=4, pp=2, microbatches=4),
     "DeepEP, first layer frozen": Case(DEEPEP, layers=3, frozen=FIRST, quick=True),
-    "DeepEP, vp 2, first layer frozen": Case(DEEPEP, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST),
-    "DeepEP, vp 2": Case({**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
+    "DeepEP, vp 2, dropout, first layer frozen": Case(
+        {**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST
+    ),
     "HybridEP": Case(HYBRIDEP, layers=3, quick=True),
     "HybridEP, ep 4": Case({**HYBRIDEP, "num_moe_experts": 8}, ep=4),
-    "HybridEP, one expert a rank": Case(
-        {**HYBRIDEP, "num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-    ),
-    "HybridEP, padded": Case(
-        {**HYBRIDEP, "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
-    ),
-    "HybridEP, MTP": Case({**HYBRIDEP, **MTP, **Z_LOSS}),
+    "HybridEP, one expert a rank, MTP": Case({**HYBRIDEP, **ONE_A_RANK, **MTP, **Z_LOSS}),
+    "HybridEP, padded": Case({**HYBRIDEP, **PADDED, "moe_expert_capacity_factor": 2.0}),
     "HybridEP, tp 2, ep 2": Case({**HYBRIDEP, **AUX}, tp=2, ddp=DDP),
     "HybridEP, vp 2": Case({**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4),
     # weight gradients that wait for backward_dw
     "delayed": Case(linears="te"),
-    "delayed, grouped": Case({"num_moe_experts": 8, "moe_router_topk": 3}, linears="te grouped", microbatches=5),
-    "delayed, biases": Case({"add_qkv_bias": True}, linears="te grouped"),
+    "delayed, grouped": Case({**EIGHT, "add_qkv_bias": True}, linears="te grouped", microbatches=5),
     "delayed, fused": Case(SHARED, linears="te grouped", fused=True),
-    "delayed, fused, DDP": Case(AUX, linears="te grouped", fused=True, ddp=DDP),
     "delayed, fused, DDP, reduce overlapped": Case(
         SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, layers=3, microbatches=5, quick=True
     ),
@@ -189,26 +174,25 @@ CASES: dict[str, Case] = {
     ),
     "delayed, MoE layers recomputed": Case(selective("moe"), linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
     "delayed, MTP": Case({**MTP, **Z_LOSS}, linears="te", ddp=DDP),
-    "delayed, DeepEP": Case(DEEPEP, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
+    "delayed, aux loss, DeepEP": Case({**AUX, **DEEPEP}, linears="te grouped", fused=True, ddp=DDP),
     "delayed, pp 2": Case(layers=4, pp=2, microbatches=4, linears="te", ddp=OVERLAP_REDUCE, aligned=True),
     "delayed, vp 2": Case(
         {"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True,
         ddp=OVERLAP_REDUCE,
     ),
     # several stages
-    "pp 2": Case(layers=4, pp=2, microbatches=4),
-    "pp 2, aux loss": Case(AUX, layers=4, pp=2, microbatches=4, ddp=DDP),
-    "pp 2, tied": Case(layers=4, pp=2, tied=True, ddp=DDP),
+    "pp 2, aux loss, tied": Case(AUX, layers=4, pp=2, microbatches=4, tied=True, ddp=DDP),
     "pp 2, MTP": Case(MTP, layers=4, pp=2, microbatches=4, quick=True),
     "pp 2, DDP, reduce overlapped": Case(layers=4, pp=2, ddp=OVERLAP_REDUCE),
-    "pp 2, reduce aligned": Case(layers=4, pp=2, ddp=OVERLAP_REDUCE, aligned=True),
-    "pp 2, layers recomputed": Case(FULL, layers=4, pp=2),
-    "vp 2": Case(layers=4, pp=2, vp=2, microbatches=4),
+    "pp 2, layers recomputed, reduce aligned": Case(FULL, layers=4, pp=2, ddp=OVERLAP_REDUCE, aligned=True),
     "vp 2, aux loss, shared expert": Case(
         {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
     ),
-    "vp 2, DDP, reduce overlapped": Case(layers=4, pp=2, vp=2, microbatches=4, ddp=OVERLAP_REDUCE),
-    "vp 2, tied": Case(layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=DDP),
+    "vp 2, tied, DDP, reduce overlapped": Case(
+        layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=OVERLAP_REDUCE
+    ),
     "vp 2, dropout": Case({"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
 }  # fmt: skip
-"""By name. Sizes are small: what differs between two schedules differs at every size."""
+"""By name. Sizes are small: what differs between two schedules differs at every size. Options
+that do not meet in the code share a case.
+"""

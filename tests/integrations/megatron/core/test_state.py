@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from itertools import cycle
 from operator import is_
 from typing import Any
 from unittest.mock import patch
@@ -158,8 +159,7 @@ def _unnamed(rank: int, size: int, option: str, tp: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "tp"), list(zip(OPTIONS, cycle((1, 2)), strict=False)))
 def test_all_that_a_forward_changes_is_named(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
     assert megatron(2).run(_unnamed, option, tp) == [[]] * 2
 
@@ -238,7 +238,6 @@ def _mixed_up(rank: int, size: int, option: str, tp: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "tp"), list(zip(OPTIONS, cycle((2, 1)), strict=False)))
 def test_forwards_are_all_open_at_once(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
     assert megatron(2).run(_mixed_up, option, tp) == [[]] * 2
