@@ -81,7 +81,7 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
 
 @pytest.mark.parametrize(
     ("placement", "microbatches", "peak", "most"),
-    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 8, 6, 1.27)],
+    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 16, 6, 1.25)],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
 def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
@@ -174,7 +174,7 @@ def test_a_larger_search_is_not_worse_here() -> None:
         synthesize(
             placement, 8, layers(placement, 2), even().in_parts(2), peak_activations=4, seconds=seconds
         ).predicted
-        for seconds in (QUICK, 0.5)
+        for seconds in (QUICK, 1.0)
     ]
     assert ends[1] < ends[0]
 
