@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 OVERLAPS: tuple[Overlap, ...] = (3, "pairs")
-SLOW = [name for name, case in CASES.items() if not case.quick]
 
 
 def differences(rank: int, size: int, name: str, overlaps: Sequence[Overlap]) -> list[str]:
@@ -49,11 +47,10 @@ def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "overlap"), list(zip(SLOW, cycle(OVERLAPS), strict=False)))
-def test_more_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) -> None:
-    """The quick cases show both overlaps, so each of these has one, in turns."""
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.quick])
+def test_more_steps(megatron: Callable[[int], Ranks], name: str) -> None:
     size = CASES[name].ranks
-    assert megatron(size).run(differences, name, [overlap]) == [[]] * size
+    assert megatron(size).run(differences, name, OVERLAPS) == [[]] * size
 
 
 class Unseeded(Case):
