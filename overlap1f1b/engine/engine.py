@@ -606,13 +606,13 @@ class Engine:
         with self.guarded(lambda: "in mean_loss"):
             return mean_loss(result, self.mesh)
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
 
-        All ranks must call this.
+        All ranks must call this. ``norm_type`` is as of torch's ``clip_grad_norm_``: ``math.inf`` for the largest.
         """
         with self.guarded(lambda: "in clip_gradients"):
-            return clip(self.stages, self.program.placement, self.mesh, max_norm, self._tied.repeated)
+            return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, self._tied.repeated)
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:

@@ -104,6 +104,7 @@ class _Reading:
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from None
         stored = read_index(self.checkpoint, self.contents.files)
+        held.make_extra_states(self.tensors, stored)
         self._make_state(stored, numbers)
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)

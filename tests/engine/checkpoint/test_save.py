@@ -492,17 +492,17 @@ def test_an_index_of_another_release_of_torch(tmp_path: Path) -> None:
 
 
 class Counts(nn.Linear):
-    """A linear map whose extra state is a tensor that is made anew each time, or what ``kept`` is."""
+    """A linear map whose extra state is a tensor of ``kept`` numbers, made anew each time, or what ``kept`` is."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__(2, 2)
         self.kept = kept
 
     def get_extra_state(self) -> Any:
-        return torch.tensor([self.kept, 1]) if isinstance(self.kept, int) else self.kept
+        return torch.arange(self.kept) if isinstance(self.kept, int) else self.kept
 
     def set_extra_state(self, state: Any) -> None:
-        self.kept = int(state[0])
+        self.kept = int(state[-1]) + 1
 
 
 def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
