@@ -35,6 +35,7 @@ def clip(
     Raises:
         ValueError: A negative or undefined ``max_norm`` or ``norm_type``; experts' gradients that are in ``main_grad``.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)  # torch's takes "inf", too
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
     if not norm_type > 0:

@@ -267,9 +267,20 @@ def test_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    """As the lists of tensors of LBFGS, SOAP and others."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    engine, optimizer = Engine(model, build_schedule("sequential", microbatches=2)), torch.optim.SGD(model.parameters())
+    optimizer.state[model[0].bias]["old_dirs"] = [torch.ones(2)]
+    message = r"^the optimizer's old_dirs of 0.bias is of type list; allowed: a tensor, a number or a text, or a list "
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(engine, tmp_path, 1, optimizer)
+    assert not [*tmp_path.glob("step-*")]
+
+
 def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
-    with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
+    with pytest.raises(ValueError, match="keep=0; allowed: 1 or more"):
         model.save(tmp_path, 1, keep=0)
     with pytest.raises(ValueError, match="model='some'; allowed: all, trained, none"):
         model.save(tmp_path, 1, model="some")
