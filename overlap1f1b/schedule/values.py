@@ -86,12 +86,12 @@ def check_kind(name: str, value: object, *kinds: type | None) -> None:
 
     >>> check_kind("costs", 3, str, None)
     Traceback (most recent call last):
-    ValueError: costs=3; allowed: a str, or None
+    ValueError: costs=3; allowed: str or None
 
     Raises:
         ValueError: The value is of another class.
     """
     if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
         return
-    allowed = ", or ".join("None" if kind is None else f"a {kind.__name__}" for kind in kinds)
+    allowed = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
     raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")

@@ -352,9 +352,14 @@ def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"program": "1f1b"}, "program='1f1b'; allowed: a Program"),
-        ({"costs": 3}, "costs=3; allowed: a NodeCosts, or None"),
-        ({"plan": "fast"}, "plan='fast'; allowed: a Plan, or None"),
+        ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
+        ({"model": ["x"]}, "a model of 'x'; allowed: an nn.Sequential or a list of blocks"),
+        ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
+        ({"weights": 3}, "weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
+        ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
+        ({"ctas": None}, "ctas=None; allowed: a whole number, 24 or more"),
+        ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),
+        ({"plan": "fast"}, "plan='fast'; allowed: Plan or None"),
         ({"loss_fn": "mse"}, "loss_fn='mse'; allowed: a function, or None"),
         ({"count_tokens": 3}, "count_tokens=3; allowed: a function, or None"),
         ({"timeout": float("inf")}, "timeout=inf; allowed: seconds > 0, at most 1e+09"),
@@ -362,8 +367,9 @@ def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
     ],
 )
 def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Engine(models.build(), **{"program": programs(2)[0], **options})
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+        Engine(**{"model": models.build(), "program": programs(2)[0], **options})
+    assert str(caught.value) == message
 
 
 def test_bad_input_is_named() -> None:

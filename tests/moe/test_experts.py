@@ -63,7 +63,7 @@ def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int
         ({"experts": 0}, "experts=0; allowed: 1 or more"),
         ({"hidden": 1.5}, "hidden=1.5; allowed: a whole number, 1 or more"),
         ({"intermediate": None}, "intermediate=None; allowed: a whole number, 1 or more"),
-        ({"kernels": "torch"}, "kernels='torch'; allowed: a Kernels, or None"),
+        ({"kernels": "torch"}, "kernels='torch'; allowed: Kernels or None"),
     ],
 )
 def test_what_experts_are_not_made_of(options: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, overload
 
@@ -46,7 +47,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import GroupNumbers, Json, de
 from overlap1f1b.engine.checkpoint.state import States, file_of, pack, with_random
 from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import check_size, quoted, shortened
+from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
@@ -129,6 +130,8 @@ def save_checkpoint(
         RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
             not answer within the engine's limit; the slowest rank must write its part within this limit.
     """
+    check_kind("engine", engine, Engine)
+    check_kind("directory", directory, str, PathLike)
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     failed = f"checkpoint {directory / name} cannot be written"

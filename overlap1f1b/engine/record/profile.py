@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.record.recorder import NvtxRanges, RecordedSpan, RecordedStep, Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, StepRange
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.simulation.drawing import stacked
 
 Tool = Literal["torch", "nsys"]
@@ -49,6 +49,7 @@ class Profile:
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
         if tool not in get_args(Tool):
             raise ValueError(f"tool={tool!r}; allowed: {', '.join(map(repr, get_args(Tool)))}")
+        check_kind("engine", engine, Engine)
         check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
         if tool == "nsys" and not torch.cuda.is_available():

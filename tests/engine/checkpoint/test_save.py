@@ -280,6 +280,10 @@ def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) 
 
 def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
+    with pytest.raises(ValueError, match=r"^directory=3; allowed: str or PathLike$"):
+        model.save(3, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^engine=3; allowed: Engine$"):
+        load_checkpoint(3, tmp_path, model.adamw)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="keep=0; allowed: 1 or more"):
         model.save(tmp_path, 1, keep=0)
     with pytest.raises(ValueError, match="model='some'; allowed: all, trained, none"):
