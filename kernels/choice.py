@@ -99,6 +99,8 @@ def use_kernels(model: nn.Module, kernels: Kernels | Choice) -> None:
 
     >>> use_kernels(model, "triton")
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"use_kernels of a {type(model).__name__}; allowed: a module, as nn.ModuleList(blocks)")
     shared = kernels if isinstance(kernels, Kernels) else Kernels(kernels)
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):

@@ -40,13 +40,14 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
         ValueError: No batch, other names, or a batch that cannot be split into that many equal parts.
     """
     if batch is None:
-        raise ValueError(f"no {name} on a rank that needs them; allowed: this rank's batch")
+        none = ", or () for a loss of outputs alone" if name == "target" else ""
+        raise ValueError(f"no {name} on a rank that needs them; allowed: this rank's batch{none}")
     if isinstance(batch, list):
         if len(batch) != count:
             raise ValueError(f"{name}: {len(batch)} microbatches for a program of {count}; allowed: as many")
         return [_filled(_checked(part, name, names)) for part in batch].__getitem__
     whole = _checked(batch, name, names)
-    if not any(tensor is not None for tensor in whole):
+    if not any(tensor is not None for tensor in whole) and (whole or name != "target"):
         raise ValueError(f"{name}: no tensor; allowed: at least one")
     sized = [(tensor, 0 if tensor is None else _size_of_part(tensor, count, name)) for tensor in whole]
     return lambda index: _filled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, SupportsFloat, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from overlap1f1b.engine.reduce.reduction import GradientsAside
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.moe.route import Route
+from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
 
 Overflow = Literal["raise", "rerun"]
@@ -54,8 +55,8 @@ class Capacity:
     """
 
     def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Blocks], mesh: Mesh) -> None:
-        if factor is not None and not 0 < factor < math.inf:
-            raise ValueError(f"capacity={factor}; allowed: more than 0, or None")
+        if factor is not None and not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
+            raise ValueError(f"capacity={quoted(factor)}; allowed: more than 0, or None")
         if overflow not in get_args(Overflow):
             raise ValueError(f"overflow={overflow!r}; allowed: {', '.join(map(repr, get_args(Overflow)))}")
         self.factor, self.overflow, self.stages, self.mesh = factor, overflow, list(stages), mesh

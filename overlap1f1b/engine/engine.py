@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, t
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
@@ -58,6 +60,8 @@ from overlap1f1b.transport.suspend import Forward, Kept
 DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
+MOST_S = 1e9
+"""Longest limit of a wait, in seconds: longer ones do not fit torch's."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -157,8 +161,7 @@ class Engine:
         carveout: bool = False,
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout}; allowed: seconds > 0")
+        _check_kinds(program, costs, plan, timeout, loss_fn=loss_fn, count_tokens=count_tokens)
         limit = timedelta(seconds=timeout)
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
@@ -353,6 +356,7 @@ class Engine:
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
+        check_kind("costs", costs, NodeCosts, None)
         self._plans.costs, self._measured = costs, ()
 
     @property
@@ -366,6 +370,7 @@ class Engine:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
+        check_kind("plan", plan, Plan)
         if self._looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
             self._cut_plan = plan
             return
@@ -390,7 +395,8 @@ class Engine:
                 such tensors; or a list with an entry for each microbatch. If the model names its inputs, also a
                 mapping by these names, with None for an input that is not given: over pipeline ranks the same inputs in
                 every step, unless ``dynamic_shapes`` is set. Needed on ranks with the first stage, ignored elsewhere.
-            target: The same for the loss. Needed on ranks with the last stage, ignored elsewhere.
+            target: The same for the loss, () for a loss of outputs alone. Needed on ranks with the last stage, ignored
+                elsewhere.
             loss_scale: Factor of all gradients, as of a gradient scaler; the same on all ranks.
             return_outputs: Whether the result has the outputs of the last stage, the arguments of ``loss_fn``.
 
@@ -606,13 +612,13 @@ class Engine:
         with self.guarded(lambda: "in mean_loss"):
             return mean_loss(result, self.mesh)
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
 
-        All ranks must call this.
+        All ranks must call this. ``norm_type`` is as of torch's ``clip_grad_norm_``: ``math.inf`` for the largest.
         """
         with self.guarded(lambda: "in clip_gradients"):
-            return clip(self.stages, self.program.placement, self.mesh, max_norm, self._tied.repeated)
+            return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, self._tied.repeated)
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
@@ -667,3 +673,14 @@ class Engine:
         if position is None:
             return "before the first node of its plan"
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
+
+
+def _check_kinds(program: object, costs: object, plan: object, timeout: object, **functions: object) -> None:
+    check_kind("program", program, Program)
+    check_kind("costs", costs, NodeCosts, None)
+    check_kind("plan", plan, Plan, None)
+    if not isinstance(timeout, SupportsFloat) or not 0 < float(timeout) <= MOST_S:
+        raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"{name}={quoted(function)}; allowed: a function, or None")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +20,7 @@ from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.plan import Recompute, StageShape
 from overlap1f1b.schedule import Placement
+from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
@@ -51,8 +52,9 @@ def split_blocks(
     if count < stages:
         raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")
     weights = [1.0] * count if weights is None else weights
-    if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
-        raise ValueError(f"weights {list(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
+    numbers = isinstance(weights, Sequence) and all(isinstance(weight, SupportsFloat) for weight in weights)
+    if not numbers or len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights {quoted(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
     sums = [0.0, *accumulate(weights)]
     heaviest = _best_split(sums, stages, max)[0]  # it sets the pace of the pipeline
     starts = [0, *_best_split(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]

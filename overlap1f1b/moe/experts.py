@@ -16,6 +16,7 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route, WeightedRoute
+from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
@@ -69,6 +70,8 @@ class Experts(nn.Module):
         Raises:
             ValueError: E is not divisible by the ranks.
         """
+        check_size("experts", experts)
+        check_kind("kernels", kernels, Kernels, None)
         self.exchange = build_exchange(group)
         ranks = self.exchange.ranks
         self.group = group if ranks > 1 else None
@@ -166,8 +169,8 @@ class GroupedExperts(Experts):
         kernels: Choice between Triton and torch.
 
     Raises:
-        ValueError: E is not divisible by the ranks, or a subclass with its own ``compute`` has
-            ``weights_in="activation"``. In a call: shapes or dtypes are wrong, or an expert is unknown.
+        ValueError: A size is not a whole number from 1, E is not divisible by the ranks, or a subclass with its own
+            ``compute`` has ``weights_in="activation"``. In a call: shapes or dtypes are wrong, or an expert is unknown.
     """
 
     def __init__(
@@ -183,6 +186,8 @@ class GroupedExperts(Experts):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_size("hidden", hidden)
+        check_size("intermediate", intermediate)
         self.share(experts, group, kernels)
         self.weights_in = check_weights_in(weights_in)
         if weights_in == "activation":

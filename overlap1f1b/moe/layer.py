@@ -12,6 +12,7 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.router import Router, RouterConfig
+from overlap1f1b.schedule.values import check_kind, check_size
 
 
 class SwiGLU(nn.Module):
@@ -60,7 +61,8 @@ class MoE(nn.Module):
         kernels: Choice between Triton and torch for router, experts and activations; shared by the layers of a model.
 
     Raises:
-        ValueError: The experts cannot be divided evenly over the ranks; ``weights_in`` is unknown.
+        ValueError: A size is not a whole number, the experts cannot be divided evenly over the ranks, or ``weights_in``
+            is unknown.
     """
 
     def __init__(
@@ -77,6 +79,9 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_size("hidden", hidden)
+        check_size("shared_intermediate", shared_intermediate, 0)
+        check_kind("router", router, RouterConfig)
         factory: dict[str, Any] = {"kernels": kernels or Kernels(), "dtype": dtype, "device": device}
         self.router = Router(hidden, router, **factory)
         options = {"weights_in": weights_in, "group": group, **factory}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, route, route_in_turn
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, balance_loss, z_loss
+from overlap1f1b.schedule.values import check_size
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -54,11 +55,11 @@ class RouterConfig:
     force_load_balance: bool = False
 
     def __post_init__(self) -> None:
-        if self.experts < 1:
-            raise ValueError(f"experts={self.experts}; allowed: 1 and more")
+        for name in ("experts", "top_k", "groups", "top_groups"):
+            check_size(name, getattr(self, name))
         if self.score not in get_args(Score):
             raise ValueError(f"score={self.score!r}; allowed: {', '.join(map(repr, get_args(Score)))}")
-        if self.groups < 1 or self.experts % self.groups:
+        if self.experts % self.groups:
             allowed = ", ".join(str(n) for n in range(1, self.experts + 1) if self.experts % n == 0)
             raise ValueError(f"{self.experts} experts cannot be divided into groups={self.groups}; allowed: {allowed}")
         if not 1 <= self.top_groups <= self.groups:

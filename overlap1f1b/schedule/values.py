@@ -79,3 +79,19 @@ def check_size(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name}={quoted(value)}; allowed: a whole number, {least} or more")
     if value.__index__() < least:
         raise ValueError(f"{name}={quoted(value, plain=True)}; allowed: {least} or more")
+
+
+def check_kind(name: str, value: object, *kinds: type | None) -> None:
+    """Raise ``ValueError`` for a value that is of none of these classes; None among them allows None.
+
+    >>> check_kind("costs", 3, str, None)
+    Traceback (most recent call last):
+    ValueError: costs=3; allowed: str or None
+
+    Raises:
+        ValueError: The value is of another class.
+    """
+    if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
+        return
+    allowed = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
+    raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")

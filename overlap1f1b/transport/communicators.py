@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError
@@ -38,8 +39,7 @@ class Budget:
     """
 
     def __init__(self, ctas: int = 2 * DEFAULT_CTAS) -> None:
-        if ctas < LEAST_CTAS:
-            raise ValueError(f"ctas={ctas}; allowed: {LEAST_CTAS} or more")
+        check_size("ctas", ctas, LEAST_CTAS)
         self.ctas, self.rows, self.sums, self.link = ctas, ctas // 2, ctas // 8, 1
 
     def check(self, device: torch.device) -> None:

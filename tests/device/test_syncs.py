@@ -56,7 +56,7 @@ AFTER = {
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
     "clip_gradients": {
-        "engine/reduce/clip.py _square": "norms of all gradients together",
+        "engine/reduce/clip.py _powers": "norms of all gradients together",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
 }

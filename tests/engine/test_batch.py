@@ -41,6 +41,12 @@ def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
     assert is_absent(mask)
 
 
+def test_a_loss_of_outputs_alone_has_no_target() -> None:
+    assert split_batch((), 2, "target")(1) == ()
+    with pytest.raises(ValueError, match=r"no target on a rank .*; allowed: this rank's batch, or \(\) for a loss of"):
+        split_batch(None, 2, "target")
+
+
 @pytest.mark.parametrize(
     ("batch", "names", "message"),
     [
@@ -50,6 +56,7 @@ def test_inputs_that_have_names_come_in_their_order_and_may_be_absent() -> None:
         ([X], (), "inputs: 1 microbatches for a program of 4"),
         ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),
         ((X, None), (), "inputs of type tuple of Tensor, NoneType"),
+        ((), (), "inputs: no tensor; allowed: at least one"),
         ({"ids": X}, ("ids", "mask"), "inputs named ids; allowed: exactly ids, mask"),
         ({"ids": None, "mask": None}, ("ids", "mask"), "inputs: no tensor; allowed: at least one"),
         ({"ids": 3, "mask": None}, ("ids", "mask"), "inputs: ids of type int; allowed: a tensor"),

@@ -325,6 +325,53 @@ def test_collective_exchange_gives_the_same_gradients(ranks2: Ranks) -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
+class Step(nn.Module):
+    """A module whose forward is a step, as Lightning calls ``training_step``."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.model = models.build(mesh.get_group("ep"))
+        self.__dict__["engine"] = Engine(self.model, programs(2)[0], mesh=mesh, loss_fn=models.loss_fn)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> None:
+        self.engine.step(inputs, target=target)
+
+
+def _under_ddp(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    message = "^a step with gradients in the forward of a DistributedDataParallel, which sums them again"
+    with pytest.raises((ValueError, LostRankError)) as raised:
+        nn.parallel.DistributedDataParallel(Step(mesh))(*models.batch(2))
+    assert re.match(message, str(raised.value)) or isinstance(raised.value, LostRankError)
+
+
+def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
+    ranks2.run(_under_ddp)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
+        ({"model": ["x"]}, "a model of 'x'; allowed: an nn.Sequential or a list of blocks"),
+        ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
+        ({"weights": 3}, "weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
+        ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
+        ({"ctas": None}, "ctas=None; allowed: a whole number, 24 or more"),
+        ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),
+        ({"plan": "fast"}, "plan='fast'; allowed: Plan or None"),
+        ({"loss_fn": "mse"}, "loss_fn='mse'; allowed: a function, or None"),
+        ({"count_tokens": 3}, "count_tokens=3; allowed: a function, or None"),
+        ({"timeout": float("inf")}, "timeout=inf; allowed: seconds > 0, at most 1e+09"),
+        ({"timeout": None}, "timeout=None; allowed: seconds > 0, at most 1e+09"),
+    ],
+)
+def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+        Engine(**{"model": models.build(), "program": programs(2)[0], **options})
+    assert str(caught.value) == message
+
+
 def test_bad_input_is_named() -> None:
     model, data = models.build(), models.batch(2)
     program = programs(2)[0]

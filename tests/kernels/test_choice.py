@@ -174,6 +174,8 @@ def test_what_is_never_tritons(timed: list[Any]) -> None:
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="kernels='cuda'; allowed: 'auto', 'triton', 'torch'"):
         MoEConfig(kernels="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^use_kernels of a list; allowed: a module, as nn.ModuleList\(blocks\)$"):
+        use_kernels([], "torch")  # type: ignore[arg-type]
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'triton' without the package triton; allowed: 'auto', 'torch'"):
         Kernels("triton")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,20 @@ def test_shapes_are_seen_before_whatever_stands_in_for_the_forward(experts: Grou
 def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int) -> None:
     with pytest.raises(ValueError, match=f"^indices name expert {expert}; allowed: 0 to 3$"):
         experts(TOKENS, INDICES + shift, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": 0}, "experts=0; allowed: 1 or more"),
+        ({"hidden": 1.5}, "hidden=1.5; allowed: a whole number, 1 or more"),
+        ({"intermediate": None}, "intermediate=None; allowed: a whole number, 1 or more"),
+        ({"kernels": "torch"}, "kernels='torch'; allowed: Kernels or None"),
+    ],
+)
+def test_what_experts_are_not_made_of(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GroupedExperts(**{"experts": E, "hidden": H, "intermediate": 3, **options})
 
 
 def test_experts_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:

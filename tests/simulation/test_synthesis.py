@@ -212,6 +212,7 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
         ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
         ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
         ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
+        ({"placement": "loop"}, "placement='loop'; allowed: Placement"),
         ({"placement": Placement.bidirectional(2)}, "a placement with 2 pipes; allowed: one pipe, a loop or a V"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.checkpoint.tensors import Slice
+from overlap1f1b.engine.checkpoint.tensors import Index, Slice
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.model import marked_as_slice
@@ -106,6 +106,13 @@ class Held:
             for name, tensor in state.items()
             if self.holds(name) and name not in left
         }
+
+    def make_extra_states(self, tensors: dict[str, Tensor], stored: Index) -> None:
+        """Replace the extra states among tensors by new tensors as they are stored, since a module may take any."""
+        for name in tensors.keys() & stored.keys():
+            if name.endswith("._extra_state"):
+                meta = stored[name]
+                tensors[name] = torch.empty(meta.size, dtype=meta.properties.dtype, device=tensors[name].device)
 
     def set_extra_states(self, tensors: Mapping[str, Tensor]) -> None:
         """Give modules the extra states among stored tensors; all other tensors are the model's own memory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import Json, StoredGroups, de
 from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.schedule.values import check_kind
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
 
@@ -61,6 +63,8 @@ def load_checkpoint(
             difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
+    check_kind("engine", engine, Engine)
+    check_kind("directory", directory, str, PathLike)
     with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, f"{directory} cannot be searched")
@@ -104,6 +108,7 @@ class _Reading:
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable(error) from None
         stored = read_index(self.checkpoint, self.contents.files)
+        held.make_extra_states(self.tensors, stored)
         self._make_state(stored, numbers)
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, overload
 
@@ -47,7 +47,7 @@ from overlap1f1b.engine.checkpoint.hyperparameters import GroupNumbers, Json, de
 from overlap1f1b.engine.checkpoint.state import States, file_of, pack, with_random
 from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
@@ -130,6 +130,8 @@ def save_checkpoint(
         RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
             not answer within the engine's limit; the slowest rank must write its part within this limit.
     """
+    check_kind("engine", engine, Engine)
+    check_kind("directory", directory, str, PathLike)
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     failed = f"checkpoint {directory / name} cannot be written"
@@ -224,8 +226,7 @@ class _Writing:
 
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
-        if self.keep < 1:
-            raise ValueError(f"keep={self.keep} would remove the checkpoint just written; use keep=1 or more")
+        check_size("keep", self.keep)
         if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
             raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
         if self.model not in (allowed := get_args(Stored)):
@@ -247,8 +248,7 @@ class _Writing:
             rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
-                    with suppress(TypeError):  # neither a tensor nor a number
-                        numbers[entry] = encoded(value)
+                    numbers[entry] = _number(entry, name, value)
                 elif held.has_rows(name, parameter, entry, value):
                     rows[entry] = value.dtype, value.shape[1:]
             if state and name in held.sliced:
@@ -345,3 +345,14 @@ class _Writing:
         self._writer.finish(index, [results for results, _ in written])
         files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
         return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
+
+
+def _number(entry: str, name: str, value: object) -> Json:
+    """Return a value of the optimizer's state that is no tensor as JSON; raise ValueError if it would be lost."""
+    try:
+        return encoded(value)
+    except TypeError:
+        raise ValueError(
+            f"the optimizer's {entry} of {name} is of type {type(value).__name__}; allowed: a tensor, a number or a "
+            "text, or a list of numbers and texts"
+        ) from None

@@ -215,7 +215,7 @@ def accumulate(gradients: Gradients) -> None:
     if not gradients:
         return
     for parameter in gradients:
-        if parameter.grad is None:
+        if parameter.is_leaf and parameter.grad is None:  # a parametrised weight is no leaf
             break
     else:
         backward(list(gradients), list(gradients.values()))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of
@@ -29,13 +30,18 @@ from overlap1f1b.transport.lanes import Flight
 
 
 def check_gradients_possible() -> None:
-    """Check that this thread can make a graph.
+    """Check that this thread can make a graph whose gradients stay as they are.
 
     Raises:
-        ValueError: It is in inference mode.
+        ValueError: It is in inference mode, or in the forward of a ``DistributedDataParallel``.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("a step with gradients under torch.inference_mode(); allowed: outside of it, or evaluate()")
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise ValueError(
+            "a step with gradients in the forward of a DistributedDataParallel, which sums them again, those of other "
+            "ranks' experts, too; allowed: a module without it (in Lightning a strategy for one device on each rank)"
+        )
 
 
 def next_sequence_number() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.record.recorder import NvtxRanges, RecordedSpan, RecordedStep, Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, StepRange
+from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.simulation.drawing import stacked
 
 Tool = Literal["torch", "nsys"]
@@ -42,10 +43,14 @@ class Profile:
         first: Number of the first step.
 
     Raises:
-        ValueError: The folder cannot be made, or there is no GPU for nsys to trace.
+        ValueError: ``tool`` is unknown, ``first`` is no number, the folder cannot be made, or nsys has no GPU to trace.
     """
 
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
+        if tool not in get_args(Tool):
+            raise ValueError(f"tool={tool!r}; allowed: {', '.join(map(repr, get_args(Tool)))}")
+        check_kind("engine", engine, Engine)
+        check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
         if tool == "nsys" and not torch.cuda.is_available():
             raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")

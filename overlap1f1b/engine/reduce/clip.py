@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,22 @@ def clip(
     placement: Placement,
     mesh: Mesh,
     max_norm: float,
+    norm_type: float = 2.0,
     repeated: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Scale the gradients so that their 2-norm over all ranks is at most ``max_norm``; return the norm, a scalar.
+    """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm, a scalar.
 
     Every parameter counts once: on the first of the ranks that hold the same; tied over stages not on the later stages
     (``repeated``). Of a DTensor every rank of its mesh counts its part.
 
     Raises:
-        ValueError: A negative or undefined ``max_norm``; experts' gradients that are in ``main_grad``.
+        ValueError: A negative or undefined ``max_norm`` or ``norm_type``; experts' gradients that are in ``main_grad``.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)  # torch's takes "inf", too
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}; allowed: more than 0, math.inf for the largest gradient")
     placed = list(parameters_by_place(stages))  # of the modules: a stage knows gathered parameters, not shards
     every = dict.fromkeys(parameter for _, parameter, _ in placed)
     experts = {parameter for _, parameter, expert in placed if expert}
@@ -52,8 +56,12 @@ def clip(
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     shards = [summed(grad) for grad in grads if isinstance(grad, DTensor)]
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
-    square, double = mesh.sums(_square(whole) + _square_of_shards(shards), has_double)
-    norm = torch.tensor(math.sqrt(square), dtype=torch.float64 if double else torch.float32, device="cpu")
+    own = _joined([*_powers(whole, norm_type), *_powers_of_shards(shards, norm_type)], norm_type)
+    total, double = mesh.sums(own, has_double)
+    if math.isinf(norm_type):
+        total = _joined([*mesh.every(own).values()], norm_type)
+    norm = torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / _power(norm_type))
+    norm = norm.to(torch.float64 if double else torch.float32)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in every:
         over = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
@@ -63,23 +71,36 @@ def clip(
     return norm
 
 
-def _square(grads: Iterable[Tensor]) -> float:
-    """Return the squared norm in float64, of norms in each gradient's own precision, at least float32."""
+def _power(norm_type: float) -> float:
+    """Return the power of a norm in which parts are joined."""
+    return 1.0 if math.isinf(norm_type) else norm_type
+
+
+def _joined(powers: Sequence[float], norm_type: float) -> float:
+    """Return the sum of the powers of several norms; of infinity norms the largest, or a NaN among them."""
+    if math.isinf(norm_type):
+        return max(powers, key=lambda power: (math.isnan(power), power), default=0.0)
+    return sum(powers)
+
+
+def _powers(grads: Iterable[Tensor], norm_type: float) -> list[float]:
+    """Return powers in float64 of norms in each gradient's own precision, at least float32."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        alike.setdefault((grad.device, grad.dtype), []).append(grad)
-    squares = []
+        if grad.numel():  # the infinity norm of nothing is undefined
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    found: list[float] = []
     for (_, dtype), tensors in alike.items():
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(dtype, torch.float32))
-        squares += [norm * norm for norm in torch.stack(norms).tolist()]  # ** would raise where this gives infinity
-    return sum(squares)
+        norms = torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+        found += torch.stack(norms).to("cpu", torch.float64).pow(_power(norm_type)).tolist()
+    return found
 
 
-def _square_of_shards(grads: Iterable[DTensor]) -> float:
-    """Return this rank's part of the squared norm; the ranks of a gradient's mesh sum the parts."""
+def _powers_of_shards(grads: Iterable[DTensor], norm_type: float) -> list[float]:
+    """Return this rank's parts of the powers; the ranks of a gradient's mesh join the parts."""
     by_copies: dict[int, list[Tensor]] = {}
     for grad in grads:
         sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
         copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-        by_copies.setdefault(copies, []).append(grad.to_local())
-    return sum(_square(locals_) / copies for copies, locals_ in by_copies.items())
+        by_copies.setdefault(1 if math.isinf(norm_type) else copies, []).append(grad.to_local())
+    return [power / copies for copies, locals_ in by_copies.items() for power in _powers(locals_, norm_type)]

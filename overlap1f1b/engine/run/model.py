@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.schedule.values import quoted
+
 
 class CarriedState(Protocol):
     """State that a forward keeps on attributes of modules: a suspended forward must take it along."""
@@ -58,10 +60,14 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
 
     Raises:
-        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out.
+        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out; or
+            no modules.
     """
     if not isinstance(model, nn.Module):
-        return list(model)
+        given = list(model) if isinstance(model, Iterable) else [model]
+        if strange := [block for block in given if not isinstance(block, nn.Module)]:
+            raise ValueError(f"a model of {quoted(strange[0])}; allowed: an nn.Sequential or a list of blocks")
+        return given
     if isinstance(blocks := model.__dict__.get("blocks"), list):
         return list(blocks)
     if type(model).forward is not nn.Sequential.forward:

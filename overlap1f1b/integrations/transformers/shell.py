@@ -113,10 +113,10 @@ class Shell:
                     around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 given = {"input_ids": torch.ones(1, 4, dtype=torch.int64, device=device), "use_cache": False}
                 output = torch.func.functional_call(self.model, alike, (), given)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             if walk.refused:
                 raise
-            raise _UnpackedError(error) from error
+            raise self._failure(error) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -154,6 +154,16 @@ class Shell:
             for number in range(len(needed))
         ]
         return before, after, carried
+
+    def _failure(self, error: Exception) -> Exception:
+        """Return what an error in the model's own forward means."""
+        if isinstance(error, TypeError | ValueError):
+            return _UnpackedError(error)
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ValueError(
+            f"{type(self.model).__name__}'s own forward fails with input_ids alone ({why}); "
+            "allowed: a causal LM that runs with tokens alone"
+        )
 
     @property
     def owner_name(self) -> str:

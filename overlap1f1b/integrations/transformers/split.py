@@ -289,6 +289,8 @@ def split_model(
         for module in elsewhere:
             if not any(id(p) in kept for p in module.parameters()):
                 module.to("meta")
+                vars(module)["forward"] = partial(_is_elsewhere, type(module).__name__)
+        vars(model)["generate"] = partial(_is_elsewhere, f"{type(model).__name__}.generate")
     if group is not None or len(held) < placement.stages:
         vars(model)["save_pretrained"] = _saves_a_part
     return SplitModel(model, stages, placement, mesh)
@@ -299,6 +301,14 @@ def _saves_a_part(*_: Any, **__: Any) -> None:
     raise ValueError(
         "save_pretrained of a model of which a rank has a part; allowed: save_pretrained of what split_model returns, "
         "or save_model of a trainer"
+    )
+
+
+def _is_elsewhere(name: str, *_: Any, **__: Any) -> None:
+    """Refuse a call that needs the weights of other ranks."""
+    raise ValueError(
+        f"a call of {name}, for which other ranks have the weights; allowed: step and evaluate of the engine, or "
+        "from_pretrained of the folder that save_pretrained or a trainer's save_model has written"
     )
 
 

@@ -7,6 +7,7 @@ from numbers import Real
 from overlap1f1b.schedule.generators.plain import one_by_one
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
+from overlap1f1b.schedule.values import check_kind
 
 AUTO = "auto"
 """Name of the programs whose order of actions is found for costs."""
@@ -60,6 +61,7 @@ def check_search(placement: Placement, peak_activations: float | None, seconds: 
     Raises:
         ValueError: As of :func:`auto`.
     """
+    check_kind("placement", placement, Placement)
     if not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
         raise ValueError(f"seconds={seconds!r}; allowed: a finite number > 0")
     if len(placement.pipes) > 1:

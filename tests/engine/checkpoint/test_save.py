@@ -267,9 +267,24 @@ def test_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    """As the lists of tensors of LBFGS, SOAP and others."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    engine, optimizer = Engine(model, build_schedule("sequential", microbatches=2)), torch.optim.SGD(model.parameters())
+    optimizer.state[model[0].bias]["old_dirs"] = [torch.ones(2)]
+    message = r"^the optimizer's old_dirs of 0.bias is of type list; allowed: a tensor, a number or a text, or a list "
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(engine, tmp_path, 1, optimizer)
+    assert not [*tmp_path.glob("step-*")]
+
+
 def test_what_cannot_be_asked(tmp_path: Path) -> None:
     model = Tiny()
-    with pytest.raises(ValueError, match="keep=0 would remove the checkpoint just written"):
+    with pytest.raises(ValueError, match=r"^directory=3; allowed: str or PathLike$"):
+        model.save(3, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^engine=3; allowed: Engine$"):
+        load_checkpoint(3, tmp_path, model.adamw)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="keep=0; allowed: 1 or more"):
         model.save(tmp_path, 1, keep=0)
     with pytest.raises(ValueError, match="model='some'; allowed: all, trained, none"):
         model.save(tmp_path, 1, model="some")
@@ -492,17 +507,17 @@ def test_an_index_of_another_release_of_torch(tmp_path: Path) -> None:
 
 
 class Counts(nn.Linear):
-    """A linear map whose extra state is a tensor that is made anew each time, or what ``kept`` is."""
+    """A linear map whose extra state is a tensor of ``kept`` numbers, made anew each time, or what ``kept`` is."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__(2, 2)
         self.kept = kept
 
     def get_extra_state(self) -> Any:
-        return torch.tensor([self.kept, 1]) if isinstance(self.kept, int) else self.kept
+        return torch.arange(self.kept) if isinstance(self.kept, int) else self.kept
 
     def set_extra_state(self, state: Any) -> None:
-        self.kept = int(state[0])
+        self.kept = int(state[-1]) + 1
 
 
 def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -229,6 +230,16 @@ def test_accumulating_fires_each_parameters_hooks_once_and_takes_a_first_gradien
     assert weight.grad is first
     assert weight.grad.tolist() == [2, 2]
     assert len(fired) == 2
+
+
+def test_accumulating_goes_through_a_weight_that_is_computed_of_a_parameter() -> None:
+    """As a parametrisation does; torch warns who reads the ``.grad`` of such a weight."""
+    parameter = nn.Parameter(torch.ones(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate({parameter * 2: torch.ones(3)})  # type: ignore[dict-item]
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0] * 3
 
 
 def test_a_root_takes_gradients_of_its_shape_or_a_scalar() -> None:

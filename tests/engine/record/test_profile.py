@@ -105,6 +105,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         Profile(engine, tmp_path / "file" / "in")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool": "nvtx"}, "tool='nvtx'; allowed: 'torch', 'nsys'"),
+        ({"engine": None}, "engine=None; allowed: Engine"),
+        ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),
+    ],
+)
+def test_what_a_profile_does_not_take(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Profile(**{"engine": engine, "folder": tmp_path, **options})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_nsys_needs_a_gpu(tmp_path: Path) -> None:
     engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)

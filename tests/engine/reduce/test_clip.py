@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -72,10 +73,11 @@ def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) ->
         )
     if abs(mean - expected) > 1e-5:
         problems.append(f"mean loss {mean}, expected {expected}")
-    norm = engine.clip_gradients(0.1)
-    reference = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-    if abs(float(norm) / float(reference) - 1) > 1e-5:
-        problems.append(f"norm {norm}, expected {reference}")
+    for norm_type in (math.inf, 3.0, 2.0):
+        norm = engine.clip_gradients(0.1, norm_type)
+        reference = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
+        if abs(float(norm) / float(reference) - 1) > 1e-5:
+            problems.append(f"norm {norm} of type {norm_type}, expected {reference}")
     return problems + differences(engine, blocks, whole, at[2])
 
 
@@ -263,6 +265,16 @@ def test_no_token_at_all_is_refused() -> None:
         engine.step(inputs, target=torch.full_like(target, IGNORED))
     with pytest.raises(ValueError, match=r"max_norm=-1.0; allowed: 0 or more"):
         engine.clip_gradients(-1.0)
+    with pytest.raises(ValueError, match=r"norm_type=0.0; allowed: more than 0, math.inf for the largest gradient"):
+        engine.clip_gradients(1.0, 0)
+
+
+def test_the_largest_gradient_may_be_undefined() -> None:
+    model = models.build()
+    engine = Engine(model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, costs=COSTS)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, math.nan if index == 1 else 1.0)
+    assert math.isnan(engine.clip_gradients(1.0, "inf"))  # type: ignore[arg-type]
 
 
 def _scaled(rank: int, size: int) -> list[str]:

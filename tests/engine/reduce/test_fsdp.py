@@ -450,14 +450,16 @@ def _replicas(rank: int, size: int) -> list[float]:
         model = models.build(mesh.get_group("ep")) if wrap is None else wrapped(wrap, mesh)
         engine = engine_over(model, programs(3)[0], mesh)
         engine.step(data[0], target=data[1])
-        norms += [float(engine.clip_gradients(0.1)), float(engine.clip_gradients(1.0))]
+        kinds = ((1e9, math.inf), (0.1, 2.0), (1.0, 2.0))
+        norms += [float(engine.clip_gradients(most, norm_type)) for most, norm_type in kinds]
     return norms
 
 
 def test_replicated_shards_count_once_in_the_norm(ranks4: Ranks) -> None:
     for norms in ranks4.run(_replicas):
-        assert norms[::2] == pytest.approx(norms[:1] * 3)
-        assert norms[1::2] == pytest.approx([0.1] * 3, rel=1e-4)
+        assert norms[::3] == pytest.approx(norms[:1] * 3)
+        assert norms[1::3] == pytest.approx(norms[1:2] * 3)
+        assert norms[2::3] == pytest.approx([0.1] * 3, rel=1e-4)
 
 
 def _refused(rank: int, size: int) -> None:

@@ -273,6 +273,23 @@ def test_a_model_of_which_a_rank_has_a_part_is_not_saved(ranks2: Ranks, tmp_path
     assert not [*tmp_path.iterdir()]
 
 
+def _called(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    model = tiny.build("mixtral")
+    split_model(model, build_schedule("1f1b", ranks=size, microbatches=2), mesh)
+    tokens = tiny.batch(1)[0]
+    for call, name in (
+        (lambda: model.generate(tokens), "MixtralForCausalLM.generate"),
+        (lambda: model(tokens), "Embedding" if rank else "MixtralDecoderLayer"),
+    ):
+        with pytest.raises(ValueError, match=f"^a call of {name}, for which other ranks have the weights; allowed: "):
+            call()
+
+
+def test_a_model_of_which_a_rank_has_a_stage_is_not_called(ranks2: Ranks) -> None:
+    ranks2.run(_called)
+
+
 def _hindered(rank: int, size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     stages = split_model(tiny.build("mixtral"), build_schedule("combined_1f1b", ranks=size, microbatches=2), mesh)

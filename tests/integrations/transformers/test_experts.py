@@ -100,6 +100,14 @@ def test_a_model_that_takes_images() -> None:
     assert "model.visual.patch_embed.proj.weight belongs to Conv3d, which a call with tokens alone does not" in message
 
 
+def test_a_model_whose_own_forward_fails() -> None:
+    """As transformers 5.24's Llama 4 that takes images does with every input."""
+    model = tiny.build("mixtral")
+    model.model.rotary_emb.forward = lambda *_, **__: model.model.image_outputs
+    message = refusal(model)
+    assert message.startswith("MixtralForCausalLM's own forward fails with input_ids alone (AttributeError: 'Mixtral")
+
+
 def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
     """Train the text alone; the weights are read from a folder of the whole model."""
     mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
