@@ -20,7 +20,7 @@ from tests.cli.fork import ROOT
 from tests.cli.run import SIZES, Run
 
 LAYOUT = ("--pp", "2", "--ep", "2", "--batch", "4", "--eval-every", "2")
-TRAIN = ("-m", "overlap1f1b", "train", *SIZES)
+TRAIN = ("-m", "overlap1f1b", "train", *SIZES, *LAYOUT)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 TIMEOUT = 20
 
@@ -36,9 +36,9 @@ def wire() -> Iterator[Wire]:
 
 
 class Agent:
-    """torchrun on one of two machines, with its ranks."""
+    """torchrun on one of two machines, with two ranks."""
 
-    def __init__(self, number: int, ranks: int, wire: Wire, folder: Path, stack: ExitStack, *args: str) -> None:
+    def __init__(self, number: int, wire: Wire, folder: Path, stack: ExitStack, *args: str) -> None:
         self.output = folder / f"output {number}"
         rendezvous = (
             "--nnodes",
@@ -53,7 +53,7 @@ class Agent:
         # Both namespaces have the machine's host name, by which torchrun would find out who holds the store.
         end = ("--rdzv-endpoint", f"{wire.address(0)}:29500", "--rdzv-conf", f"is_host={int(number == 0)}")
         self.process = subprocess.Popen(
-            [*wire.prefix(number), *TORCHRUN, str(ranks), *rendezvous, *end, *TRAIN, *args],
+            [*wire.prefix(number), *TORCHRUN, "2", *rendezvous, *end, *TRAIN, *args],
             cwd=ROOT,
             env=dict(os.environ, PYTHONUNBUFFERED="1") | wire.environment(number),
             stdin=subprocess.DEVNULL,
@@ -67,9 +67,9 @@ class Agent:
 
 
 @contextmanager
-def agents(ranks: int, wire: Wire, folder: Path, *args: str) -> Iterator[list[Agent]]:
+def agents(wire: Wire, folder: Path, *args: str) -> Iterator[list[Agent]]:
     with ExitStack() as stack:
-        yield [Agent(number, ranks, wire, folder, stack, *args) for number in range(2)]
+        yield [Agent(number, wire, folder, stack, *args) for number in range(2)]
 
 
 def processes(wire: Wire, number: int) -> list[str]:
@@ -89,7 +89,7 @@ def ends(wire: Wire, number: int, seconds: float) -> bool:
 
 @pytest.mark.slow
 def test_two_agents_train_the_same_losses_as_one_machine(wire: Wire, tmp_path: Path) -> None:
-    with agents(2, wire, tmp_path, *LAYOUT, "--steps", "6", "--json", str(tmp_path / "two")) as started:
+    with agents(wire, tmp_path, "--steps", "6", "--json", str(tmp_path / "two")) as started:
         assert [agent.process.wait(120) for agent in started] == [0, 0], [agent.text for agent in started]
     Run("train", *LAYOUT, "--steps", "6", "--json", str(tmp_path / "one")).succeeds()
     results: list[dict[str, Any]] = [json.loads((tmp_path / name).read_text()) for name in ("two", "one")]
@@ -109,15 +109,15 @@ REASONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_agent_is_killed(wire: Wire, tmp_path: Path, victim: int) -> None:
-    """So is its rank; that of the other, whose stage is next to it, ends within the limit, and says why."""
-    args = ("--pp", "2", "--ep", "1", "--batch", "4", "--steps", "100000", "--timeout", str(TIMEOUT))
-    with agents(1, wire, tmp_path, *args) as pair:
+    """So are its ranks; those of the other end within the limit, and say why."""
+    args = ("--steps", "100000", "--timeout", str(TIMEOUT))
+    with agents(wire, tmp_path, *args) as pair:
         deadline = time.monotonic() + 120
         while "\nstep 2" not in pair[0].text:
             assert time.monotonic() < deadline, [agent.text for agent in pair]
             assert [agent.process.poll() for agent in pair] == [None, None], [agent.text for agent in pair]
             time.sleep(0.1)
-        assert [len(processes(wire, number)) >= 2 for number in range(2)] == [True, True]
+        assert [len(processes(wire, number)) >= 3 for number in range(2)] == [True, True]
         os.kill(pair[victim].process.pid, signal.SIGKILL)
         other = 1 - victim
         assert ends(wire, victim, 10)
