@@ -14,9 +14,8 @@ an expert, computed at 990 TFLOP/s.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, overload
 
@@ -135,28 +134,13 @@ def _none_is_empty(counts: Sequence[int]) -> bool:
 def _zeroed_(product: Tensor, ends: Tensor) -> Tensor:
     """Return torch's grouped weight gradients ``[E, C, A]``, zero for experts without rows.
 
-    To write these zeros here reads and writes all gradients: on an H100 this takes as long as the product of 1,024 rows
-    an expert.
+    Hopper's kernel writes these zeros, Blackwell's leaves what was in memory (pytorch issue 172439). To write them here
+    reads and writes all gradients: on an H100 this takes as long as the product of 1,024 rows an expert.
     """
-    if not torch.cuda.is_current_stream_capturing() and _writes_zeros(product.device):
+    if torch.cuda.get_device_capability(product.device)[0] == 9:
         return product
     none = ends.diff(prepend=ends.new_zeros(1)) == 0
     return product.masked_fill_(none[:, None, None], 0.0)
-
-
-@cache
-def _writes_zeros(device: torch.device) -> bool:
-    """Return whether torch's product writes zeros for an expert without rows; one small product shows it.
-
-    On Hopper it does, on Blackwell it leaves what was in memory (pytorch issue 172439).
-    """
-    rows = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    ends = torch.tensor([0, 16], dtype=torch.int32, device=device)
-    before = [torch.full((2, 16, 16), math.nan, dtype=torch.bfloat16, device=device) for _ in range(4)]
-    places = {memory.data_ptr() for memory in before}
-    del before  # the product takes one of these blocks; if not, nothing is known
-    product = F.grouped_mm(rows.t(), rows, offs=ends)
-    return product.data_ptr() in places and not product[0].any()
 
 
 def offsets(counts: Sequence[int], like: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    day = datetime.now(UTC).date().isoformat()
+    day = f"{datetime.now(UTC):%Y-%m-%d-%H%M}"
     path = out / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{day}"
     context = Context(device, tiny=options.tiny, quick=options.quick, path=str(path))
     found: dict[str, Any] = {
@@ -72,7 +72,7 @@ def main() -> None:
             written(found, path, name, {"status": "unfinished", "result": result})
 
         context.keep = keep
-        entry = attempted(section, context)
+        entry = found["sections"].get(title, {}) | attempted(section, context)
         context.results[title] = entry.get("result") or {}
         print(f"  {entry['status']} after {entry['seconds']:.1f} s {entry.get('error', '')}", flush=True)
         written(found, path, title, entry)

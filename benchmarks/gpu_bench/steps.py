@@ -51,6 +51,7 @@ def run(context: Context) -> dict[str, Any]:
             measure(context, found, layers, routing, ratios)
         except Exception as error:  # one that does not fit in memory leaves the others
             found["problems"].append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+            context.keep(found)
         context.free()
     return found
 

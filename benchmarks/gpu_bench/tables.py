@@ -136,8 +136,9 @@ def _steps(result: dict[str, Any]) -> list[str]:
     parts = []
     for t in result["tables"]:
         parts.append(
-            f"**{t['layers']} layers, {t['routing']} routing, exchange : compute {t['ratio']:.2f}** "
-            f"({t['gbps']:.1f} GB/s each way; compute only {t['compute_only_ms']:.1f} ms, "
+            f"**{t['layers']} layers, {t['routing']} routing, exchange : compute "
+            f"{t['exchange_only_ms'] / t['compute_only_ms']:.2f}** "
+            f"({t['gbps']:.1f} GB/s each way asked for; compute only {t['compute_only_ms']:.1f} ms, "
             f"exchange only {t['exchange_only_ms']:.1f} ms, bound {t['bound_ms']:.1f} ms)"
         )
         parts.append(table(t["rows"], columns))

@@ -98,7 +98,7 @@ def _cuda() -> Iterator[Finding]:
         yield Finding("cuda", "ok", f"no GPU; torch is {build}")
         yield Finding("nccl", "ok", "not used without a GPU: ranks exchange over gloo")
         return
-    advice = "tried on one H100, nothing on several GPUs: compare losses with overlap1f1b train --compare"
+    advice = "tried on one H100, not on several GPUs: compare losses with overlap1f1b train --compare"
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     yield Finding("cuda", "warn", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs", advice)
     if nccl is None:

@@ -80,14 +80,14 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
     store.set_timeout(limit)
     # A job may show a rank its own GPU alone: number 0 for every rank.
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    index = local if local < count else 0
+    index = local if 0 <= local < count else 0
     # NCCL takes ranks with different host names for ranks on different machines, whatever GPU they have.
     gpu = f"{torch.cuda.get_device_properties(index).uuid} {os.environ.get('NCCL_HOSTID')}" if count else None
-    on_gpu = each_has_own(store, size, gpu)
-    if on_gpu:
+    own = ranks_with_gpu(store, size, gpu)
+    if on_gpu := own == size:
         torch.cuda.set_device(index)
-    elif count and rank == 0:
-        sys.stderr.write(f"overlap1f1b: {size} ranks have not a GPU each and compute on the processor; {count} could\n")
+    elif own and rank == 0:
+        sys.stderr.write(f"overlap1f1b: {own} of {size} ranks have a GPU of their own: all compute on processors\n")
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -98,19 +98,19 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         dist.destroy_process_group()
 
 
-def each_has_own(store: Any, size: int, gpu: str | None) -> bool:
-    """Return whether all ranks have different GPUs, which NCCL asks for; all ranks must call this.
+def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
+    """Return how many ranks have a GPU that no other rank has, as NCCL asks for; all ranks must call this.
 
     Args:
         store: Where the ranks meet.
         size: Number of ranks.
         gpu: Name of this rank's GPU that no other GPU has; None without one.
     """
-    if gpu is None or store.add(f"gpu {gpu}", 1) > 1:
-        store.add("ranks without a GPU", 1)
-    if store.add("ranks asked for a GPU", 1) == size:  # the last one knows
-        store.set("each has a GPU", str(store.add("ranks without a GPU", 0) == 0))
-    return store.get("each has a GPU") == b"True"
+    if gpu is not None and store.add(f"gpu {gpu}", 1) == 1:
+        store.add("ranks with a GPU", 1)
+    if store.add("ranks that came", 1) == size:  # the last one knows
+        store.set("all ranks", str(store.add("ranks with a GPU", 0)))
+    return int(store.get("all ranks"))
 
 
 LOST = re.compile(

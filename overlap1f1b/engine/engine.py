@@ -35,7 +35,7 @@ from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
-from overlap1f1b.engine.reduce.clip import clip
+from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
@@ -617,6 +617,7 @@ class Engine:
 
         All ranks must call this. ``norm_type`` is as of torch's ``clip_grad_norm_``: ``math.inf`` for the largest.
         """
+        max_norm, norm_type = check_norm("max_norm", max_norm), check_norm("norm_type", norm_type)
         with self.guarded(lambda: "in clip_gradients"):
             return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, self._tied.repeated)
 

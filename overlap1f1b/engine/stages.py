@@ -52,7 +52,8 @@ def split_blocks(
     if count < stages:
         raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")
     weights = [1.0] * count if weights is None else weights
-    numbers = isinstance(weights, Sequence) and all(isinstance(weight, SupportsFloat) for weight in weights)
+    weights = list(weights) if isinstance(weights, Iterable) else weights
+    numbers = isinstance(weights, list) and all(isinstance(weight, SupportsFloat) for weight in weights)
     if not numbers or len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights {quoted(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
     sums = [0.0, *accumulate(weights)]

@@ -99,7 +99,7 @@ class LoopbackExchange(Exchange):
         self.out.run(_nothing)  # after the rows are computed, and after the last use of the result's memory
         size = source.numel() * source.element_size()
         marks: list[Mark] = []
-        chunk = min(max(size // PIECES, LEAST_BYTES), MOST_BYTES)
+        chunk = min(max(-(-size // PIECES), LEAST_BYTES), MOST_BYTES)
         for leaving, arriving in zip(_bytes(source).split(chunk), _bytes(result).split(chunk), strict=True):
             memory, free = self._slots.popleft()
             slot = memory[: len(leaving)]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from overlap1f1b.cli.ranks import each_has_own, lost
+from overlap1f1b.cli.ranks import lost, ranks_with_gpu
 from overlap1f1b.transport.failures import LostRankError
 
 SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -57,10 +57,10 @@ def test_an_error_of_this_rank_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "own"), [(["a", "b", "c"], True), (["a", "b", "a"], False), (["a", None, "c"], False), ([None] * 3, False)]
+    ("gpus", "own"), [(["a", "b", "c"], 3), (["a", "b", "a"], 2), (["a", None, "c"], 2), ([None] * 3, 0)]
 )
-def test_ranks_compute_on_gpus_if_each_has_its_own(gpus: list[str | None], own: bool) -> None:
+def test_ranks_compute_on_gpus_if_each_has_its_own(gpus: list[str | None], own: int) -> None:
     """Whatever numbers they have: a job may show every rank its GPU as number 0."""
     store = HashStore()
     with ThreadPoolExecutor(len(gpus)) as ranks:
-        assert list(ranks.map(lambda gpu: each_has_own(store, len(gpus), gpu), gpus)) == [own] * len(gpus)
+        assert list(ranks.map(lambda gpu: ranks_with_gpu(store, len(gpus), gpu), gpus)) == [own] * len(gpus)

@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Through fewer slots than there are chunks, several exchanges in flight, streams that lag behind each other."""
-    for name in ("LEAST_BYTES", "MOST_BYTES"):
-        monkeypatch.setattr(loopback, name, 64)
+    monkeypatch.setattr(loopback, "LEAST_BYTES", 64)
+    monkeypatch.setattr(loopback, "MOST_BYTES", 128)
     noise = random.Random(1)
     streams = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
     exchange = LoopbackExchange(CPU, check=True, streams=(streams[0], streams[1], streams[2]))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -349,10 +350,10 @@ class _Writing:
 
 def _number(entry: str, name: str, value: object) -> Json:
     """Return a value of the optimizer's state that is no tensor as JSON; raise ValueError if it would be lost."""
-    try:
-        return encoded(value)
-    except TypeError:
-        raise ValueError(
-            f"the optimizer's {entry} of {name} is of type {type(value).__name__}; allowed: a tensor, a number or a "
-            "text, or a list of numbers and texts"
-        ) from None
+    with suppress(TypeError):
+        if not isinstance(value, str):  # ``load_state_dict`` takes a text for a list and makes a generator of it
+            return encoded(value)
+    raise ValueError(
+        f"the optimizer's {entry} of {name} is of type {type(value).__name__}; allowed: a tensor, a number, or a list "
+        "of numbers and texts"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,21 @@ from overlap1f1b.engine.agreement import parameters_by_place
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Placement
+from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.boundary import summed
 from overlap1f1b.transport.mesh import Mesh
+
+
+def check_norm(name: Literal["max_norm", "norm_type"], value: object) -> float:
+    """Return a limit or an order of norms as a number; raise ``ValueError`` for one that no norm has."""
+    try:
+        number = float(value)  # type: ignore[arg-type] # torch takes "inf", too
+    except (TypeError, ValueError):
+        number = math.nan
+    if number > 0 or (number == 0 and name == "max_norm"):
+        return number
+    allowed = "0 or more" if name == "max_norm" else "more than 0, math.inf for the largest gradient"
+    raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")
 
 
 def clip(
@@ -33,13 +47,8 @@ def clip(
     (``repeated``). Of a DTensor every rank of its mesh counts its part.
 
     Raises:
-        ValueError: A negative or undefined ``max_norm`` or ``norm_type``; experts' gradients that are in ``main_grad``.
+        ValueError: Experts' gradients are in ``main_grad``.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)  # torch's takes "inf", too
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm}; allowed: 0 or more")
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type}; allowed: more than 0, math.inf for the largest gradient")
     placed = list(parameters_by_place(stages))  # of the modules: a stage knows gathered parameters, not shards
     every = dict.fromkeys(parameter for _, parameter, _ in placed)
     experts = {parameter for _, parameter, expert in placed if expert}

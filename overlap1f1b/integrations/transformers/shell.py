@@ -116,7 +116,7 @@ class Shell:
         except Exception as error:
             if walk.refused:
                 raise
-            raise self._failure(error) from error
+            raise self._failure(error, device) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -155,14 +155,16 @@ class Shell:
         ]
         return before, after, carried
 
-    def _failure(self, error: Exception) -> Exception:
+    def _failure(self, error: Exception, device: torch.device) -> Exception:
         """Return what an error in the model's own forward means."""
         if isinstance(error, TypeError | ValueError):
             return _UnpackedError(error)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        without, allowed = "", "a causal LM that runs with tokens alone"
+        if device.type == "meta":
+            without, allowed = " and without weights", f"{allowed}; one that reads values, with its weights"
         return ValueError(
-            f"{type(self.model).__name__}'s own forward fails with input_ids alone ({why}); "
-            "allowed: a causal LM that runs with tokens alone"
+            f"{type(self.model).__name__}'s own forward fails with input_ids alone{without} ({why}); allowed: {allowed}"
         )
 
     @property

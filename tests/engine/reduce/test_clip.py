@@ -265,8 +265,10 @@ def test_no_token_at_all_is_refused() -> None:
         engine.step(inputs, target=torch.full_like(target, IGNORED))
     with pytest.raises(ValueError, match=r"max_norm=-1.0; allowed: 0 or more"):
         engine.clip_gradients(-1.0)
-    with pytest.raises(ValueError, match=r"norm_type=0.0; allowed: more than 0, math.inf for the largest gradient"):
-        engine.clip_gradients(1.0, 0)
+    for norm_type, said in ((0, "0"), ("abc", "'abc'"), (None, "None")):
+        with pytest.raises(ValueError, match=f"norm_type={said}; allowed: more than 0, math.inf for the largest"):
+            engine.clip_gradients(1.0, norm_type)  # type: ignore[arg-type]
+    engine.clip_gradients(1.0)  # a wrong value ends no engine
 
 
 def test_the_largest_gradient_may_be_undefined() -> None:
