@@ -72,6 +72,23 @@ def test_every_section_runs(tmp_path: Path) -> None:
         assert title in text
 
 
+def test_what_a_section_has_kept_stays_if_it_fails(tmp_path: Path) -> None:
+    fails = f"""
+sys.path.insert(0, {str(ROOT)!r})
+import gpu_bench.steps as steps
+def run(context):
+    context.keep({{"tables": [], "skipped": ["kept"], "problems": []}})
+    raise RuntimeError("planted")
+steps.run = run
+"""
+    status, found, text = run(tmp_path, "--sections", "steps", before=fails)
+    assert status != 0
+    entry = found["sections"]["steps"]
+    assert (entry["status"], entry["error"]) == ("failed", "RuntimeError: planted")
+    assert entry["result"]["skipped"] == ["kept"]
+    assert "kept" in text
+
+
 def test_what_there_is_no_time_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     context, kernels = import_module("gpu_bench.context"), import_module("gpu_bench.kernels")

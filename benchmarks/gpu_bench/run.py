@@ -72,7 +72,8 @@ def main() -> None:
             written(found, path, name, {"status": "unfinished", "result": result})
 
         context.keep = keep
-        entry = found["sections"].get(title, {}) | attempted(section, context)
+        entry = attempted(section, context)
+        entry = found["sections"].get(title, {}) | entry  # with what a section that failed has kept
         context.results[title] = entry.get("result") or {}
         print(f"  {entry['status']} after {entry['seconds']:.1f} s {entry.get('error', '')}", flush=True)
         written(found, path, title, entry)

@@ -24,8 +24,8 @@ def markdown(found: dict[str, Any]) -> str:
             continue
         if entry["status"] == "failed":
             parts.append(f"Failed: `{entry['error']}`")
+        if (result := entry.get("result")) is None:
             continue
-        result = entry["result"]
         parts += SHOWN[name](result)
         if result.get("skipped"):
             parts.append("Not measured: " + "; ".join(result["skipped"]) + ".")

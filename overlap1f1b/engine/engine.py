@@ -162,7 +162,7 @@ class Engine:
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
         _check_kinds(program, costs, plan, timeout, loss_fn=loss_fn, count_tokens=count_tokens)
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=float(timeout))
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
