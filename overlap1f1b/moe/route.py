@@ -16,7 +16,7 @@ from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows,
 from overlap1f1b.kernels.slots import invert, pack_slots, place_slots, sort_slots
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
-from overlap1f1b.transport.streams import Failed
+from overlap1f1b.transport.streams import Failed, nobody_failed
 
 
 class Route(Splits):
@@ -85,7 +85,7 @@ class Route(Splits):
         """Whether sent rows include padding."""
         return self.dropped is not None
 
-    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
+    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         """Take the received ``counts [ranks, E / ranks]``; wait for them if the host must know sizes."""
         self._arrived = counts
         if self.padded:

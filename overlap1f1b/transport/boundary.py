@@ -336,7 +336,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now()).synchronize(self.timeout, self.mesh.failures.read)
+            CudaMark(self.device, None, now()).synchronize(self.timeout, self.mesh.failures.is_lost)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.transport.exchange import Exchange, build_exchange
-from overlap1f1b.transport.streams import Failed, HostCopy
+from overlap1f1b.transport.streams import Failed, HostCopy, nobody_failed
 from overlap1f1b.transport.suspend import Forward, run_part
 
 
@@ -41,7 +41,7 @@ class Splits:
         self.counts_first = True
         self.host: HostCopy | None = None
 
-    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
+    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         """Take the received counts and set the sizes; a lane's thread may call it.
 
         A wait for the host's copies ends as :meth:`~overlap1f1b.transport.streams.Mark.synchronize` does.

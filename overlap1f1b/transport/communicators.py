@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.watchdog import Watchdog
 
 Stamp = Callable[[], Any]
 
@@ -119,13 +121,42 @@ class Communicators:
             LostRankError: Another rank failed, or did not come within the limit.
         """
         if self._stamp is not None:
-            for exchange in self._own:
-                exchange.warm_up(self._device)
-            self.mesh.warm_up(self._device)
-            self.settle(lambda: "the first transfer of each communicator has not ended")
+            with self.watched():
+                for exchange in self._own:
+                    exchange.warm_up(self._device)
+                self.mesh.warm_up(self._device)
+                self.settle(lambda: "the first transfer of each communicator has not ended")
+
+    @contextmanager
+    def watched(self, progress: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Watch over the body: if another rank fails, it ends on a device wherever it waits.
+
+        Args:
+            progress: Returns a value that changes as the body goes on.
+
+        Raises:
+            LostRankError: Another rank failed, or the host did not go on within twice the timeout. Also instead of an
+                error that the body raised since: it may have computed with values that nobody sent.
+        """
+        if self._stamp is None or not self.mesh.several:
+            yield
+            return
+        failures = self.mesh.failures
+        watchdog = Watchdog(failures, self.abort, self.timeout.total_seconds(), progress)
+        try:
+            yield
+        except Exception as error:
+            watchdog.end()
+            if failures.lost is None or isinstance(error, LostRankError):
+                raise
+            raise LostRankError(failures.lost) from error
+        finally:
+            watchdog.end()
+        if failures.lost is not None:
+            raise LostRankError(failures.lost)
 
     def settle(self, pending: Callable[[], str]) -> None:
-        """Wait until the device has done what it was given: a thread that waited in CUDA could not be woken up.
+        """Wait until the device has done what it was given, inside :meth:`watched`.
 
         Args:
             pending: Says what has not ended, for the message.
@@ -137,7 +168,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.read)
+            CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
             why = failures.read(wait=True) or f"no answer within {self.timeout.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error
@@ -157,7 +188,8 @@ class Communicators:
         if failed:
             _end(self.mesh, self._own)
             return
-        self.settle(lambda: "the last step has not ended on the device")
+        with self.watched():
+            self.settle(lambda: "the last step has not ended on the device")
         for exchange in self._own:
             exchange.close()
         self.mesh.close()

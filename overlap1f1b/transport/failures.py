@@ -99,11 +99,13 @@ class Failures:
 
     Attributes:
         failed: Whether this rank failed, so that transfers under way will not end.
+        lost: Cause of another rank's failure, once a watchdog has found it: transfers bring nothing any more.
     """
 
     def __init__(self, name: str | None = None, labels: Mapping[int, str] | None = None) -> None:
         self.labels = dict(labels or {})
         self.failed = False
+        self.lost: str | None = None
         self._store: Store | None = None
         self._leave_word: Callable[[], object] = lambda: None
         if name is not None:
@@ -180,6 +182,10 @@ class Failures:
             if (word := self._store.get(f"word/{rank}")) is not None:
                 known[rank] = word
         return known
+
+    def is_lost(self) -> bool:
+        """Return whether a watchdog has found a failure of another rank."""
+        return self.lost is not None
 
     def read(self, *, wait: bool = False) -> str | None:
         """Return the first cause of a failure, or None; with ``wait`` give another rank a moment to tell it."""

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlap1f1b.transport.limits import LOOK_S
-
 Job = Callable[..., object]
-Failed = Callable[[], str | None]
-"""Function that returns the cause of another rank's failure; None if no rank has failed."""
+Failed = Callable[[], bool]
+"""Function that returns whether another rank has failed, see :class:`~overlap1f1b.transport.watchdog.Watchdog`."""
 
 
 def is_queued(device: torch.device) -> bool:
@@ -41,6 +39,11 @@ def multiprocessors(device: torch.device) -> int | None:
 def in_host_memory(like: Tensor) -> Tensor:
     """Return an empty tensor of the same shape and dtype that a device can copy to while the thread goes on."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_queued(like.device))
+
+
+def nobody_failed() -> bool:
+    """Return False, for waits that no other rank can fail."""
+    return False
 
 
 class Mark(Protocol):
@@ -61,13 +64,12 @@ class Mark(Protocol):
         """Order all later computation after the mark. On CUDA the thread does not block."""
         ...
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         """Block the thread until the mark is reached.
 
         Args:
             timeout: Limit of the wait.
-            failed: Asked while the thread waits for a device: a rank that has failed sends nothing, and the device
-                would wait forever.
+            failed: Asked while the thread waits for a device: what a rank sends that has failed never comes.
 
         Raises:
             TimeoutError: The mark was not reached within the limit.
@@ -108,18 +110,17 @@ class CudaMark:
     def wait(self, timeout: timedelta | None = None) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.ended)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
-        look = (start := time.monotonic()) + LOOK_S
-        deadline = None if timeout is None else start + timeout.total_seconds()
-        while not self.ended.query():
-            now = time.monotonic()
-            if deadline is not None and now > deadline:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            done = self.ended.query()
+            if failed():  # asked last: a transfer that was aborted has ended, too
+                raise ConnectionError("another rank failed")
+            if done:
+                return
+            if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError("no answer")
-            if now > look:
-                look = now + LOOK_S
-                if failed is not None and failed() is not None:
-                    raise ConnectionError("another rank failed")
             time.sleep(0)
 
     def is_completed(self) -> bool:
@@ -170,7 +171,7 @@ class ThreadMark:
     def wait(self, timeout: timedelta | None = None) -> None:
         self.synchronize(timeout)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed | None = None) -> None:
+    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         if not self._reached.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError("no answer")
         if self.error is not None:
@@ -275,7 +276,7 @@ class HostCopy:
 
         return cls(host, stream.run(copy, *tensors))
 
-    def read(self, timeout: timedelta | None = None, failed: Failed | None = None) -> Sequence[Tensor]:
+    def read(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> Sequence[Tensor]:
         """Wait for the copy as :meth:`Mark.synchronize` does, and return the tensors."""
         if self.mark is not None:
             self.mark.synchronize(timeout, failed)

@@ -30,13 +30,12 @@ class Stack(greenlet):
     def __init__(self) -> None:
         super().__init__(self._main)
 
-    def _main(self, args: Any) -> None:
+    def _main(self) -> None:  # without arguments: a greenlet would keep them alive until it ends
         assert self.parent is not None
         while True:
             assert self.forward is not None
-            self.forward.run(args)
-            del args  # else it would live until the next forward
-            args = self.parent.switch()
+            self.forward.run()
+            self.parent.switch()
 
     def end(self) -> None:
         """Release the stack, which nothing uses any more: its own frames hold it."""
@@ -76,7 +75,8 @@ class Forward:
         self.hides: Callable[..., bool] = _never
         self._stacks = stacks
         self._stack: Stack | None = None
-        self._handed: Any = None
+        self._given: Any = None  # to the function: its arguments, or the result of its exchange
+        self._handed: Any = None  # by the function
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
         self.inside: ThreadState  # of the function, where it is suspended
         self._grad = False
@@ -109,8 +109,9 @@ class Forward:
         """Return the exchange's result inside the function, and run it to the next one."""
         assert self._stack is not None
         self._stack.parent, self._outside = getcurrent(), outside
-        self._with_mode = mode and self.mode is not None
-        self._stack.switch(result)
+        self._with_mode, self._given = mode and self.mode is not None, result
+        del result
+        self._stack.switch()
         handed, self._handed = self._handed, None
         return handed
 
@@ -120,13 +121,17 @@ class Forward:
             self._stack.parent, self._outside = getcurrent(), ThreadState.capture(self.device)
             self._stack.throw(GreenletExit)
 
-    def run(self, args: tuple[Any, ...]) -> None:
+    def _take(self) -> Any:
+        given, self._given = self._given, None
+        return given
+
+    def run(self) -> None:
         """Run the whole function, on its own stack."""
         try:
             outside = self._outside
             self._with(outside).restore(outside, self.name)
             _C._set_grad_enabled(self._grad)
-            self._handed = self.function(*args)
+            self._handed = self.function(*self._take())
         finally:
             stack, self._stack = self._stack, None
             self._outside.restore(ThreadState.capture(self.device), self.name)
@@ -155,9 +160,10 @@ class Forward:
         self._handed = handed
         del handed
         try:
-            return self._stack.parent.switch()
+            self._stack.parent.switch()
         finally:  # the function's own context managers must find their state, also when it is stopped
             self._with(inside).restore(self._outside, self.name)
+        return self._take()
 
 
 def _never(*_: object) -> bool:

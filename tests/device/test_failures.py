@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
 PHASES = {"the construction": None, "the first step": 0, "the measured step": 1, "a planned step": 2}
-SOON = {"streams.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
+SOON = {"watchdog.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
 
 
 class Failing(nn.Module):
@@ -37,11 +37,24 @@ class Failing(nn.Module):
         return self.inner(*x)
 
 
+class Waiting(nn.Module):
+    """A block whose host waits in every forward until its device has done all its work, as in ``tensor.item()``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *x: Tensor) -> Any:
+        while here().compute.hung:
+            time.sleep(0.01)
+        return self.inner(*x)
+
+
 class Case:
     """What happens to one rank, and when all others have ended."""
 
-    def __init__(self, how: str, phase: str) -> None:
-        self.how, self.phase = how, phase
+    def __init__(self, how: str, phase: str, waits: bool) -> None:
+        self.how, self.phase, self.waits = how, phase, waits
         self.ended = threading.Barrier(LAYOUT.size)
 
     def fail(self, engine: list[Engine]) -> None:
@@ -63,6 +76,8 @@ class Case:
         blocks = list(model)
         if rank == FAILING and step is not None:  # the last stage is here
             blocks[-1] = Failing(blocks[-1], step * program.microbatches + 1, lambda: self.fail(engine))
+        elif self.waits:
+            blocks = [Waiting(block) for block in blocks]
         start, error = time.monotonic(), ""
         try:
             if rank == FAILING and step is None:
@@ -83,26 +98,30 @@ class Case:
         return error, took
 
 
-def _ends(rank: int, size: int, how: str, phase: str) -> list[tuple[str, float]]:
+def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple[str, float]]:
     world = World(LAYOUT.size)
     with ExitStack() as stack:
         for name, seconds in SOON.items():
             stack.enter_context(patch(f"overlap1f1b.transport.{name}", seconds))
-        return world.run(Case(how, phase).play)
+        return world.run(Case(how, phase, waits).play)
 
 
 @pytest.mark.parametrize(
-    ("how", "phase"),
+    ("how", "phase", "waits"),
     [
-        *(("raises", phase) for phase in PHASES),
-        ("stops", "the first step"),
-        ("stops", "a planned step"),
-        ("dies", "the measured step"),
-        ("dies", "a planned step"),
+        *(("raises", phase, False) for phase in PHASES),
+        ("raises", "the first step", True),
+        ("raises", "a planned step", True),
+        ("stops", "the first step", False),
+        ("stops", "the first step", True),
+        ("stops", "a planned step", False),
+        ("dies", "the measured step", False),
+        ("dies", "a planned step", False),
+        ("dies", "a planned step", True),
     ],
 )
-def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str) -> None:
-    (found,) = alone.run(_ends, how, phase)
+def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str, waits: bool) -> None:
+    (found,) = alone.run(_ends, how, phase, waits)
     for rank, (said, took) in enumerate(found):
         if rank == FAILING:
             assert said.startswith("ValueError: bad weather" if how == "raises" else "stopped"), said

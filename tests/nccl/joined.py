@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,10 @@ def on_nccl(rank: int, size: int, *, timeout: float = 60, **shape: int) -> Itera
         timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     torch.use_deterministic_algorithms(True)
-    try:
-        yield init_device_mesh("cuda", tuple(shape.values()), mesh_dim_names=tuple(shape)), device
-    finally:
-        torch.use_deterministic_algorithms(False)
-        with suppress(RuntimeError):  # a test may have ended it by a failure
-            dist.destroy_process_group()
+    # Not in a `finally`: after a failure NCCL's own watchdog is busy for a minute, and the caller ends this process.
+    yield init_device_mesh("cuda", tuple(shape.values()), mesh_dim_names=tuple(shape)), device
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()
 
 
 def _agreed(rank: int) -> Path:

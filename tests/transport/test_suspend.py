@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.suspend import Stack
+from overlap1f1b.transport.suspend import Forward, Stack, ThreadState
 from tests import models
 from tests.engine.test_engine import COSTS, OVERLAPS, programs, step
 
@@ -170,6 +171,22 @@ def test_forwards_of_a_step_share_stacks(monkeypatch: pytest.MonkeyPatch, overla
     assert 1 <= len(made) <= open_at_once  # of twelve forwards
     engine.evaluate(data[0], target=data[1])
     assert all(stack.dead for stack in made)  # they end with the step
+
+
+def test_a_stack_keeps_nothing_of_a_forward_that_has_ended() -> None:
+    device, stacks = torch.device("cpu"), list[Stack]()
+    forward = Forward(lambda x: forward.suspend(x + 1) * 2, "a block", device, stacks)
+    x, y = torch.ones(3), torch.ones(3)
+    given, sent = weakref.ref(x), weakref.ref(y)
+    assert forward.start((x,), ThreadState.capture(device), grad=False).tolist() == [2, 2, 2]
+    del x
+    assert forward.resume(y, ThreadState.capture(device)).tolist() == [2, 2, 2]
+    del y
+    assert given() is None
+    assert sent() is None
+    (stack,) = stacks
+    stack.end()
+    assert stack.dead
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

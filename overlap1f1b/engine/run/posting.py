@@ -51,7 +51,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     def start() -> Transfer[Tensor]:
         if counts is not None:
-            splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.read)
+            splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.is_lost)
             counts.read = time.perf_counter()
         expected = microbatch.expected.pop(node, None)
         transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected)

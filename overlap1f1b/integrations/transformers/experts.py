@@ -154,7 +154,9 @@ def _instead(model: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------ adopting
 
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-"""Flags that transformers' ``use_experts_implementation`` sets for the usual layout of weights, see :func:`adopt`."""
+"""Flags that transformers' ``use_experts_implementation`` sets for the usual layout of weights, see :func:`adopt`.
+
+An older version has not all of them; a flag that is missing is false."""
 
 SILU = ("SiLU", "SiLUActivation")
 
@@ -295,7 +297,7 @@ def adopt(
     module.own_names = names
     module.grouped = (
         grouped
-        and all(getattr(inside, flag, None) is wanted for flag, wanted in GROUPED.items())
+        and all(getattr(inside, flag, False) is wanted for flag, wanted in GROUPED.items())
         and {label: p.dim() for label, p in inside.named_parameters()} == {"gate_up_proj": 3, "down_proj": 3}
     )
     try:
