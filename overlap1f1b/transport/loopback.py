@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from overlap1f1b.transport import streams as side
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
 LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large copies, and host memory is short
-PIECES = 16  # chunks of rows in between: each costs the host about 60 µs, and the way back begins after the first
-SLOTS = 6
+CHUNKS = 8
+"""Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
+SLOTS = 8
+"""Chunks in host memory. Each is free again before the next exchange needs it, which leaves one chunk behind."""
 
 
 class LoopbackExchange(Exchange):
-    """Rows go to pinned host memory by one copy engine and come back by the other, chunk by chunk.
+    """Rows go to pinned host memory by one copy engine and come back by the other, chunk by chunk, on a GPU.
 
     >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(torch.device("cuda"), gbps=25.0))
 
@@ -59,15 +62,12 @@ class LoopbackExchange(Exchange):
             side_stream(device, "back"),
             side_stream(device, "counts"),
         )
-        pinned = device.type == "cuda"
-        self._slots = deque[tuple[Tensor, tuple[Mark, ...]]]()
-        """Host memory of a chunk, the longest unused first; and marks after which it may be written again."""
-        for _ in range(SLOTS):
-            self._slots.append((torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned), ()))
+        queued = side.is_queued(device)
+        self._slots = [_Slot(device) for _ in range(SLOTS if queued else 0)]
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self.bytes_sent = 0
-        if gbps is not None and pinned:
+        if gbps is not None and queued:
             self._again = max(0.0, self.full_rate() / gbps - 1)
 
     def full_rate(self, size: int = 256 << 20) -> float:
@@ -96,21 +96,40 @@ class LoopbackExchange(Exchange):
         if not source.numel():
             return Transfer(result)
         self.bytes_sent += source.numel() * source.element_size()
-        self.out.run(_nothing)  # after the rows are computed, and after the last use of the result's memory
-        size = source.numel() * source.element_size()
-        marks: list[Mark] = []
-        chunk = min(max(-(-size // PIECES), LEAST_BYTES), MOST_BYTES)
-        for leaving, arriving in zip(_bytes(source).split(chunk), _bytes(result).split(chunk), strict=True):
-            memory, free = self._slots.popleft()
-            slot = memory[: len(leaving)]
-            left = self.out.run(partial(self._leave, slot), leaving, after=free)
-            back = self.back.run(partial(_arrive, slot), arriving, after=(left,))
-            self._slots.append((memory, (back,)))
-            marks += left, back
+        first, last = (self._by_chunks if self._slots else self._whole)(_bytes(source), _bytes(result))
         if self.check:
-            marks.append(self.back.run(self._compare, result, source, after=()))
+            last = self.back.run(self._compare, result, source, after=(last,))
         # Source and result outlive the copies: the transfer holds both, and its holder waits for the end first.
-        return Transfer(result, source=source, mark=_Span(marks[0], marks[-1]))
+        return Transfer(result, source=source, mark=_Span(first, last))
+
+    def _whole(self, source: Tensor, result: Tensor) -> tuple[Mark, Mark]:
+        memory = torch.empty_like(source)
+        left = self.out.run(partial(self._leave, memory), source)
+        return left, self.back.run(partial(_arrive, memory), result, after=(left,))
+
+    def _by_chunks(self, source: Tensor, result: Tensor) -> tuple[Mark, Mark]:
+        # Events order the chunks of the two streams. The first job starts after the rows are computed, and after the
+        # last use of the result's memory.
+        size = min(max(-(-len(source) // CHUNKS), LEAST_BYTES), MOST_BYTES)
+        chunks = list(zip(source.split(size), result.split(size), strict=True))
+        marks: list[tuple[Mark, Mark]] = []
+        for at in range(0, len(chunks), SLOTS):
+            some = [(slot, *chunk) for slot, chunk in zip(self._slots, chunks[at : at + SLOTS], strict=False)]
+            left = self.out.run(partial(self._fill, some), after=() if marks else None)
+            marks.append((left, self.back.run(partial(self._empty, some), after=())))
+        return marks[0][0], marks[-1][1]
+
+    def _fill(self, chunks: Sequence[tuple[_Slot, Tensor, Tensor]]) -> None:
+        for slot, leaving, _ in chunks:
+            slot.free.wait()
+            self._leave(slot.memory[: len(leaving)], leaving)
+            slot.full.record()
+
+    def _empty(self, chunks: Sequence[tuple[_Slot, Tensor, Tensor]]) -> None:
+        for slot, _, arriving in chunks:
+            slot.full.wait()
+            _arrive(slot.memory[: len(arriving)], arriving)
+            slot.free.record()
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         source = counts.view(1, -1)
@@ -142,6 +161,14 @@ class LoopbackExchange(Exchange):
         return sum(bool(flag) for flag in wrong)
 
 
+class _Slot:
+    """Pinned host memory of a chunk, and CUDA events: it is full and may be read, it is free and may be written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        self.full, self.free = torch.cuda.Event(), torch.cuda.Event()
+
+
 class _Span:
     """Mark of a transfer: from the start of its first copy to the end of its last."""
 
@@ -160,10 +187,6 @@ class _Span:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _nothing() -> None:
-    """Do nothing: only the position of this job in the stream matters."""
 
 
 def _arrive(slot: Tensor, place: Tensor) -> None:

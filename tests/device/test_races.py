@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -176,18 +175,19 @@ def _unwaited_work(allreduce: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-def _without_after(run: Callable[..., Any], which: str) -> Callable[..., Any]:
-    def unordered(self: CudaStream, job: Any, *tensors: torch.Tensor, after: Any = None) -> Any:
-        is_back = isinstance(job, partial) and job.func is loopback._arrive
-        return run(self, job, *tensors, after=after if after is None or is_back != (which == "back") else ())
+def _slot_without(event: str) -> Callable[..., loopback._Slot]:
+    def made(device: torch.device) -> loopback._Slot:
+        slot = slot_class(device)
+        vars(getattr(slot, event))["wait"] = lambda: None
+        return slot
 
-    return unordered
+    slot_class = loopback._Slot
+    return made
 
 
 def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
     """What each removal replaces, and the world in which it matters."""
     both = "stages and experts"
-    run = CudaStream.run
     return {
         "compute waits for rows": (both, [(CudaMark, "wait", _no_wait)]),
         "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
@@ -208,8 +208,8 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
             "tied",
             [(standin.StandInGroup, "allreduce", _unwaited_work(standin.StandInGroup.allreduce))],
         ),
-        "the way back waits for the way out": ("loopback", [(CudaStream, "run", _without_after(run, "back"))]),
-        "a slot is filled when it is free": ("loopback", [(CudaStream, "run", _without_after(run, "out"))]),
+        "the way back waits for the way out": ("loopback", [(loopback, "_Slot", _slot_without("full"))]),
+        "a slot is filled when it is free": ("loopback", [(loopback, "_Slot", _slot_without("free"))]),
         "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),
     }
 

@@ -9,22 +9,35 @@ from datetime import timedelta
 import pytest
 import torch
 
-from overlap1f1b.transport import loopback
+from overlap1f1b.transport import loopback, streams
 from overlap1f1b.transport.loopback import LoopbackExchange
-from overlap1f1b.transport.streams import ThreadStream
+from overlap1f1b.transport.streams import InlineStream, ThreadStream
 
 CPU = torch.device("cpu")
 
 
+class Instant:
+    """In place of a CUDA event, where every job has ended when it was queued."""
+
+    def wait(self) -> None: ...
+
+    record = wait
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Through fewer slots than there are chunks, several exchanges in flight, streams that lag behind each other."""
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "chunks"])
+def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: torch.dtype) -> None:
+    """Several exchanges in flight: whole on streams that lag behind each other, or in more chunks than slots."""
     monkeypatch.setattr(loopback, "LEAST_BYTES", 64)
     monkeypatch.setattr(loopback, "MOST_BYTES", 128)
     noise = random.Random(1)
-    streams = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
-    exchange = LoopbackExchange(CPU, check=True, streams=(streams[0], streams[1], streams[2]))
-    sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100)]
+    lagging = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
+    out, back, control = [InlineStream(), InlineStream(), InlineStream()] if chunks else lagging
+    if chunks:
+        monkeypatch.setattr(streams, "is_queued", lambda device: True)
+        monkeypatch.setattr(torch.cuda, "Event", Instant)
+    exchange = LoopbackExchange(CPU, check=True, streams=(out, back, control))
+    sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100, 401)]
     flying = [exchange.rows(source, [len(source)], [len(source)]) for source in sources]
     for source, transfer in zip(sources, flying, strict=True):
         received = transfer.finish(timedelta(seconds=10))
@@ -45,9 +58,9 @@ def test_counts_are_copied_to_the_host_on_the_way() -> None:
 def test_bytes_that_changed_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     arrive = loopback._arrive
 
-    def flipped(slot: torch.Tensor, part: slice, result: torch.Tensor) -> None:
-        arrive(slot, part, result)
-        loopback._bytes(result)[5] ^= 1
+    def flipped(memory: torch.Tensor, place: torch.Tensor) -> None:
+        arrive(memory, place)
+        place[5] ^= 1
 
     monkeypatch.setattr(loopback, "_arrive", flipped)
     exchange = LoopbackExchange(CPU, check=True)
