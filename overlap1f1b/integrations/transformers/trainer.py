@@ -401,6 +401,11 @@ class Overlapped(Trainer):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._save(output_dir)  # on all ranks; older versions of transformers call it on the main one alone
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir or ".")
         self.stages.save_pretrained(folder)
