@@ -103,8 +103,12 @@ def parse() -> argparse.Namespace:
     options.sections = options.sections.split(",")
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"--sections {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", options.device) is None:
+        parser.error(f"--device {options.device}; allowed: cpu, cuda, or a number of a GPU, as cuda:1")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("--device cuda without a GPU; allowed here: --device cpu --tiny")
+        parser.error(f"--device {options.device} without a GPU; allowed here: --device cpu --tiny")
+    if not 0 < options.budget < math.inf:
+        parser.error(f"--budget {options.budget}; allowed: seconds > 0")
     return options
 
 

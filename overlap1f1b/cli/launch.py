@@ -35,8 +35,8 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     Without RANK the process is no rank, even if a shell or a cluster's job has left other variables in the environment.
 
     Raises:
-        ValueError: RANK and WORLD_SIZE are there, but not all variables that a rank needs to find the others. Each such
-            process would train a whole model.
+        ValueError: RANK and WORLD_SIZE are there, but not all variables that a rank needs to find the others: each such
+            process would train a whole model. Or a variable is not the number that it should be.
     """
     missing = [name for name in TORCHRUN if not environ.get(name)]
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
@@ -45,7 +45,17 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
             f"RANK={rank} and WORLD_SIZE={size} in the environment without {', '.join(missing)}; "
             f"allowed: all of {', '.join(TORCHRUN)}, as torchrun sets them, or no RANK"
         )
+    if not missing:
+        numbers = {name: _number(name, environ[name]) for name in TORCHRUN if name != "MASTER_ADDR"}
+        if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+            raise ValueError(f"RANK={rank} of WORLD_SIZE={size}; allowed: a number below WORLD_SIZE")
     return not missing
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name}={text} in the environment; allowed: a whole number, 0 or more")
+    return int(text)
 
 
 def end_with_agent() -> None:

@@ -125,7 +125,7 @@ def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
-    from overlap1f1b.cli.ranks import joined, lost, no_room
+    from overlap1f1b.cli.ranks import NotJoinedError, joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
@@ -134,20 +134,24 @@ def _run_rank(options: RunOptions) -> int:
         from overlap1f1b.cli.train.command import train as verb
     else:
         from overlap1f1b.cli.bench.command import bench as verb
-    with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
-        try:
-            verb(options, rank)
-        except ValueError as error:
-            return _fail(error, options) if _first_to_fail(rank) else 2
-        except RuntimeError as error:
-            if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
-                return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
-            if (refused := no_room(error)) is not None:
-                return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
-            if rank.size == 1 or (how := lost(error)) is None:
-                raise
-            sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
-            return 1
+    try:
+        with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
+            try:
+                verb(options, rank)
+            except ValueError as error:
+                return _fail(error, options) if _first_to_fail(rank) else 2
+            except RuntimeError as error:
+                if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
+                    return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
+                if (refused := no_room(error)) is not None:
+                    return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
+                if rank.size == 1 or (how := lost(error)) is None:
+                    raise
+                sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
+                return 1
+    except NotJoinedError as error:
+        sys.stderr.write(f"overlap1f1b: {error}\n")
+        return 1
     return 0
 
 

@@ -54,6 +54,10 @@ class Rank:
         return 1 if self.mesh is None else self.mesh["dp"].size() * self.mesh["ep"].size()
 
 
+class NotJoinedError(RuntimeError):
+    """The other ranks did not come within the limit."""
+
+
 @contextmanager
 def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
     """Join the ranks that :func:`~overlap1f1b.cli.launch.run_ranks` or torchrun started, or be the only rank.
@@ -64,6 +68,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
 
     Raises:
         ValueError: The number of ranks does not fit the shape.
+        NotJoinedError: The other ranks did not come within the limit.
     """
     _keep_heap()
     store_path = os.environ.get(STORE)
@@ -76,7 +81,10 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         return
     end_with_agent()
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
-    store, *_ = next(rendezvous(f"file://{store_path}" if store_path else "env://", rank, size, timeout=limit))
+    try:
+        store, *_ = next(rendezvous(f"file://{store_path}" if store_path else "env://", rank, size, timeout=limit))
+    except dist.DistError as error:
+        raise NotJoinedError(f"rank {rank} of {size} ranks: {one_line(error)}") from error
     store.set_timeout(limit)
     # A job may show a rank its own GPU alone: number 0 for every rank.
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))

@@ -161,7 +161,7 @@ class Engine:
         carveout: bool = False,
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
-        _check_kinds(program, costs, plan, timeout, loss_fn=loss_fn, count_tokens=count_tokens)
+        _check_kinds(program, costs, plan, exchange, timeout, loss_fn=loss_fn, count_tokens=count_tokens)
         limit = timedelta(seconds=float(timeout))
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
@@ -676,10 +676,13 @@ class Engine:
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
 
 
-def _check_kinds(program: object, costs: object, plan: object, timeout: object, **functions: object) -> None:
+def _check_kinds(
+    program: object, costs: object, plan: object, exchange: object, timeout: object, **functions: object
+) -> None:
     check_kind("program", program, Program)
     check_kind("costs", costs, NodeCosts, None)
     check_kind("plan", plan, Plan, None)
+    check_kind("exchange", exchange, Exchange, None)
     if not isinstance(timeout, SupportsFloat) or not 0 < float(timeout) <= MOST_S:
         raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
     for name, function in functions.items():

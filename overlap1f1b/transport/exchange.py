@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,7 @@ class Expected(NamedTuple):
     receives: Sequence[dist.Work]
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """Uneven all-to-all over the ranks of a group. Its backward is an exchange with the sizes swapped.
 

@@ -158,6 +158,20 @@ def test_a_rank_that_cannot_find_the_others(missing: tuple[str, ...]) -> None:
         under_torchrun({name: value for name, value in WHOLE.items() if name not in missing})
 
 
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({"RANK": "a"}, "RANK=a in the environment; allowed: a whole number, 0 or more"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 in the environment; allowed: a whole number, 0 or more"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http in the environment; allowed: a whole number, 0 or more"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 of WORLD_SIZE=2; allowed: a number below WORLD_SIZE"),
+    ],
+)
+def test_variables_that_are_no_numbers(variables: dict[str, str], error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        under_torchrun(WHOLE | variables)
+
+
 def test_no_ranks() -> None:
     with pytest.raises(ValueError, match="1 or more, not 0"):
         run_ranks([], 0)
