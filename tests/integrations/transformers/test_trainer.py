@@ -1057,6 +1057,8 @@ REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
+    if name not in transformers.TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     value, allowed = REFUSED[name]
     with pytest.raises(
         ValueError, match=f"^{NAMES.get(name, name)}=.* under an overlapped trainer; allowed: "
