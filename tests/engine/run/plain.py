@@ -57,7 +57,7 @@ def compare(
         options: Of the engine.
     """
     ranks, rank, problems, losses = mesh.size(), mesh.get_local_rank("ep"), list[str](), list[Tensor]()
-    data = batch(rank, microbatches)
+    data = batch(rank, microbatches).to(mesh.device_type)
     torch.manual_seed(7)
     plain = build()
     for x, y in zip(data[0].chunk(microbatches), data[1].chunk(microbatches), strict=True):
@@ -67,8 +67,9 @@ def compare(
     expected = models.gradients(plain)
     torch.manual_seed(7)
     model = build()
-    delayed = Delayed(build_exchange(dist.new_group(list(range(ranks)))), seed=rank)
-    engine = engine_of(model, mesh, exchange=delayed, **options)
+    if mesh.device_type == "cpu":
+        options["exchange"] = Delayed(build_exchange(dist.new_group(list(range(ranks)))), seed=rank)
+    engine = engine_of(model, mesh, **options)
     for step in range(STEPS):
         model.zero_grad()
         result: StepResult = engine.step(data[0], target=data[1])
