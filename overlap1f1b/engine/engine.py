@@ -641,7 +641,7 @@ class Engine:
             raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
         self._entered = True
         try:
-            with self._telling(where, of), self._communicators.watched(lambda: self.player.position):
+            with self._telling(where, of), self._communicators.watched():
                 yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise

@@ -128,21 +128,19 @@ class Communicators:
                 self.settle(lambda: "the first transfer of each communicator has not ended")
 
     @contextmanager
-    def watched(self, progress: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Watch over the body: if another rank fails, it ends on a device wherever it waits.
 
-        Args:
-            progress: Returns a value that changes as the body goes on.
-
         Raises:
-            LostRankError: Another rank failed, or the host did not go on within twice the timeout. Also instead of an
+            LostRankError: Another rank failed, or the device stood still for twice the timeout. Also instead of an
                 error that the body raised since: it may have computed with values that nobody sent.
         """
         if self._stamp is None or not self.mesh.several:
             yield
             return
         failures = self.mesh.failures
-        watchdog = Watchdog(failures, self.abort, self.timeout.total_seconds(), progress)
+        goes_on = streams.going_on(self._device)
+        watchdog = Watchdog(failures, self.abort, self.timeout.total_seconds(), goes_on)
         try:
             yield
         except Exception as error:

@@ -36,6 +36,23 @@ def multiprocessors(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
 
 
+def going_on(device: torch.device) -> Callable[[], bool]:
+    """Return a function that tells whether a GPU has done what it had been given at the call before.
+
+    It looks at the stream that is current now, and may be called in any thread.
+    """
+    stream, mark = torch.cuda.current_stream(device), torch.cuda.Event()
+    mark.record(stream)
+
+    def goes_on() -> bool:
+        done: bool = mark.query()
+        if done:
+            mark.record(stream)
+        return done
+
+    return goes_on
+
+
 def in_host_memory(like: Tensor) -> Tensor:
     """Return an empty tensor of the same shape and dtype that a device can copy to while the thread goes on."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_queued(like.device))

@@ -20,31 +20,32 @@ class Watchdog:
     Args:
         failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it.
         abort: Function that ends all transfers.
-        timeout: Limit of a wait, in seconds. Without progress of the host the watchdog aborts after twice this time.
-        progress: Returns a value that changes as the host goes on.
+        timeout: Limit of a wait, in seconds. If the device stands still for twice this time, the watchdog aborts.
+        goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
+            something else, such as a compiler, leaves it nothing to do, and may take any time.
     """
 
     def __init__(
-        self, failures: Failures, abort: Callable[[], object], timeout: float, progress: Callable[[], object]
+        self, failures: Failures, abort: Callable[[], object], timeout: float, goes_on: Callable[[], bool]
     ) -> None:
-        self.failures, self._abort, self._progress = failures, abort, progress
+        self.failures, self._abort, self._goes_on = failures, abort, goes_on
         self._limit = LATE_FACTOR * timeout
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="overlap1f1b-watchdog", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        at, since = self._progress(), time.monotonic()
+        went_on = time.monotonic()
         while not self._ended.wait(LOOK_S):
-            if (now_at := self._progress()) != at:
-                at, since = now_at, time.monotonic()
             self.failures.lost = self.failures.read()
             if self.failures.lost is not None:
                 if not self._ended.wait(LOOK_S):  # the host's own waits come first: they name the node
                     self._abort()
                 return
-            if time.monotonic() - since > self._limit:
-                self.failures.lost = f"no progress within {self._limit:g} s"
+            if self._goes_on():
+                went_on = time.monotonic()
+            elif time.monotonic() - went_on > self._limit:
+                self.failures.lost = f"the device stood still for {self._limit:g} s"
                 self._abort()
                 return
 

@@ -549,6 +549,12 @@ def _blocking(synchronize: Callable[..., Any]) -> Callable[..., Any]:
     return blocks
 
 
+def _going_on(device: Any) -> Callable[[], bool]:
+    """Without the events of :func:`streams.going_on`: a watchdog is another thread than the rank's."""
+    compute = here().compute
+    return lambda: not any(one.ended and one.hung and not one.group.aborted for one in list(compute.deliveries))
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """Put the stand-in in the place of CUDA, for tensors of the CPU."""
@@ -567,6 +573,7 @@ def installed() -> Iterator[None]:
             (torch.cuda, "synchronize", Cuda.synchronize),
             (torch.cuda, "_sleep", Cuda.sleep),
             (streams, "is_queued", lambda device: hasattr(_HERE, "rank")),
+            (streams, "going_on", _going_on),
             (streams, "in_host_memory", lambda like: host_memory(here(), like)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
             (CudaMark, "synchronize", _blocking(CudaMark.synchronize)),

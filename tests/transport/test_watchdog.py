@@ -1,0 +1,63 @@
+"""When a watchdog aborts; that hosts end which wait inside CUDA is shown in tests/device and tests/nccl."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from overlap1f1b.transport import watchdog as watchdog_module
+from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.watchdog import Watchdog
+
+LOOK_S = 0.02
+
+
+class Told(Failures):
+    """A record in which another rank's failure stands after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def read(self, *, wait: bool = False) -> str | None:
+        self.looks -= 1
+        return "rank 1 failed" if self.looks < 0 else None
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, *, seconds: float, looks: int = 1000, idle: bool = True, timeout: float = 0.1
+) -> tuple[bool, str | None]:
+    """Return whether a watchdog aborts while a host is busy for some seconds, and what it has found."""
+    monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
+    aborted = threading.Event()
+    failures = Told(looks)
+    watchdog = Watchdog(failures, aborted.set, timeout, lambda: idle)
+    aborted.wait(seconds)
+    watchdog.end()
+    return aborted.is_set(), failures.lost
+
+
+def test_a_host_that_is_busy_without_the_device_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(monkeypatch, seconds=0.5) == (False, None)
+
+
+def test_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = time.monotonic()
+    assert watched(monkeypatch, seconds=30, idle=False) == (True, "the device stood still for 0.2 s")
+    assert time.monotonic() - begun >= 0.2
+
+
+def test_a_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(monkeypatch, seconds=30, looks=1) == (True, "rank 1 failed")
+
+
+def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "LOOK_S", 0.3)
+    failures, aborted = Told(0), threading.Event()
+    watchdog = Watchdog(failures, aborted.set, 60, lambda: True)
+    while not failures.is_lost():
+        time.sleep(0.005)
+    watchdog.end()
+    assert not aborted.is_set()
