@@ -317,10 +317,12 @@ class Engine:
                 raise
         finally:
             self._closed = True
-            self._communicators.close(failed=self._failed)
-            for lane in self.lanes:
-                lane.close()
-            self.boundary.close()
+            try:
+                self._communicators.close(failed=self._failed)
+            finally:
+                for lane in self.lanes:
+                    lane.close()
+                self.boundary.close()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is written in the background.

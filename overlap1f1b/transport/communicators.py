@@ -14,8 +14,8 @@ import torch
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
-from overlap1f1b.transport.failures import LostRankError
-from overlap1f1b.transport.groups import Group, abort, limit, side_by_side
+from overlap1f1b.transport.failures import LostRankError, headline
+from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import CudaMark
 from overlap1f1b.transport.watchdog import Watchdog
@@ -132,25 +132,25 @@ class Communicators:
         """Watch over the body: if another rank fails, it ends on a device wherever it waits.
 
         Raises:
-            LostRankError: Another rank failed, or the device stood still for twice the timeout. Also instead of an
-                error that the body raised since: it may have computed with values that nobody sent.
+            LostRankError: Another rank failed, or the device stood still for twice the timeout, and transfers were
+                aborted. Also instead of an error of the body, which may have computed with values that nobody sent.
         """
         if self._stamp is None or not self.mesh.several:
             yield
             return
         failures = self.mesh.failures
-        goes_on = streams.going_on(self._device)
-        watchdog = Watchdog(failures, self.abort, self.timeout.total_seconds(), goes_on)
+        aborts = self.abort, partial(side_by_side, users_aborts(self._device))
+        watchdog = Watchdog(failures, aborts, self.timeout.total_seconds(), streams.going_on(self._device))
         try:
             yield
         except Exception as error:
             watchdog.end()
-            if failures.lost is None or isinstance(error, LostRankError):
+            if not watchdog.aborted or isinstance(error, LostRankError):
                 raise
-            raise LostRankError(failures.lost) from error
+            raise LostRankError(f"{failures.lost}; here since then: {headline(error)}") from error
         finally:
             watchdog.end()
-        if failures.lost is not None:
+        if watchdog.aborted:
             raise LostRankError(failures.lost)
 
     def settle(self, pending: Callable[[], str]) -> None:
@@ -168,7 +168,7 @@ class Communicators:
         try:
             CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
-            why = failures.read(wait=True) or f"no answer within {self.timeout.total_seconds():g} s"
+            why = failures.read(wait=True) or failures.lost or f"no answer within {self.timeout.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error
 
     def abort(self) -> None:
@@ -186,8 +186,12 @@ class Communicators:
         if failed:
             _end(self.mesh, self._own)
             return
-        with self.watched():
-            self.settle(lambda: "the last step has not ended on the device")
+        try:
+            with self.watched():
+                self.settle(lambda: "the last step has not ended on the device")
+        except BaseException:
+            _end(self.mesh, self._own)
+            raise
         for exchange in self._own:
             exchange.close()
         self.mesh.close()

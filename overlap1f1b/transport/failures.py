@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -40,7 +40,10 @@ class Store:
     """
 
     def __init__(self, prefix: str) -> None:
-        self.prefix, self._store = prefix, dist.distributed_c10d._get_default_store()
+        # A client of its own: while one thread waits in a store's client, as NCCL does for its communicators, the
+        # requests of others would have no answer.
+        store: Any = dist.distributed_c10d._get_default_store()
+        self.prefix, self._store = prefix, store.clone()
         self._lock = threading.Lock()
         self.gone = False
 

@@ -264,6 +264,17 @@ def abort(group: Group) -> None:
             gloo.recv([torch.empty(1, device="cpu")], other, _ABORT_TAG + context).wait(timedelta(seconds=PROBE_S))
 
 
+def users_aborts(device: torch.device) -> list[Callable[[], object]]:
+    """Return what ends the transfers of each of torch's registered groups, which are the user's, on a device."""
+    aborts: list[Callable[[], object]] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it has no backend for this device
+            backend: Any = group._get_backend(device)
+            if not isinstance(backend, dist.ProcessGroupGloo):
+                aborts.append(backend.abort)
+    return aborts
+
+
 def nccl_options(ctas: int | None) -> Any:
     """Return NCCL's options for transfers beside compute: a stream of high priority and few blocks.
 

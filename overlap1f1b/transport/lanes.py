@@ -108,7 +108,7 @@ class Flight(Generic[T]):
 
     def _raise(self, error: BaseException) -> None:
         limit = self.lane.timeout.total_seconds()
-        cause = self.lane.failures.read(wait=True)
+        cause = self.lane.failures.read(wait=True) or self.lane.failures.lost
         why = cause or (str(error) if isinstance(error, LostRankError) else f"{headline(error)} (limit {limit:g} s)")
         raise LostRankError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import LATE_FACTOR, LOOK_S
@@ -19,35 +20,43 @@ class Watchdog:
 
     Args:
         failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it.
-        abort: Function that ends all transfers.
-        timeout: Limit of a wait, in seconds. If the device stands still for twice this time, the watchdog aborts.
+        aborts: Functions that end transfers, called one after another as long as the host has not come back.
+        timeout: Limit of a wait, in seconds. A device that stands still for twice this time has lost a rank, too.
         goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
             something else, such as a compiler, leaves it nothing to do, and may take any time.
+
+    Attributes:
+        aborted: Whether transfers were ended, so that the host may have gone on with values that nobody sent.
     """
 
     def __init__(
-        self, failures: Failures, abort: Callable[[], object], timeout: float, goes_on: Callable[[], bool]
+        self,
+        failures: Failures,
+        aborts: Sequence[Callable[[], object]],
+        timeout: float,
+        goes_on: Callable[[], bool],
     ) -> None:
-        self.failures, self._abort, self._goes_on = failures, abort, goes_on
+        self.failures, self._aborts, self._goes_on = failures, aborts, goes_on
         self._limit = LATE_FACTOR * timeout
+        self.aborted = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="overlap1f1b-watchdog", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         went_on = time.monotonic()
-        while not self._ended.wait(LOOK_S):
-            self.failures.lost = self.failures.read()
-            if self.failures.lost is not None:
-                if not self._ended.wait(LOOK_S):  # the host's own waits come first: they name the node
-                    self._abort()
-                return
+        while self.failures.lost is None and not self._ended.wait(LOOK_S):
+            with suppress(RuntimeError):  # a request needs a thread, and there may be none now
+                self.failures.lost = self.failures.read()
             if self._goes_on():
                 went_on = time.monotonic()
             elif time.monotonic() - went_on > self._limit:
-                self.failures.lost = f"the device stood still for {self._limit:g} s"
-                self._abort()
+                self.failures.lost = self.failures.lost or f"the device stood still for {self._limit:g} s"
+        for abort in self._aborts:
+            if self._ended.wait(LOOK_S):  # the host's own waits come first: they name the node
                 return
+            self.aborted = True
+            abort()
 
     def end(self) -> None:
         """End the thread."""

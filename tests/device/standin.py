@@ -68,6 +68,8 @@ class World:
         """Groups that are alive."""
         self.closed: list[int] = []
         """Groups that were shut down or aborted."""
+        self.ended: set[tuple[int, int]] = set()
+        """The same, each with the rank in it, which sends nothing there any more."""
         self.errors: dict[int, BaseException] = {}
 
     @property
@@ -298,9 +300,13 @@ class StandInGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
+    def _get_backend(self, device: torch.device) -> StandInGroup:
+        return self
+
     def abort(self) -> None:
         with self.world.changed:
             self.aborted = True
+            self.world.ended.add((self.number, self.rank()))
             self.world.closed.append(self.number)
             self.world.changed.notify_all()
 
@@ -442,7 +448,8 @@ class StandInGroup(dist.ProcessGroup):
         deadline = time.monotonic() + STUCK_S
         with world.changed:
             while not world.mail[key]:
-                if self.aborted or world.members[self.number].get(source) in world.lost:
+                ended = self.aborted or (self.number, source) in world.ended
+                if ended or world.members[self.number].get(source) in world.lost:
                     return _NEVER
                 if self.owner.number in world.lost:
                     raise Stopped

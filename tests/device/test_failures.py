@@ -10,16 +10,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import groups
 from tests import models
 from tests.device.standin import Stopped, World, here
-from tests.device.steps import Layout, batch_of, mesh_of, model_of, program_of
+from tests.device.steps import COSTS, Layout, batch_of, mesh_of, model_of, program_of
 from tests.ranks import Ranks
 
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
-PHASES = {"the construction": None, "the first step": 0, "the measured step": 1, "a planned step": 2}
+MEASURED = "the measured step"
+PHASES = {"the construction": None, "the first step": 0, MEASURED: 3, "a planned step": 2}
+"""Number of the step. On a device the fourth is measured; the others have costs: no transfer is announced."""
 SOON = {"watchdog.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
 
 
@@ -38,15 +44,25 @@ class Failing(nn.Module):
 
 
 class Waiting(nn.Module):
-    """A block whose host waits in every forward until its device has done all its work, as in ``tensor.item()``."""
+    """A block whose host waits in every forward until its device has done all its work, as in ``tensor.item()``.
+
+    Args:
+        inner: The block.
+
+    Attributes:
+        waits: Waits that ended when transfers were aborted.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.waits = inner, 0
 
     def forward(self, *x: Tensor) -> Any:
+        world = here().world
+        aborted = len(world.closed)
         while here().compute.hung:
             time.sleep(0.01)
+        self.waits += len(world.closed) > aborted
         return self.inner(*x)
 
 
@@ -66,8 +82,8 @@ class Case:
         self.ended.wait(60)
         raise Stopped
 
-    def play(self, rank: int, size: int) -> tuple[str, float]:
-        """Return this rank's error, and the seconds that it took from the failure on."""
+    def play(self, rank: int, size: int) -> tuple[str, float, int]:
+        """Return this rank's error, the seconds that it took from the failure on, and its waits in vain."""
         program = program_of("combined_1f1b", 2)
         mesh, engine = mesh_of(LAYOUT), list[Engine]()
         model = model_of(LAYOUT, mesh)
@@ -82,12 +98,15 @@ class Case:
         try:
             if rank == FAILING and step is None:
                 self.fail(engine)
-            engine.append(Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=3, timeout=LIMIT_S))
-            for _ in range(4):
+            costs = None if self.phase == MEASURED else COSTS
+            engine.append(
+                Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=3, timeout=LIMIT_S, costs=costs)
+            )
+            for _ in range(5):
                 start = time.monotonic()
                 engine[0].step(inputs, target=target)
         except Stopped:
-            return "stopped", 0.0
+            return "stopped", 0.0, 0
         except Exception as caught:
             error = "\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", ())])
         took = time.monotonic() - start
@@ -95,10 +114,10 @@ class Case:
             engine[0].close()
         if not (rank == FAILING and self.how == "raises"):
             self.ended.wait(60) if self.how != "raises" else None
-        return error, took
+        return error, took, sum(block.waits for block in blocks if isinstance(block, Waiting))
 
 
-def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple[str, float]]:
+def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple[str, float, int]]:
     world = World(LAYOUT.size)
     with ExitStack() as stack:
         for name, seconds in SOON.items():
@@ -110,19 +129,19 @@ def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple
     ("how", "phase", "waits"),
     [
         *(("raises", phase, False) for phase in PHASES),
-        ("raises", "the first step", True),
         ("raises", "a planned step", True),
         ("stops", "the first step", False),
-        ("stops", "the first step", True),
         ("stops", "a planned step", False),
-        ("dies", "the measured step", False),
+        ("stops", "a planned step", True),
+        ("dies", MEASURED, False),
         ("dies", "a planned step", False),
         ("dies", "a planned step", True),
     ],
 )
 def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str, waits: bool) -> None:
     (found,) = alone.run(_ends, how, phase, waits)
-    for rank, (said, took) in enumerate(found):
+    assert any(waited for *_, waited in found) == waits
+    for rank, (said, took, _) in enumerate(found):
         if rank == FAILING:
             assert said.startswith("ValueError: bad weather" if how == "raises" else "stopped"), said
             continue
@@ -131,4 +150,58 @@ def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str, waits: b
         if phase != "the construction":
             assert "bad weather" in said or how != "raises", said  # why
             assert ".f[" in said or ".b[" in said, said  # where
-        assert took < 3 * LIMIT_S
+        assert took < 5 * LIMIT_S  # two limits until a device that stands still is seen, and the words of all ranks
+
+
+class Summing(nn.Module):
+    """A layer that sums along a group of its own, before its host waits."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.linear = group, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.group.allreduce([torch.ones(1)]).wait()
+        y: Tensor = self.linear(x)
+        return y
+
+
+def _waits_for_its_own(rank: int, size: int) -> str:
+    """Rank 1 waits in a sum of its own layer, to which rank 0 does not come."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    layers: list[nn.Module] = [nn.Identity(), Waiting(nn.Identity())]
+    layers[0:0] = [nn.Linear(4, 4), Summing(mesh.get_group("cp"))]
+    if rank == 0:
+        layers[1] = Failing(layers[1], 4, _bad_weather)  # in the third step
+    program = build_schedule("combined_1f1b", microbatches=2)
+    engine = Engine(
+        layers, program, mesh=mesh, loss_fn=nn.functional.mse_loss, costs=COSTS, timeout=LIMIT_S,
+        check_parameters=False,
+    )  # fmt: skip
+    try:
+        for _ in range(4):
+            engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    except (ValueError, RuntimeError) as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return ""
+
+
+def _bad_weather() -> None:
+    raise ValueError("bad weather")
+
+
+def _collectives_of_a_model(rank: int, size: int) -> list[str]:
+    # The world's threads each know their own groups; torch knows all of a process in every thread.
+    with ExitStack() as stack:
+        for name, seconds in SOON.items():
+            stack.enter_context(patch(f"overlap1f1b.transport.{name}", seconds))
+        stack.enter_context(patch.object(groups, "_registered", lambda group: group.group_desc == "default_pg"))
+        return World(2).run(_waits_for_its_own)
+
+
+def test_a_host_that_waits_in_a_collective_of_the_model(alone: Ranks) -> None:
+    """It is ended with the groups of the user, which an engine leaves alone else."""
+    ((own, other),) = alone.run(_collectives_of_a_model, timeout=40)
+    assert own.startswith("ValueError: bad weather")
+    assert other.startswith("LostRankError")
+    assert "ValueError: bad weather" in other

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from overlap1f1b.transport.failures import Failures, LostRankError, headline
+from overlap1f1b.transport import failures as failures_module
+from overlap1f1b.transport.failures import Failures, LostRankError, Store, headline
 from tests.ranks import Ranks
 
 LABELS = {0: "rank ep 0", 1: "rank ep 1"}
@@ -280,3 +283,24 @@ def test_a_store_that_does_not_answer_is_given_up(ranks2: Ranks) -> None:
     for notes, seconds in ranks2.run(_stopped_store):
         assert "the process group's store, which rank ep 0 may hold, gives no word" in notes
         assert seconds < 20
+
+
+def test_a_request_is_answered_while_another_thread_waits_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL does for its communicators; a watchdog asks meanwhile."""
+    default = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: default)
+    monkeypatch.setattr(failures_module, "ANSWER_S", 1.0)
+    store = Store("engine/")
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            default.wait(["never"], timedelta(seconds=3))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.2)
+    store.set("word", "here")
+    assert store.get("word") == "here"
+    assert waiting.is_alive()
+    assert not store.gone
+    waiting.join()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from overlap1f1b.transport import streams
 from overlap1f1b.transport import watchdog as watchdog_module
-from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.communicators import Communicators
+from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.watchdog import Watchdog
 
 LOOK_S = 0.02
@@ -33,7 +39,7 @@ def watched(
     monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
     aborted = threading.Event()
     failures = Told(looks)
-    watchdog = Watchdog(failures, aborted.set, timeout, lambda: idle)
+    watchdog = Watchdog(failures, [aborted.set], timeout, lambda: idle)
     aborted.wait(seconds)
     watchdog.end()
     return aborted.is_set(), failures.lost
@@ -56,8 +62,39 @@ def test_a_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.3)
     failures, aborted = Told(0), threading.Event()
-    watchdog = Watchdog(failures, aborted.set, 60, lambda: True)
+    watchdog = Watchdog(failures, [aborted.set], 60, lambda: True)
     while not failures.is_lost():
         time.sleep(0.005)
     watchdog.end()
     assert not aborted.is_set()
+    assert not watchdog.aborted
+
+
+def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine has is ended first, then what the user has."""
+    monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
+    ended, last = list[str](), threading.Event()
+    watchdog = Watchdog(Told(0), [lambda: ended.append("own"), last.set], 60, lambda: True)
+    assert last.wait(30)
+    watchdog.end()
+    assert ended == ["own"]
+    assert watchdog.aborted
+
+
+@pytest.mark.parametrize("error", [None, ValueError("3 rows instead of 5")], ids=["ends well", "fails"])
+@pytest.mark.parametrize("waits", [True, False], ids=["in CUDA", "by itself"])
+def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, error: ValueError | None) -> None:
+    """What it does after an abort counts as lost; what it does before is its own."""
+    monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S if waits else 0.3)
+    monkeypatch.setattr(streams, "going_on", lambda device: lambda: True)
+    aborted = threading.Event()
+    communicators = Communicators.__new__(Communicators)
+    communicators.__dict__ |= {"timeout": timedelta(seconds=60), "_stamp": object, "_device": torch.device("cpu")}
+    communicators.__dict__ |= {"mesh": SimpleNamespace(several=True, failures=Told(0)), "abort": aborted.set}
+    lost = pytest.raises(LostRankError, match="^rank 1 failed" + "; here since then: ValueError: 3 rows" * bool(error))
+    own = pytest.raises(ValueError, match="3 rows") if error else nullcontext()
+    with lost if waits else own, communicators.watched():
+        while not (aborted.is_set() if waits else communicators.mesh.failures.is_lost()):
+            time.sleep(0.005)
+        if error is not None:
+            raise error

@@ -23,7 +23,7 @@ from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
-from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.lanes import Flight, Lane, Observer
 from overlap1f1b.transport.limits import DRAIN_S
 
@@ -151,6 +151,8 @@ class Player:
         # 3. Every node in order; then the sends that nobody here waited for.
         try:
             for self.position, node in enumerate(nodes):
+                if self.failures.lost is not None:  # transfers bring nothing any more
+                    raise LostRankError(self.failures.lost)
                 if filler is None or self.position not in filler.taken:
                     issue(node, microbatches)
             while self._sends:

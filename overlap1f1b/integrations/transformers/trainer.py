@@ -402,13 +402,15 @@ class Overlapped(Trainer):
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self._save(output_dir)  # on all ranks; older versions of transformers call it on the main one alone
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        self._saved = False
+        super().save_model(output_dir, _internal_call)
+        if not self._saved:  # older versions of transformers call it on the main rank alone
+            self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir or ".")
         self.stages.save_pretrained(folder)
+        self._saved = True
         if self.args.should_save:
             kept = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if kept is not None:
