@@ -30,18 +30,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.plan.tries import few_tries
 
 LEAVE = b""  # to a worker: the call is over on all ranks
 NOT_JOINED = "did not join: "
 LEAVE_S = 10.0
-THREADS = 40
+THREADS = 150
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -56,19 +57,27 @@ class RankError(RuntimeError):
 class Ranks:
     """`size` worker processes with a gloo group.
 
-    They start at the first call and again after one that failed. Every call has process groups of its own. Torch's run
-    three threads each, one of which wakes a hundred times a second until the group has no reference left. FSDP2 and
-    DTensors keep some, so processes with many such threads end, too.
+    They start at the first call and again after one that failed. Every call has process groups of its own. Torch's have
+    three threads each, one of which wakes a hundred times a second until the group has no reference left; FSDP2 and
+    DTensors keep some. So here all groups of a process share this one thread, as those of an engine do, and processes
+    with many of the others end, too.
 
     threads: how many may be left by calls before the processes end.
+    shares: whether torch's groups share their thread, instead of each having its own, as in a user's process.
     few: plans are compiled with few tries there (`tests.plan.tries`), since the search for a user's plan is most of the
         work of a small engine, and what tests say holds for every plan.
     """
 
     def __init__(
-        self, size: int, timeout: float = 60, grace: float = GRACE_S, few: bool = True, threads: int = THREADS
+        self,
+        size: int,
+        timeout: float = 60,
+        grace: float = GRACE_S,
+        few: bool = True,
+        threads: int = THREADS,
+        shares: bool = True,
     ) -> None:
-        self.size, self.few, self.threads = size, few, threads
+        self.size, self.few, self.threads, self.shares = size, few, threads, shares
         self.timeout, self.grace = timeout, grace
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -122,7 +131,8 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.size):
             pipe, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, self.size, theirs, self._folder, self.few), daemon=True)
+            given = (rank, self.size, theirs, self._folder, self.few, self.shares)
+            worker = context.Process(target=_work, args=given, daemon=True)
             worker.start()
             theirs.close()
             self._workers.append(worker)
@@ -193,16 +203,16 @@ def run(
     few: bool = True,
 ) -> list[Any]:
     """`function(rank, ranks, *args)` on `ranks` fresh processes: see `Ranks` and `Ranks.run`."""
-    workers = Ranks(ranks, timeout, grace, few)
+    workers = Ranks(ranks, timeout, grace, few, shares=False)
     try:
         return workers.run(function, *args)
     finally:
         workers.close()
 
 
-def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool) -> None:
+def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool, shares: bool) -> None:
     """The body of a worker: answer calls, and leave their groups, until the pipe closes."""
-    with few_tries() if few else nullcontext():
+    with few_tries() if few else nullcontext(), _one_device() if shares else nullcontext():
         _answer(rank, size, pipe, folder)
 
 
@@ -234,6 +244,23 @@ def _answer(rank: int, size: int, pipe: Connection, folder: Path) -> None:
             answer = pickle.dumps((False, step + traceback.format_exc()))
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send_bytes(answer)
+
+
+def _one_device() -> AbstractContextManager[object]:
+    """Let groups that torch makes in this process have one device of gloo, and with it one thread, together."""
+    import torch.distributed as dist
+
+    backend: Any = dist.ProcessGroupGloo
+    made, devices = backend.__init__, [backend.create_device(interface="lo")]
+
+    def make(self: Any, store: Any, rank: int, size: int, *given: Any, timeout: timedelta | None = None) -> None:
+        if timeout is not None:  # only torch gives it by name
+            options = backend._Options()
+            options._devices, options._timeout = devices, timeout
+            given = (options,)
+        made(self, store, rank, size, *given)
+
+    return patch.object(backend, "__init__", make)
 
 
 def _join(rank: int, size: int, store: Path, timeout: float) -> None:

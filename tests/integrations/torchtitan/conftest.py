@@ -18,7 +18,7 @@ Own = Callable[..., list[dict[str, Any]]]
 def _kept(size: int) -> Iterator[Ranks]:
     if torch.__version__ < "2.13":
         pytest.skip("torchtitan 0.3.0 needs torch 2.13")
-    workers = Ranks(size, timeout=240, threads=150)  # a start takes as long as a call
+    workers = Ranks(size, timeout=240)
     yield workers
     workers.close()
 

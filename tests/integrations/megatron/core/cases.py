@@ -27,7 +27,7 @@ class Case:
             weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
         frozen: How names of parameters begin that are not trained.
-        quick: Whether the case is one of the few that are not marked slow.
+        quick: Whether the case is one of the few that are not marked slow. These measure costs, too.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -52,6 +52,16 @@ class Case:
         """Whether the forward draws random numbers."""
         drawn = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         return any(self.fields.get(name) for name in drawn)
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps measure the costs of nodes, in place of costs that are given: those of the quick cases do."""
+        return self.quick
+
+    @property
+    def steps(self) -> int:
+        """How many steps are compared: with other weights behind the first, and by the plan of measured costs."""
+        return 3 if self.measures else 2
 
     @property
     def ranks(self) -> int:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_INTERLEAVED, COMBINED_NO_PIPELINING
-from overlap1f1b.plan import Overlap
+from overlap1f1b.plan import NodeCosts, Overlap
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import Case
 
-STEPS = 3
 LEARNING_RATE = 0.1
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 class Step(NamedTuple):
@@ -36,14 +36,15 @@ def serial_step(case: Case) -> list[Step]:
 def our_step(case: Case, overlap: Overlap) -> list[Step]:
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
     schedule = COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
-    function = get_forward_backward_func(schedule=schedule, overlap=overlap, timeout=30)
+    costs = None if case.measures else COSTS
+    function = get_forward_backward_func(schedule=schedule, overlap=overlap, costs=costs, timeout=30)
     return _train(case, function, delayed=case.linears != "own")
 
 
 def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[Step]:
     chunks = _prepared(case, delayed=delayed)
     found = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for chunk in chunks:
             if case.ddp is not None:
                 chunk.zero_grad_buffer()

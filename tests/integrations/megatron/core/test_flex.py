@@ -18,14 +18,14 @@ def _callers(rank: int, size: int, name: str) -> list[str]:
     """Return the threads that have called the library in a step that hides nothing, and in the two after it."""
     shim.apply()
     flex.apply()
-    from tests.integrations.megatron.core.steps import STEPS, our_step
+    from tests.integrations.megatron.core.steps import our_step
 
     case = CASES[name]
     with models.init_parallel(ep=case.ep):
         flex.threads.clear()
         our_step(case, 3)
     once = 4 * case.layers * case.microbatches  # a dispatch and a combine, there and back
-    assert len(flex.threads) == STEPS * once
+    assert len(flex.threads) == case.steps * once
     return [*sorted(set(flex.threads[:once])), *sorted(set(flex.threads[once:]))]
 
 
