@@ -20,7 +20,7 @@ class Watchdog:
 
     Args:
         failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it.
-        aborts: Functions that end transfers, called one after another as long as the host has not come back.
+        aborts: Functions that end transfers, called one after another as long as the device stands still.
         timeout: Limit of a wait, in seconds. A device that stands still for twice this time has lost a rank, too.
         goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
             something else, such as a compiler, leaves it nothing to do, and may take any time.
@@ -53,8 +53,11 @@ class Watchdog:
             elif time.monotonic() - went_on > self._limit:
                 self.failures.lost = self.failures.lost or f"the device stood still for {self._limit:g} s"
         for abort in self._aborts:
-            if self._ended.wait(LOOK_S):  # the host's own waits come first: they name the node
-                return
+            going = True  # the host's own waits come first: they name the node
+            while going:
+                if self._ended.wait(LOOK_S):
+                    return
+                going = self._goes_on()
             self.aborted = True
             abort()
 

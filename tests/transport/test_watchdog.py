@@ -56,7 +56,12 @@ def test_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, seconds=30, looks=1) == (True, "rank 1 failed")
+    assert watched(monkeypatch, seconds=30, looks=1, idle=False, timeout=60) == (True, "rank 1 failed")
+
+
+def test_a_host_that_is_busy_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at its next node, and groups that need no abort can be used by a next engine."""
+    assert watched(monkeypatch, seconds=0.3, looks=1) == (False, "rank 1 failed")
 
 
 def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +79,7 @@ def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch
     """What the engine has is ended first, then what the user has."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
     ended, last = list[str](), threading.Event()
-    watchdog = Watchdog(Told(0), [lambda: ended.append("own"), last.set], 60, lambda: True)
+    watchdog = Watchdog(Told(0), [lambda: ended.append("own"), last.set], 60, lambda: False)
     assert last.wait(30)
     watchdog.end()
     assert ended == ["own"]
@@ -86,7 +91,7 @@ def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch
 def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, error: ValueError | None) -> None:
     """What it does after an abort counts as lost; what it does before is its own."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S if waits else 0.3)
-    monkeypatch.setattr(streams, "going_on", lambda device: lambda: True)
+    monkeypatch.setattr(streams, "going_on", lambda device: lambda: False)
     aborted = threading.Event()
     communicators = Communicators.__new__(Communicators)
     communicators.__dict__ |= {"timeout": timedelta(seconds=60), "_stamp": object, "_device": torch.device("cpu")}
