@@ -39,4 +39,4 @@ def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failu
     assert asked
     for timeout, failed in asked:
         assert timeout == timedelta(seconds=7)
-        assert failed == engine.failures.read
+        assert failed == engine.failures.is_lost
