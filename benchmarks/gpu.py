@@ -1,4 +1,4 @@
-"""What one GPU of 80 GB or more does with this library, in one command and under nine minutes.
+"""What one GPU of 80 GB or more does with this library, in one command and about nine minutes.
 
     python benchmarks/gpu.py                              # all sections, results in benchmarks/results
     python benchmarks/gpu.py --sections checks,kernels --budget 120
@@ -7,7 +7,7 @@
 
 Needs torch, triton, einops and greenlet, and no installation: it runs from the checkout. Ceilings come first, then all
 compilers, counted apart, then checks. A section that fails is noted with its error, and the others still run; what did
-not fit the time is said. With two or more GPUs NCCL is measured, too. docs/results.md says how.
+not fit the time is said. With two or more GPUs NCCL is measured, too. docs/gpu.md says how.
 """
 
 import os

@@ -26,6 +26,7 @@ STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started
 
 
 PR_SET_PDEATHSIG = 1
+MOST_PORT = 65_535
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -47,8 +48,12 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
         )
     if not missing:
         numbers = {name: _number(name, environ[name]) for name in TORCHRUN if name != "MASTER_ADDR"}
+        if not numbers["WORLD_SIZE"]:
+            raise ValueError(f"WORLD_SIZE={size} in the environment; allowed: a whole number, 1 or more")
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
             raise ValueError(f"RANK={rank} of WORLD_SIZE={size}; allowed: a number below WORLD_SIZE")
+        if numbers["MASTER_PORT"] > MOST_PORT:
+            raise ValueError(f"MASTER_PORT={environ['MASTER_PORT']} in the environment; allowed: 0 to {MOST_PORT}")
     return not missing
 
 

@@ -83,27 +83,37 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
     try:
         store, *_ = next(rendezvous(f"file://{store_path}" if store_path else "env://", rank, size, timeout=limit))
-    except dist.DistError as error:
-        raise NotJoinedError(f"rank {rank} of {size} ranks: {one_line(error)}") from error
-    store.set_timeout(limit)
+        store.set_timeout(limit)
+        device = _device_of(store, rank, size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and LOST.match(one_line(error)) is None:
+            raise
+        raise NotJoinedError(
+            f"rank {rank} waited for all of {size} ranks: {one_line(error)} (--timeout {timeout:g})"
+        ) from error
+    try:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
+        yield Rank(rank, size, device, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device_of(store: Any, rank: int, size: int) -> torch.device:
+    """Return this rank's device: a GPU if every rank has one of its own. All ranks must call this."""
     # A job may show a rank its own GPU alone: number 0 for every rank.
     count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     index = local if 0 <= local < count else 0
     # NCCL takes ranks with different host names for ranks on different machines, whatever GPU they have.
     gpu = f"{torch.cuda.get_device_properties(index).uuid} {os.environ.get('NCCL_HOSTID')}" if count else None
     own = ranks_with_gpu(store, size, gpu)
-    if on_gpu := own == size:
+    if own == size:
         torch.cuda.set_device(index)
-    elif own and rank == 0:
+        return torch.device("cuda", index)
+    if own and rank == 0:
         sys.stderr.write(f"overlap1f1b: {own} of {size} ranks have a GPU of their own: all compute on processors\n")
-    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    try:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
-        yield Rank(rank, size, device, mesh)
-    finally:
-        dist.destroy_process_group()
+    return torch.device("cpu")
 
 
 def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:

@@ -163,6 +163,8 @@ def test_a_rank_that_cannot_find_the_others(missing: tuple[str, ...]) -> None:
     [
         ({"RANK": "a"}, "RANK=a in the environment; allowed: a whole number, 0 or more"),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 in the environment; allowed: a whole number, 0 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment; allowed: a whole number, 1 or more"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment; allowed: 0 to 65535"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http in the environment; allowed: a whole number, 0 or more"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 of WORLD_SIZE=2; allowed: a number below WORLD_SIZE"),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore
 
-from overlap1f1b.cli.ranks import lost, ranks_with_gpu
+from overlap1f1b.cli.ranks import NotJoinedError, joined, lost, ranks_with_gpu
 from overlap1f1b.transport.failures import LostRankError
 
 SOURCE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -64,3 +65,15 @@ def test_ranks_compute_on_gpus_if_each_has_its_own(gpus: list[str | None], own: 
     store = HashStore()
     with ThreadPoolExecutor(len(gpus)) as ranks:
         assert list(ranks.map(lambda gpu: ranks_with_gpu(store, len(gpus), gpu), gpus)) == [own] * len(gpus)
+
+
+def test_a_rank_whose_peers_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    expected = pytest.raises(NotJoinedError, match=r"^rank 0 waited for all of 2 ranks: .* \(--timeout 1\)$")
+    with expected, joined((1, 1, 2), 1.0):
+        pass
