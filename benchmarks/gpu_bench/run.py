@@ -48,7 +48,6 @@ def main() -> None:
         torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
     day = f"{datetime.now(UTC):%Y-%m-%d-%H%M}"
     path = out / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{day}"
     context = Context(device, tiny=options.tiny, quick=options.quick, path=str(path))
@@ -109,6 +108,10 @@ def parse() -> argparse.Namespace:
         parser.error(f"--device {options.device} without a GPU; allowed here: --device cpu --tiny")
     if not 0 < options.budget < math.inf:
         parser.error(f"--budget {options.budget}; allowed: seconds > 0")
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}; allowed: a folder that can be written")
     return options
 
 
