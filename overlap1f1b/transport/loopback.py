@@ -19,7 +19,7 @@ LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large c
 CHUNKS = 8
 """Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
 SLOTS = 8
-"""Chunks in host memory. Each is free again before the next exchange needs it, which leaves one chunk behind."""
+"""Chunks in host memory: as many as one exchange has, so each is free when the next exchange fills it."""
 
 
 class LoopbackExchange(Exchange):
@@ -162,7 +162,7 @@ class LoopbackExchange(Exchange):
 
 
 class _Slot:
-    """Pinned host memory of a chunk, and CUDA events: it is full and may be read, it is free and may be written."""
+    """Pinned host memory of a chunk. Events mark that it is full and may be read, and that it is free again."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
