@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.limits import ABORT_S, PROBE_S, WATCHDOG_FACTOR
+from overlap1f1b.transport.limits import ABORT_S, KEPT_S, PROBE_S, WATCHDOG_FACTOR
 
 T = TypeVar("T")
 Group = dist.ProcessGroup
@@ -162,6 +162,13 @@ def side_by_side(ends: Sequence[Callable[[], object]]) -> None:
     for thread in threads:
         if thread.ident is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def keep(aborted: Sequence[object]) -> None:
+    """Keep what holds aborted groups for :data:`KEPT_S`, in a thread: whoever frees such a group may wait as long."""
+    keeper = threading.Thread(target=lambda kept: time.sleep(KEPT_S), args=(aborted,), daemon=True)
+    with suppress(RuntimeError):  # there are too many threads now
+        keeper.start()
 
 
 def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from overlap1f1b.transport.limits import ANSWER_S
+
 Job = Callable[..., object]
 Failed = Callable[[], bool]
 """Function that returns whether another rank has failed, see :class:`~overlap1f1b.transport.watchdog.Watchdog`."""
@@ -39,16 +41,30 @@ def multiprocessors(device: torch.device) -> int | None:
 def going_on(device: torch.device) -> Callable[[], bool]:
     """Return a function that tells whether a GPU has done what it had been given at the call before.
 
-    It looks at the stream that is current now, and may be called in any thread.
+    It looks at the stream that is current now, and may be called in any thread. A host that waits inside a copy to
+    pageable memory holds a lock of CUDA's, which recording an event needs: so a thread asks, and a device from which no
+    answer comes within :data:`~overlap1f1b.transport.limits.ANSWER_S` stands still.
     """
     stream, mark = torch.cuda.current_stream(device), torch.cuda.Event()
     mark.record(stream)
+    done, asking = False, threading.Thread()
 
-    def goes_on() -> bool:
-        done: bool = mark.query()
+    def ask() -> None:
+        nonlocal done
+        done = mark.query()
         if done:
             mark.record(stream)
-        return done
+
+    def goes_on() -> bool:
+        nonlocal asking
+        if not asking.is_alive():
+            asking = threading.Thread(target=ask, name="overlap1f1b-asks", daemon=True)
+            try:
+                asking.start()
+            except RuntimeError:  # there are too many threads now
+                return True
+        asking.join(ANSWER_S)
+        return done and not asking.is_alive()
 
     return goes_on
 
@@ -271,6 +287,23 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
         del entry, mark, job, held, after
 
 
+class _Seen:
+    """Pinned host memory as a GPU sees it, for ``torch.as_tensor``."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._kept = host
+        self.__cuda_array_interface__ = {**host.numpy().__array_interface__, "version": 3}
+
+
+def _seen_by(device: torch.device, host: Tensor) -> Tensor:
+    return torch.as_tensor(_Seen(host), device=device) if device.type == "cuda" else host
+
+
+def copy_small(target: Tensor, source: Tensor) -> None:
+    """Copy a small tensor of numbers by a kernel: a copy engine would first end large copies that others gave it."""
+    torch.add(source, 0, out=target)
+
+
 class HostCopy:
     """Small tensors on their way to the host, to be read later.
 
@@ -287,9 +320,11 @@ class HostCopy:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`."""
         host = [in_host_memory(t) for t in tensors]
 
+        targets = [_seen_by(source.device, target) for target, source in zip(host, tensors, strict=True)]
+
         def copy(*sources: Tensor) -> None:
-            for target, source in zip(host, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                copy_small(target, source)
 
         return cls(host, stream.run(copy, *tensors))
 

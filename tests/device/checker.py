@@ -73,9 +73,11 @@ class Watching(TorchDispatchMode):
         if rank.memories is None or rank.quiet:
             return func(*args, **kwargs)
         schema = func._schema
+        given = [*zip(schema.arguments, args, strict=False)]
+        given += [(spec, kwargs[spec.name]) for spec in schema.arguments if spec.name in kwargs]
         accesses = [
             rank.memories.access(tensor, writes=bool(spec.alias_info and spec.alias_info.is_write))
-            for spec, value in zip(schema.arguments, args, strict=False)
+            for spec, value in given
             for tensor in tree_iter(value)
             if isinstance(tensor, Tensor)
         ]
@@ -166,7 +168,7 @@ class _Follower:
 
     def _freed(self, memory: int) -> Iterator[Race]:
         used = self.uses.pop(memory, None)
-        if used is None or used.pool == HOST:  # torch reuses pinned memory when its copies have ended
+        if used is None:
             return
         knows = dict(self._clock(used.pool))
         for (stream, *_), (tick, what) in used.accesses.items():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import groups, streams
 from overlap1f1b.transport import watchdog as watchdog_module
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.failures import Failures, LostRankError
@@ -64,6 +64,24 @@ def test_a_host_that_is_busy_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched(monkeypatch, seconds=0.3, looks=1) == (False, "rank 1 failed")
 
 
+def test_a_host_that_holds_a_lock_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits in a copy to pageable memory; until that ends, no other thread can record an event."""
+    free = threading.Event()
+    event = SimpleNamespace(query=lambda: True, record=lambda stream: free.wait(30))
+    free.set()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(streams, "ANSWER_S", 0.1)
+    goes_on = streams.going_on(torch.device("cuda"))
+    assert goes_on()
+    free.clear()
+    assert not goes_on()
+    assert not goes_on()
+    free.set()
+    while not goes_on():
+        time.sleep(0.005)
+
+
 def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.3)
     failures, aborted = Told(0), threading.Event()
@@ -84,6 +102,22 @@ def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch
     watchdog.end()
     assert ended == ["own"]
     assert watchdog.aborted
+
+
+def test_aborted_groups_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread than the user's drops them, and waits for what torch has to do before they end."""
+    monkeypatch.setattr(groups, "KEPT_S", 0.2)
+    ended = list[threading.Thread]()
+
+    class Group:
+        def __del__(self) -> None:
+            ended.append(threading.current_thread())
+
+    groups.keep([Group()])
+    assert not ended
+    while not ended:
+        time.sleep(0.005)
+    assert ended[0] is not threading.current_thread()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("3 rows instead of 5")], ids=["ends well", "fails"])

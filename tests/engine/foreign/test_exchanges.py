@@ -109,7 +109,7 @@ def in_halves(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: 
 def awaited(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
     brought, handle = WithHandle.apply(rows, receive, send, group, True)  # type: ignore[no-untyped-call]
     handle.wait()
-    assert handle.is_completed()
+    assert rows.is_cuda or handle.is_completed()  # on CUDA a wait only orders streams
     return brought  # type: ignore[no-any-return]
 
 
