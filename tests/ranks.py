@@ -29,8 +29,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -212,11 +212,11 @@ def run(
 
 def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool, shares: bool) -> None:
     """The body of a worker: answer calls, and leave their groups, until the pipe closes."""
-    with few_tries() if few else nullcontext(), _one_device() if shares else nullcontext():
-        _answer(rank, size, pipe, folder)
+    with few_tries() if few else nullcontext(), _one_device() if shares else nullcontext([]) as devices:
+        _answer(rank, size, pipe, folder, devices)
 
 
-def _answer(rank: int, size: int, pipe: Connection, folder: Path) -> None:
+def _answer(rank: int, size: int, pipe: Connection, folder: Path, devices: list[Any]) -> None:
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     stderr = (folder / f"stderr{rank}").open("w")
@@ -242,25 +242,34 @@ def _answer(rank: int, size: int, pipe: Connection, folder: Path) -> None:
             answer = pickle.dumps((True, function(rank, size, *args)))
         except BaseException:
             answer = pickle.dumps((False, step + traceback.format_exc()))
+        if call == LEAVE:
+            devices.clear()  # its thread would wake a hundred times a second until the next call
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send_bytes(answer)
 
 
-def _one_device() -> AbstractContextManager[object]:
-    """Let groups that torch makes in this process have one device of gloo, and with it one thread, together."""
+@contextmanager
+def _one_device() -> Iterator[list[Any]]:
+    """Let groups that torch makes in this process have one device of gloo, and with it one thread, together.
+
+    The device is made when the list is empty.
+    """
     import torch.distributed as dist
 
     backend: Any = dist.ProcessGroupGloo
-    made, devices = backend.__init__, [backend.create_device(interface="lo")]
+    made, devices = backend.__init__, list[Any]()
 
     def make(self: Any, store: Any, rank: int, size: int, *given: Any, timeout: timedelta | None = None) -> None:
         if timeout is not None:  # only torch gives it by name
+            if not devices:
+                devices.append(backend.create_device(interface="lo"))
             options = backend._Options()
             options._devices, options._timeout = devices, timeout
             given = (options,)
         made(self, store, rank, size, *given)
 
-    return patch.object(backend, "__init__", make)
+    with patch.object(backend, "__init__", make):
+        yield devices
 
 
 def _join(rank: int, size: int, store: Path, timeout: float) -> None:
