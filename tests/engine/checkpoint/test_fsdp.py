@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -82,14 +85,22 @@ LAYOUTS: list[tuple[bool, dict[str, int]]] = [  # with FSDP2 or without
 def _goes_round(rank: int, size: int, wrap: str, name: str, others: list[int], folder: Path) -> list[list[float]]:
     """The losses behind a checkpoint, those over other layouts, and those of the last, back in the first layout.
 
-    It is written in the background, while training goes on, of one way to wrap.
+    Of one way to wrap it is written in the background, and the files only when two more steps are done.
     """
     run = Run(wrap, FOUR, name)
     run.train(1)
-    saved, saving = run.whole(), run.save(folder, background=wrap == "hybrid")
-    found = [run.train(2)]
-    if wrap == "hybrid":
-        saving.result()
+    saved, write, trained = run.whole(), FileSystemWriter.write_data, threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert trained.wait(20)
+        return write(*args)
+
+    with patch.object(FileSystemWriter, "write_data", late if wrap == "hybrid" else write):
+        saving = run.save(folder, background=wrap == "hybrid")
+        found = [run.train(2)]
+        trained.set()
+        if wrap == "hybrid":
+            saving.result()
     back = Run(wrap, FOUR, name, lr=3.0)
     back.train(1)
     assert back.load(folder) == 2
