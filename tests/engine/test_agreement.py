@@ -74,7 +74,8 @@ def _later(rank: int, size: int) -> list[str]:
     """A gradient scaler of its own on one rank, from the fifth step on; nothing else is exchanged between steps."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
-    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT)
+    options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
+    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
     inputs, target = models.batch(4, seed=rank)
     for step in range(6):
         try:
@@ -94,6 +95,7 @@ def _rows(rank: int, size: int) -> list[list[str]]:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     pp, ep = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
+    options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
     (inputs, target), (others, labels) = models.batch(4, seed=ep), models.batch(4, seed=rank + 2)
     for given in (
         (inputs, target),
@@ -101,7 +103,7 @@ def _rows(rank: int, size: int) -> list[list[str]]:
         (others, labels),
         (others, target),
     ):
-        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT)
+        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
         with warnings.catch_warnings(record=True) as told, engine:
             warnings.simplefilter("always")
             engine.step(given[0], target=given[1])

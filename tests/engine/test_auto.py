@@ -65,7 +65,7 @@ def _compared(rank: int, program: Program, ep: int, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_two_stages(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(_compare, name, 1, 5, {}, timeout=120) == [[]] * 2
+    assert ranks2.run(_compare, name, 1, 3, {}, timeout=120) == [[]] * 2
 
 
 @pytest.mark.parametrize(("name", "options"), [("v", {}), ("loop", {"parts": 2}), ("v", {"recompute": "block"})])

@@ -108,14 +108,22 @@ def compared(
 
 
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> list[str]:
-    """In double precision, bit for bit; on two ranks with every overlap, and with the last in single precision too."""
+    """In double precision, bit for bit; on two ranks with every overlap, and with the last in single precision too.
+
+    Without chunks, where a schedule may have them, with two overlaps.
+
+    On more ranks schedules take turns with the two orders.
+    """
     problems = []
-    overlaps_of = {True: OVERLAPS, False: OVERLAPS[-1:]} if size == 2 else {True: [k for k in OVERLAPS if k != 2]}
+    last: Overlap = ("pairs", 3)[list(SCHEDULES).index(name) % 2]
+    overlaps_of = {True: OVERLAPS, False: OVERLAPS[-1:]} if size == 2 else {True: ["serial", last]}
     for double, overlaps in overlaps_of.items():
         torch.set_default_dtype(torch.float64 if double else torch.float32)
         try:
-            for program in programs(name, pp, most=size == 2):
-                problems += _compared(rank, program, pp, dp, ep, overlaps, 1e-12 if double else 1e-5)
+            *others, program = programs(name, pp, most=size == 2)
+            problems += _compared(rank, program, pp, dp, ep, overlaps, 1e-12 if double else 1e-5)
+            for other in others if double else ():
+                problems += _compared(rank, other, pp, dp, ep, OVERLAPS[::3], 1e-12)
         finally:
             torch.set_default_dtype(torch.float32)
     return problems
@@ -180,6 +188,7 @@ def _compare_of_all_tries(rank: int, size: int, *layout: Any) -> list[str]:
 
 # One schedule of each sort: chunks in a loop, folded with split backwards, in two directions.
 SORTS = ["combined_1f1b", "zb_v", "dualpipe"]
+OTHERS = [name for name in SCHEDULES if name not in SORTS]  # these have more stages and expert ranks with eight ranks
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -188,24 +197,24 @@ def test_two_stages(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(function, name, 2, 1, 1, timeout=120) == [[]] * 2
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 2, 1, 2, timeout=120) == [[]] * 4
 
 
 # Ranks with other data sum as expert ranks do: a few schedules.
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "dualpipev"])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])
 def test_two_stages_and_two_data_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 2, 2, 1, timeout=120) == [[]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_four_stages(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 4, 1, 1, timeout=120) == [[]] * 4
 
 
-# Above every schedule has more stages and expert ranks; here they meet, and data ranks.
+# Above the other schedules have more stages and expert ranks; here they meet, and data ranks.
 
 
 @pytest.mark.slow

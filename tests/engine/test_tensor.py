@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from tests.ranks import Ranks, run
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 4
-OVERLAPS: list[Overlap] = [3, "pairs"]
 
 
 @dataclass(frozen=True)
@@ -142,19 +140,17 @@ def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e
     return problems
 
 
-def _train(rank: int, size: int, name: str, last: Overlap, schedule: str, options: dict[str, Any]) -> list[str]:
-    """A step of the serial plan, which finds the exchanges that blocks make by themselves, and a step that overlaps."""
+def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, Any]) -> list[str]:
+    """A step that overlaps; behind a serial one, where that finds the exchanges that blocks make by themselves."""
     sizes = LAYOUTS[name].mesh
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     number, count = number_of(mesh)
     wanted, norm = expected(count)
-    engine = engine_over(mesh, name, schedule=schedule, **options)
+    engine = engine_over(mesh, name, **options)
     inputs, target = data_of(mesh, number)
     problems = []
-    played: list[Overlap] = ["serial", last]
+    played: list[Overlap] = ["serial", last] if "cp" in sizes else [last]
     for overlap in played:
-        for parameter in engine.parameters():
-            parameter.grad = None
         assert isinstance(engine.model, nn.Sequential)
         engine.model.zero_grad()
         engine.plan = compile(engine.program, engine.shapes, COSTS, overlap)
@@ -167,29 +163,31 @@ def _train(rank: int, size: int, name: str, last: Overlap, schedule: str, option
     return problems
 
 
-SCHEDULES = {"pp x tp": "zb_v", "pp x tp with sequences": "dualpipev", "tp with sequences": "zb_h1"}
-
-
-@pytest.mark.parametrize(("name", "overlap"), list(zip(LAYOUTS, cycle(OVERLAPS), strict=False)))
-def test_gradients_and_norms_are_those_of_one_process(
-    ranks2: Ranks, ranks4: Ranks, name: str, overlap: Overlap
-) -> None:
-    ranks = ranks2 if LAYOUTS[name].ranks == 2 else ranks4
-    schedule = SCHEDULES.get(name, "combined_1f1b")
-    assert ranks.run(_train, name, overlap, schedule, {}) == [[]] * LAYOUTS[name].ranks
-
-
-OPTIONS: list[tuple[str, Overlap, dict[str, Any]]] = [
+CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
+    ("tp", 3, {}),
+    ("tp with sequences", "pairs", {"schedule": "zb_h1"}),
+    ("cp", "pairs", {}),
+    ("ep x tp", 3, {}),
     ("ep x tp with sequences", 3, {"recompute": "block", "parts": 2}),
     ("ep x tp with sequences", "pairs", {"recompute": "attention", "capacity": 8.0}),
+    ("dp x tp with sequences", 3, {}),
+    ("pp x tp", "pairs", {"schedule": "zb_v"}),
+    ("pp x tp with sequences", 3, {"schedule": "dualpipev"}),
+    ("FSDP2 x tp with sequences", 3, {}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
     ("ep x cp in a ring", "pairs", {"recompute": "attention", "parts": 2}),
+    ("pp x cp in a ring", "pairs", {}),
+    ("cp x tp", 3, {}),
 ]
+"""Layouts that are not here stand in tests of labels, measured plans and checkpoints."""
 
 
-@pytest.mark.parametrize(("name", "overlap", "options"), OPTIONS, ids=str)
-def test_other_options(ranks4: Ranks, name: str, overlap: Overlap, options: dict[str, Any]) -> None:
-    assert ranks4.run(_train, name, overlap, "combined_1f1b", options) == [[]] * 4
+@pytest.mark.parametrize(("name", "overlap", "options"), CASES, ids=str)
+def test_gradients_and_norms_are_those_of_one_process(
+    ranks2: Ranks, ranks4: Ranks, name: str, overlap: Overlap, options: dict[str, Any]
+) -> None:
+    ranks = ranks2 if LAYOUTS[name].ranks == 2 else ranks4
+    assert ranks.run(_train, name, overlap, options) == [[]] * LAYOUTS[name].ranks
 
 
 def _measured(rank: int, size: int, name: str) -> list[str]:
@@ -246,7 +244,7 @@ def _counted(rank: int, size: int, name: str) -> list[str]:
     return differences(engine, models.gradients(model))
 
 
-@pytest.mark.parametrize("name", ["ep x cp", "ep x tp with sequences", "cp x tp in a ring"])
+@pytest.mark.parametrize("name", ["ep x cp", "cp x tp in a ring"])
 def test_labels_count_once(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_counted, name) == [[]] * 4
 
@@ -262,7 +260,7 @@ def plain_loss(count: int) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("name", ["ep x tp with sequences", "ep x cp", "cp in a ring", "pp x tp"])
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "cp in a ring", "pp x tp"])
 def test_measured_plans(ranks4: Ranks, name: str) -> None:
     """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process."""
     assert ranks4.run(_measured, name) == [[]] * 4
@@ -272,7 +270,7 @@ SAVED = ["ep x tp", "tp 4", "pp x tp", "dp x ep", "FSDP2 x tp", "dp x tp with se
 
 
 def _saved(rank: int, size: int, folder: Path) -> list[float]:
-    """The loss of a second step behind a checkpoint, in the layout that saved and in others."""
+    """The loss behind a step from a checkpoint, in the layout that saved and in others."""
     found = []
     for number, name in enumerate(SAVED):
         sizes = LAYOUTS[name].mesh
@@ -281,27 +279,23 @@ def _saved(rank: int, size: int, folder: Path) -> list[float]:
         optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05 if number else 0.01)
         inputs, target = data_of(mesh, 0)
 
-        def train(
-            steps: int, engine: Engine = engine, optimizer: Any = optimizer, data: Any = (inputs, target)
-        ) -> list[float]:
-            losses = []
-            for _ in range(steps):
-                losses.append(engine.mean_loss(engine.step(data[0], target=data[1])))
-                optimizer.step()
-                optimizer.zero_grad()
-            return losses
+        def train(engine: Engine = engine, optimizer: Any = optimizer, data: Any = (inputs, target)) -> None:
+            engine.step(data[0], target=data[1])
+            optimizer.step()
+            optimizer.zero_grad()
 
         if number:
-            assert load_checkpoint(engine, folder / str(number - 1), optimizer) == 2
+            assert load_checkpoint(engine, folder / str(number - 1), optimizer) == 1
         else:
-            train(2)
-        saving = save_checkpoint(engine, folder / str(number), 2, optimizer, background=number % 2 == 1)
+            train()
+        saving = save_checkpoint(engine, folder / str(number), 1, optimizer, background=number % 2 == 1)
         if not isinstance(saving, Path):
             saving.result()
         if rank == 0:
             consolidate(folder / str(number), folder / f"whole {number}")
         engine.mesh.agree({"written": True})
-        found.append(train(2)[-1])
+        train()
+        found.append(engine.mean_loss(engine.evaluate(inputs, target=target)))
     return found
 
 
@@ -351,13 +345,13 @@ class Run:
 def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
     """Whether a resumed run ends with the bits of one that went on."""
     whole = Run(name)
-    whole.train(2)
-    path = save_checkpoint(whole.engine, folder, 2, whole.optimizer, state={"scheduler": whole.scheduler})
-    whole.train(2)
+    whole.train(1)
+    path = save_checkpoint(whole.engine, folder, 1, whole.optimizer, state={"scheduler": whole.scheduler})
+    whole.train(1)
     resumed = Run(name)
     state = {"scheduler": resumed.scheduler}
-    assert load_checkpoint(resumed.engine, path.parent, resumed.optimizer, state=state) == 2
-    resumed.train(2)
+    assert load_checkpoint(resumed.engine, path.parent, resumed.optimizer, state=state) == 1
+    resumed.train(1)
     assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
     return all(map(torch.equal, resumed.tensors(), whole.tensors()))
 
@@ -370,7 +364,6 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks4: Ranks, tmp_path: Path, na
 def _another_layout(rank: int, size: int, folder: Path) -> list[str]:
     """What is said of a state of each rank of another tensor layout, and random numbers that stay."""
     first = Run("ep x tp")
-    first.train(1)
     mine = {"loader": torch.optim.lr_scheduler.ExponentialLR(first.optimizer, 1 - 0.1 * rank)}
     save_checkpoint(first.engine, folder, 1, first.optimizer, state=mine)
     other = Run("tp 4")
@@ -398,19 +391,16 @@ def _mixed(rank: int, size: int) -> list[str]:
     """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
-    policy, found = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), []
-    for overlap in OVERLAPS:
-        model = tensors.build(mesh, sequence=True).float()
-        for block in model:
-            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-        program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-        options: dict[str, Any] = {"costs": COSTS, "overlap": overlap, "experts_over": ("ep", "tp"), "timeout": 30}
-        engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
-        with pauses(rank):
-            engine.step(inputs, target=target)
-        found.append(differences(engine, expected(2)[0], 0.05))
-        engine.close()
-    return [problem for problems in found for problem in problems]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = tensors.build(mesh, sequence=True).float()
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"costs": COSTS, "overlap": 3, "experts_over": ("ep", "tp"), "timeout": 30}
+    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    with pauses(rank):
+        engine.step(inputs, target=target)
+    return differences(engine, expected(2)[0], 0.05)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")

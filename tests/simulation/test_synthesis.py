@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from overlap1f1b.schedule.placement import SINGLE
 from overlap1f1b.simulation import pipeline_bound, synthesize
 from overlap1f1b.simulation.synthesis import plan_of
 from tests.plan.cases import costs_of, shapes
+from tests.plan.tries import all_tries
 
 QUICK = 1e-3
 """Seconds of a search that makes the least number of tries."""
@@ -81,7 +83,7 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
 
 @pytest.mark.parametrize(
     ("placement", "microbatches", "peak", "most"),
-    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 16, 6, 1.25)],
+    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 8, 6, 1.27)],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
 def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
@@ -114,7 +116,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
 )
 @pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
 def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
-    """Of the same parts and memory, even if hardly anything is tried.
+    """Of the same parts and memory, even if hardly anything is tried; at ratio 1 beside all tries of the fixed ones.
 
     In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
     """
@@ -129,12 +131,13 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
         }
         costs = NodeCosts(costs.by_op, slower)
     limit = 3.0
-    found = synthesize(placement, 6, shape, costs, peak_activations=limit, seconds=QUICK)
+    with all_tries() if ratio == 1 else nullcontext():
+        found = synthesize(placement, 6, shape, costs, peak_activations=limit, seconds=QUICK)
+        plans = [compile(program, shape, costs, 3) for program in fixed(placement, 6)]
     check(found)
-    for program in fixed(placement, 6):
-        plan = compile(program, shape, costs, 3)
+    for plan in plans:
         if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
-            assert found.predicted <= plan.predicted * (1 + 1e-9), program.name
+            assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
 
 
 def test_every_rank_finds_the_same() -> None:

@@ -108,9 +108,12 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
     if wrap != "some":  # which has plain blocks that nothing else reduces
         reference = own_loop(wrapped(wrap, mesh), data[rank], microbatches, size)
     for number, program in enumerate(programs(microbatches)):
+        if size == 4 and wrap != "blocks" and number != WRAPS.index(wrap) % 3:
+            continue  # each way to wrap with one program, as two ranks play all
         model = wrapped(wrap, mesh)
         engine = engine_over(model, program, mesh, exchange=exchange)
-        for overlap in OVERLAPS[number if size == 2 else -1 :]:  # each program, and on two ranks each overlap as well
+        last = None if (size, dp, wrap) == (2, 2, "blocks") else number + 1
+        for overlap in OVERLAPS[number:last]:
             model.zero_grad()
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             engine.step(data[rank][0], target=data[rank][1])
@@ -166,21 +169,17 @@ def _mixed_precision(rank: int, size: int, reduce_dtype: torch.dtype | None, fro
     block = Frozen if frozen else block
     expected = own_loop(wrapped("blocks", mesh, policy=policy, block=block), data, 3, size)
     problems = []
-    for program in programs(3):
-        for overlap in ("serial", 3):
-            model = wrapped("blocks", mesh, policy=policy, block=block)
-            engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
-            assert all(
-                p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad
-            )
-            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-            problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
+    for program, overlap in zip(programs(3), OVERLAPS, strict=True):
+        model = wrapped("blocks", mesh, policy=policy, block=block)
+        engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
     return problems
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
+@pytest.mark.parametrize(("reduce_dtype", "frozen"), [(torch.float32, False), (None, False), (torch.float32, True)])
 def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks, reduce_dtype: torch.dtype | None, frozen: bool) -> None:
     assert ranks2.run(_mixed_precision, reduce_dtype, frozen) == [[], []]
 

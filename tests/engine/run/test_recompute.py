@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,14 +51,16 @@ def gradients(
 
 @pytest.mark.parametrize(("seams", "microbatches"), [(1, 1), (1, 4), (2, 2)])
 def test_gradients_and_dropout_are_those_without(seams: int, microbatches: int) -> None:
-    """Uneven routing, an expert without tokens, a dense block and tied weights are in every case."""
+    """Uneven routing, an expert without tokens, a dense block and tied weights are in every case.
+
+    Every program meets every overlap in every case, and both meet every mode over the cases.
+    """
     options: dict[str, Any] = {"seams": seams, "microbatches": microbatches, "dropout": 0.3, "tied": True}
     expected = gradients("none", "sequential", "serial", **options)
-    for name in PROGRAMS:
-        for overlap in OVERLAPS:
-            for mode in MODES:
-                found = gradients(mode, name, overlap, **options)
-                assert not models.equal(found, expected), (name, overlap, mode)
+    for (first, name), (second, overlap) in product(enumerate(PROGRAMS), enumerate(OVERLAPS)):
+        mode = MODES[(first + second + microbatches // 2) % 3]
+        found = gradients(mode, name, overlap, **options)
+        assert not models.equal(found, expected), (name, overlap, mode)
 
 
 def test_gradients_are_those_of_plain_autograd() -> None:
