@@ -244,7 +244,7 @@ def _counted(rank: int, size: int, name: str) -> list[str]:
     return differences(engine, models.gradients(model))
 
 
-@pytest.mark.parametrize("name", ["ep x cp", "cp x tp in a ring"])
+@pytest.mark.parametrize("name", ["ep x cp", "ep x tp with sequences", "cp x tp in a ring"])
 def test_labels_count_once(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_counted, name) == [[]] * 4
 

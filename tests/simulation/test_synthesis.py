@@ -83,7 +83,7 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
 
 @pytest.mark.parametrize(
     ("placement", "microbatches", "peak", "most"),
-    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 8, 6, 1.27)],
+    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 16, 6, 1.25)],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
 def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
@@ -116,7 +116,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
 )
 @pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
 def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
-    """Of the same parts and memory, even if hardly anything is tried; at ratio 1 beside all tries of the fixed ones.
+    """Of the same parts and memory, even if hardly anything is tried; at the ends beside all tries of the fixed ones.
 
     In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
     """
@@ -131,7 +131,7 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
         }
         costs = NodeCosts(costs.by_op, slower)
     limit = 3.0
-    with all_tries() if ratio == 1 else nullcontext():
+    with all_tries() if ratio in (0.25, 4) else nullcontext():
         found = synthesize(placement, 6, shape, costs, peak_activations=limit, seconds=QUICK)
         plans = [compile(program, shape, costs, 3) for program in fixed(placement, 6)]
     check(found)
