@@ -15,7 +15,7 @@ from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.groups import Group, abort, keep, limit, side_by_side, users_aborts
+from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import CudaMark
 from overlap1f1b.transport.watchdog import Watchdog
@@ -175,7 +175,6 @@ class Communicators:
         """End every transfer under way, after a failure."""
         if self._stamp is not None:
             side_by_side(self._aborts)
-            keep(list(self._aborts))
             return
         for end in self._aborts:
             end()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.limits import ABORT_S, KEPT_S, PROBE_S, WATCHDOG_FACTOR
+from overlap1f1b.transport.limits import ABORT_S, FREED_S, PROBE_S, WATCHDOG_FACTOR
 
 T = TypeVar("T")
 Group = dist.ProcessGroup
@@ -127,8 +127,9 @@ class Groups:
 
     def release(self) -> None:
         """End the groups on a device at once, whatever other ranks do; on gloo they end with their last user."""
-        made = list(self._made.values())
-        side_by_side([group.abort for group in made if not isinstance(group, dist.ProcessGroupGloo)])
+        made = [group for group in self._made.values() if not isinstance(group, dist.ProcessGroupGloo)]
+        side_by_side([group.abort for group in made])
+        free_later(made)
 
     def abort(self) -> None:
         """End every transfer of the groups, see :func:`abort`."""
@@ -164,11 +165,21 @@ def side_by_side(ends: Sequence[Callable[[], object]]) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def keep(aborted: Sequence[object]) -> None:
-    """Keep what holds aborted groups for :data:`KEPT_S`, in a thread: whoever frees such a group may wait as long."""
-    keeper = threading.Thread(target=lambda kept: time.sleep(KEPT_S), args=(aborted,), daemon=True)
-    with suppress(RuntimeError):  # there are too many threads now
-        keeper.start()
+def free_later(aborted: Sequence[Group]) -> None:
+    """Free aborted groups in a thread, later.
+
+    After an abort torch's thread beside a group on NCCL sleeps, so that flight recorders can be written: four times
+    ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``, by default a minute. Whoever frees the group waits for this thread.
+    """
+    seconds = FREED_S + 4e-3 * float(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") or 15_000)
+
+    def free(groups: Sequence[Group]) -> None:
+        time.sleep(seconds)
+
+    if aborted:
+        thread = threading.Thread(target=free, args=(aborted,), name="overlap1f1b-frees", daemon=True)
+        with suppress(RuntimeError):  # there are too many threads now
+            thread.start()
 
 
 def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:
@@ -261,6 +272,7 @@ def abort(group: Group) -> None:
     if not isinstance(group, dist.ProcessGroupGloo):
         if not _registered(group):
             group.abort()
+            free_later([group])
             return
         if "cpu:gloo" not in dist.get_backend_config(group):
             return

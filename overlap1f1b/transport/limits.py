@@ -34,10 +34,10 @@ ROLL_CALL_S = 2.0
 ROLL_CALL_POLL_S = 0.05
 """Period of the requests within :data:`ROLL_CALL_S`."""
 ANSWER_S = 2.0
-"""Time for the store, or for CUDA, to answer: milliseconds, unless a process has stopped or CUDA waits for a device."""
-KEPT_S = 90.0
-"""Time for which an aborted group is kept. Torch's thread beside it sleeps for a minute before it ends, so that flight
-recorders can be written, and the group's destructor would wait for this thread."""
+"""Time for the store to answer: it needs milliseconds, unless its process has stopped or ended."""
+FREED_S = 30.0
+"""Time before an aborted group on NCCL is freed, beyond the sleep of torch's thread beside it, see
+:func:`~overlap1f1b.transport.groups.free_later`."""
 
 # ---------------------------------------------------------------------------- local processes of the command line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -66,6 +67,7 @@ class LoopbackExchange(Exchange):
         self._slots = [_Slot(device) for _ in range(SLOTS if queued else 0)]
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
+        self._copies: deque[HostCopy] = deque()  # that may still be written
         self.bytes_sent = 0
         if gbps is not None and queued:
             self._again = max(0.0, self.full_rate() / gbps - 1)
@@ -134,9 +136,15 @@ class LoopbackExchange(Exchange):
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         source = counts.view(1, -1)
         result = torch.empty_like(source)
-        back = self.control.run(side.copy_small, result, source)
-        # The route keeps source and result until it has read the copies.
-        host = HostCopy.on(self.control, source, result) if read else None
+        # Kernels copy the counts: the copy engines have rows of other exchanges to copy first.
+        back = self.control.run(side.copy_by_kernel, result, source)
+        if not read:
+            return Transfer(result, source=source, mark=back)
+        # The route keeps source and result until it has read the copies. After a failure nobody reads them.
+        host = HostCopy.by_kernel_on(self.control, source, result)
+        while self._copies and self._copies[0].ended:
+            self._copies.popleft()
+        self._copies.append(host)
         return Transfer(result, source=source, mark=back, host=host)
 
     def _leave(self, slot: Tensor, chunk: Tensor) -> None:

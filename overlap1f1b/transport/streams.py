@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -20,8 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from overlap1f1b.transport.limits import ANSWER_S
 
 Job = Callable[..., object]
 Failed = Callable[[], bool]
@@ -41,30 +40,26 @@ def multiprocessors(device: torch.device) -> int | None:
 def going_on(device: torch.device) -> Callable[[], bool]:
     """Return a function that tells whether a GPU has done what it had been given at the call before.
 
-    It looks at the stream that is current now, and may be called in any thread. A host that waits inside a copy to
-    pageable memory holds a lock of CUDA's, which recording an event needs: so a thread asks, and a device from which no
-    answer comes within :data:`~overlap1f1b.transport.limits.ANSWER_S` stands still.
+    It looks at the stream that is current now, and may be called in any thread. A thread of its own waits for the
+    device: a host inside a copy to pageable memory holds a lock of CUDA's, for which each question may have to wait.
     """
-    stream, mark = torch.cuda.current_stream(device), torch.cuda.Event()
-    mark.record(stream)
-    done, asking = False, threading.Thread()
+    stream, waiting = torch.cuda.current_stream(device), threading.Thread()
 
-    def ask() -> None:
-        nonlocal done
-        done = mark.query()
-        if done:
-            mark.record(stream)
+    def wait() -> None:
+        with suppress(RuntimeError):  # of a device that has failed: the host's own calls raise, too
+            torch.cuda.set_device(stream.device)  # else CUDA takes memory on the first GPU
+            given = torch.cuda.Event(blocking=True)
+            given.record(stream)
+            given.synchronize()
 
     def goes_on() -> bool:
-        nonlocal asking
-        if not asking.is_alive():
-            asking = threading.Thread(target=ask, name="overlap1f1b-asks", daemon=True)
-            try:
-                asking.start()
-            except RuntimeError:  # there are too many threads now
-                return True
-        asking.join(ANSWER_S)
-        return done and not asking.is_alive()
+        nonlocal waiting
+        if waiting.is_alive():
+            return False
+        waiting = threading.Thread(target=wait, name="overlap1f1b-waits", daemon=True)
+        with suppress(RuntimeError):  # there are too many threads now
+            waiting.start()
+        return True
 
     return goes_on
 
@@ -287,20 +282,16 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
         del entry, mark, job, held, after
 
 
-class _Seen:
-    """Pinned host memory as a GPU sees it, for ``torch.as_tensor``."""
+class _Mapped:
+    """Pinned host memory as a GPU sees it, for ``torch.as_tensor``, which does not copy it."""
 
     def __init__(self, host: Tensor) -> None:
         self._kept = host
-        self.__cuda_array_interface__ = {**host.numpy().__array_interface__, "version": 3}
+        self.__cuda_array_interface__ = host.numpy().__array_interface__
 
 
-def _seen_by(device: torch.device, host: Tensor) -> Tensor:
-    return torch.as_tensor(_Seen(host), device=device) if device.type == "cuda" else host
-
-
-def copy_small(target: Tensor, source: Tensor) -> None:
-    """Copy a small tensor of numbers by a kernel: a copy engine would first end large copies that others gave it."""
+def copy_by_kernel(target: Tensor, source: Tensor) -> None:
+    """Copy int64 numbers by a kernel: a copy engine would first end the large copies that it was given before."""
     torch.add(source, 0, out=target)
 
 
@@ -320,13 +311,34 @@ class HostCopy:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`."""
         host = [in_host_memory(t) for t in tensors]
 
-        targets = [_seen_by(source.device, target) for target, source in zip(host, tensors, strict=True)]
-
         def copy(*sources: Tensor) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                copy_small(target, source)
+            for target, source in zip(host, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
         return cls(host, stream.run(copy, *tensors))
+
+    @classmethod
+    def by_kernel_on(cls, stream: SideStream, *tensors: Tensor) -> HostCopy:
+        """Copy int64 tensors as :meth:`on`, by kernels, see :func:`copy_by_kernel`.
+
+        Torch does not know that these kernels write to the host memory: the caller also keeps the copy until then.
+        """
+        host = [in_host_memory(t) for t in tensors]
+        mapped = [
+            torch.as_tensor(_Mapped(target), device=source.device) if source.is_cuda else target
+            for target, source in zip(host, tensors, strict=True)
+        ]
+
+        def copy(*sources: Tensor) -> None:
+            for target, source in zip(mapped, sources, strict=True):
+                copy_by_kernel(target, source)
+
+        return cls(host, stream.run(copy, *tensors))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the copy has ended."""
+        return self.mark is None or self.mark.is_completed()
 
     def read(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> Sequence[Tensor]:
         """Wait for the copy as :meth:`Mark.synchronize` does, and return the tensors."""

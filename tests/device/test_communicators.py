@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from typing import Any
 from unittest.mock import patch
@@ -66,7 +67,9 @@ def test_communicators_are_made_in_the_constructor(alone: Ranks) -> None:
     alone.run(_made_once)
 
 
-def _many(rank: int, size: int, count: int, sizes: list[tuple[int, ...]], how: str) -> None:
+def _many(
+    rank: int, size: int, count: int, sizes: list[tuple[int, ...]], how: str, earlier: set[threading.Thread]
+) -> None:
     program, layout = program_of("combined_1f1b", 2), Layout(2, 2)
     inputs, target = batch_of(program, layout, rank)
     mesh = mesh_of(layout)  # its groups are the user's, and stay
@@ -80,6 +83,8 @@ def _many(rank: int, size: int, count: int, sizes: list[tuple[int, ...]], how: s
         if number in (1, count - 1):
             _meet(rank)
             if rank == 0:
+                while any(thread.name == "overlap1f1b-frees" for thread in {*threading.enumerate()} - earlier):
+                    time.sleep(0.005)
                 world = here().world
                 world.forget()
                 gc.collect()
@@ -99,7 +104,9 @@ def _meet(rank: int) -> None:
 
 def _stays_flat(rank: int, size: int, count: int, how: str) -> list[tuple[int, ...]]:
     sizes: list[tuple[int, ...]] = []
-    World(4).run(_many, count, sizes, how)
+    at_once = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+    with patch.object(groups, "FREED_S", 0.0), patch.dict(os.environ, at_once):
+        World(4).run(_many, count, sizes, how, set(threading.enumerate()))
     return sizes
 
 

@@ -5,6 +5,8 @@ A wait that is taken out is found, though the values of the play come out right.
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -249,6 +251,31 @@ def test_everything_is_ordered(alone: Ranks, what: str) -> None:
 def test_a_wait_that_is_taken_out_is_found(alone: Ranks, removal: str) -> None:
     (found,) = alone.run(_races, "", removal)
     assert found
+
+
+def _unread_counts(rank: int, size: int, kept: bool) -> None:
+    """Counts on their way to the host that nobody reads, as after a failure of a step."""
+    exchange = loopback.LoopbackExchange(torch.device("cpu"))
+    if not kept:
+        exchange._copies = deque(maxlen=0)
+    counts = torch.tensor([3, 1])
+    transfer = exchange.counts(counts)
+    transfer.host = None
+    gc.collect()
+    counts.add(1)  # the checker looks for freed memory at each operation
+
+
+def _races_of_unread_counts(rank: int, size: int, kept: bool) -> list[str]:
+    world = World(1)
+    world.run(_unread_counts, kept, watch=True)
+    return [str(race) for race in races(0, world.logs[0])]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_counts_that_nobody_reads(alone: Ranks, kept: bool) -> None:
+    """Torch would give their host memory away, and does not know of the kernel that is still to write to it."""
+    (found,) = alone.run(_races_of_unread_counts, kept)
+    assert any("stream host" in race for race in found) != kept
 
 
 # ------------------------------------------------------------------------------------------------ by hand

@@ -42,12 +42,12 @@ def _fsdp2(rank: int, size: int) -> list[str]:
     torch.set_default_dtype(torch.float64)
     try:
         with on_nccl(rank, size, dp=size, ep=1) as (mesh, device):
-            return _differ(mesh, device, rank, size)
+            return _differences(mesh, device, rank, size)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _differ(mesh: DeviceMesh, device: torch.device, rank: int, size: int) -> list[str]:
+def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int) -> list[str]:
     """Gradients that differ between orders of a program, or from FSDP2's own loop, which sums in other kernels."""
     data = [tensor.to(device) for tensor in models.batch(3, seed=rank)]
 

@@ -129,3 +129,15 @@ def test_what_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TimeoutError):
         never.synchronize(timedelta(milliseconds=10))
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(0,), (1, 5), (3, 4)])
+def test_a_kernel_writes_to_host_memory_as_a_gpu_sees_it(shape: tuple[int, ...]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = torch.arange(2 * torch.Size(shape).numel(), device=device)[::2].view(shape)
+    host = streams.in_host_memory(source)
+    assert torch.as_tensor(streams._Mapped(host), device=device).data_ptr() == host.data_ptr() or not source.numel()
+    (copy,) = HostCopy.by_kernel_on(CudaStream(device), source).read(timedelta(seconds=10))
+    assert copy.device.type == "cpu"
+    assert torch.equal(copy, source.cpu())

@@ -15,6 +15,7 @@ from overlap1f1b.transport import groups, streams
 from overlap1f1b.transport import watchdog as watchdog_module
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.failures import Failures, LostRankError
+from overlap1f1b.transport.groups import Groups
 from overlap1f1b.transport.watchdog import Watchdog
 
 LOOK_S = 0.02
@@ -64,22 +65,38 @@ def test_a_host_that_is_busy_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched(monkeypatch, seconds=0.3, looks=1) == (False, "rank 1 failed")
 
 
-def test_a_host_that_holds_a_lock_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits in a copy to pageable memory; until that ends, no other thread can record an event."""
-    free = threading.Event()
-    event = SimpleNamespace(query=lambda: True, record=lambda stream: free.wait(30))
-    free.set()
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(streams, "ANSWER_S", 0.1)
+@pytest.mark.parametrize("where", ["record", "synchronize"])
+def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """It stands still in front of an event; or the host is in a copy to pageable memory, and no event can be recorded.
+
+    However often it is asked, one thread waits.
+    """
+    answers, asked = threading.Event(), list[str]()
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            self.record = lambda stream: self.act("record")
+            self.synchronize = lambda: self.act("synchronize")
+
+        def act(self, name: str) -> None:
+            asked.append(name)
+            if name == where:
+                answers.wait(30)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device="cuda:3"))
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     goes_on = streams.going_on(torch.device("cuda"))
-    assert goes_on()
-    free.clear()
+    assert goes_on()  # nothing was asked before
+    while where not in asked:
+        time.sleep(0.005)
     assert not goes_on()
     assert not goes_on()
-    free.set()
+    answers.set()
     while not goes_on():
         time.sleep(0.005)
+    assert asked[:2] == ["cuda:3", "record"]
+    assert asked.count("cuda:3") == 2
 
 
 def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +121,36 @@ def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert watchdog.aborted
 
 
-def test_aborted_groups_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread than the user's drops them, and waits for what torch has to do before they end."""
-    monkeypatch.setattr(groups, "KEPT_S", 0.2)
-    ended = list[threading.Thread]()
+class Aborted:
+    """A group of a device, which notes its abort, and the thread that frees it."""
 
-    class Group:
-        def __del__(self) -> None:
-            ended.append(threading.current_thread())
+    def __init__(self, noted: list[object]) -> None:
+        self.noted = noted
 
-    groups.keep([Group()])
-    assert not ended
-    while not ended:
+    def abort(self) -> None:
+        self.noted.append("aborted")
+
+    def __del__(self) -> None:
+        self.noted.append(threading.current_thread())
+
+
+@pytest.mark.parametrize("how", ["abort", "release"])
+def test_another_thread_frees_aborted_groups(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whoever frees a group on NCCL waits for torch's thread beside it, which sleeps after an abort."""
+    monkeypatch.setattr(groups, "FREED_S", 0.0)
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "50")
+    noted = list[object]()
+    if how == "abort":
+        groups.abort(Aborted(noted))  # type: ignore[arg-type]
+    else:
+        made = Groups.__new__(Groups)
+        made._made = {"rows": Aborted(noted)}  # type: ignore[dict-item]
+        made.release()
+        del made
+    assert noted == ["aborted"]
+    while len(noted) < 2:
         time.sleep(0.005)
-    assert ended[0] is not threading.current_thread()
+    assert noted[1] is not threading.current_thread()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("3 rows instead of 5")], ids=["ends well", "fails"])
