@@ -70,7 +70,7 @@ def own(titan2: Ranks, folder: str) -> Own:
     def result(**case: Any) -> list[dict[str, Any]]:
         name = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
         if name not in known:
-            given = [{"folder": folder, "run": name, "batch": MICRO, "total": SEQUENCES, **case}]
+            given = [{"folder": folder, "run": name, "batch": case.get("micro", MICRO), "total": SEQUENCES, **case}]
             known[name] = [logged | {"run": name} for (logged,) in titan2.run(train, given)]
         return known[name]
 

@@ -44,8 +44,9 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
 @installed
 def test_tensor_parallelism(titan2: Ranks, folder: str, own: Own) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same tensor group, with all experts on a rank."""
-    found = titan2.run(train, [{"folder": folder, "tp": 2, "run": "tensor mixin", "by": "mixin"}])
-    for expected, (by_us,) in zip(own(tp=2, ep=1), found, strict=True):
+    same: dict[str, Any] = {"tp": 2, "micro": SEQUENCES // 2}
+    found = titan2.run(train, [{"folder": folder, "run": "tensor mixin", "by": "mixin", **same}])
+    for expected, (by_us,) in zip(own(**same), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [0]

@@ -345,7 +345,7 @@ def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path)
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=changes.get("trainer", {}))
     spec = replace(spec, arguments={**EVALUATES, **changes.get("arguments", {})})
     expected = history(plain(spec))
-    default = plain(replace(spec, folder=tmp_path / "default", trainer={}, arguments=EVALUATES))
+    default = plain(replace(spec, folder=tmp_path / "default", trainer={}, arguments={}, steps=1))
     assert expected[0]["loss"] != history(default)[0]["loss"]
     for found in ranks2.run(train, spec):
         close(shown(found), expected)
@@ -758,7 +758,7 @@ def test_bf16(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None
     arguments, model = {**EVALUATES, "bf16": True}, {"model_init": one_expert_after_another}
     spec = Spec(tmp_path, None, trainer=model, arguments=arguments, layout=sizes, rows=40)
     expected = history(plain(spec, ranks // sizes.pp))
-    exact = history(plain(replace(spec, arguments=EVALUATES), ranks // sizes.pp))
+    exact = history(plain(replace(spec, arguments=EVALUATES, steps=1), ranks // sizes.pp))
     assert expected[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=5e-4)
     every = [_in_bf16(0, 1, spec)] if ranks == 1 else {2: ranks2, 4: ranks4}[ranks].run(_in_bf16, spec)
     for lines, types in every:
