@@ -72,20 +72,27 @@ def test_every_section_runs(tmp_path: Path) -> None:
         assert title in text
 
 
-def test_what_a_section_has_kept_stays_if_it_fails(tmp_path: Path) -> None:
+def test_a_section_fails_alone(tmp_path: Path) -> None:
+    """Its error and what it has kept are in the results, without a path of the machine, and the next one runs."""
     fails = f"""
 sys.path.insert(0, {str(ROOT)!r})
-import gpu_bench.steps as steps
+import gpu_bench.kernels, gpu_bench.steps as steps
+def cases(*_): raise RuntimeError("no such kernel")
+gpu_bench.kernels.cases = cases
 def run(context):
     context.keep({{"tables": [], "skipped": ["kept"], "problems": []}})
     raise RuntimeError("planted")
 steps.run = run
 """
-    status, found, text = run(tmp_path, "--sections", "steps", before=fails)
+    status, found, text = run(tmp_path, "--sections", "ceilings,kernels,layer,steps,nccl", before=fails)
     assert status != 0
-    entry = found["sections"]["steps"]
-    assert (entry["status"], entry["error"]) == ("failed", "RuntimeError: planted")
-    assert entry["result"]["skipped"] == ["kept"]
+    sections = found["sections"]
+    assert [entry["status"] for entry in sections.values()] == ["ok", "failed", "ok", "failed", "ok"]
+    assert sections["kernels"]["error"] == "RuntimeError: no such kernel"
+    assert not any("/" in line.partition(" ")[0] for line in sections["kernels"]["traceback"])
+    assert "Failed: `RuntimeError: no such kernel`" in text
+    assert sections["steps"]["error"] == "RuntimeError: planted"
+    assert sections["steps"]["result"]["skipped"] == ["kept"]
     assert "kept" in text
 
 
@@ -105,10 +112,12 @@ def test_a_slow_compiler_leaves_the_ceilings(tmp_path: Path) -> None:
     slow = f"""
 sys.path.insert(0, {str(ROOT)!r})
 import time, gpu_bench.compiles as compiles
-cases = compiles.cases
+cases, clock, late = compiles.cases, time.monotonic, 0.0
+time.monotonic = lambda: clock() + late  # in place of waits
 def slowly(context, shape):
+    global late
     for case in cases(context, shape):
-        time.sleep(0.5 if context.left > -9 else 0)
+        late += 0.5 if context.left > -9 else 0
         yield case
 compiles.cases = slowly
 """
@@ -137,20 +146,3 @@ def test_the_section_for_several_gpus_runs_over_gloo(ranks2: Ranks) -> None:
             (1 << 15, False), (1 << 15, True), (1 << 16, False), (1 << 16, True),
         ]  # fmt: skip
         assert all(row["exchange_ms"] > 0 and 0 <= row["hidden"] <= 1 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_section_fails_alone(tmp_path: Path) -> None:
-    """Its error is in the results, without a path of the machine, and the next one runs."""
-    broken = f"""
-sys.path.insert(0, {str(ROOT)!r})
-import gpu_bench.kernels
-def cases(*_): raise RuntimeError("no such kernel")
-gpu_bench.kernels.cases = cases
-"""
-    status, found, text = run(tmp_path, "--sections", "ceilings,kernels,layer", before=broken)
-    assert status != 0
-    assert [entry["status"] for entry in found["sections"].values()] == ["ok", "failed", "ok"]
-    assert found["sections"]["kernels"]["error"] == "RuntimeError: no such kernel"
-    assert not any("/" in line.partition(" ")[0] for line in found["sections"]["kernels"]["traceback"])
-    assert "Failed: `RuntimeError: no such kernel`" in text

@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.megatron.core.cases import CASES
+from tests.integrations.megatron.core.cases import AUX, OVERLAP_REDUCE, OVERLAPPED, Z_LOSS, Case
 from tests.nccl.joined import on_nccl
 from tests.ranks import run
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-NAMES = (
-    "plain", "aux and z loss", "shared expert, overlapped", "dropout, jitter", "DDP, reduce overlapped",
-    "vp 2, dropout",
-)  # fmt: skip
+CASES: dict[str, Case] = {
+    "plain": Case(measures=True),
+    "aux and z loss": Case({**AUX, **Z_LOSS}, measures=True),
+    "shared expert, overlapped": Case(OVERLAPPED, layers=3, measures=True),
+    "dropout, jitter": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1}),
+    "DDP, reduce overlapped": Case(ddp=OVERLAP_REDUCE, measures=True),
+    "vp 2, dropout": Case({"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
+}
 
 
 def _differences(rank: int, size: int, name: str) -> list[str]:
@@ -76,7 +80,7 @@ def _put_on(device: torch.device) -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_steps(name: str) -> None:
     """In processes of its own, since what is put on the GPU stays there."""
     size = CASES[name].ranks

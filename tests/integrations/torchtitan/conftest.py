@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.torchtitan.trainers import FAMILIES, SEQUENCES, train
+from tests.integrations.torchtitan.trainers import FAMILIES, MICRO, SEQUENCES, train
 from tests.ranks import Ranks
 
 Plain = Callable[..., dict[str, Any]]
@@ -54,7 +54,7 @@ def plain(titan1: Ranks, folder: str) -> Plain:
     def result(**case: Any) -> dict[str, Any]:
         name = "plain " + " ".join(f"{key}={case[key]}" for key in sorted(case))
         if name not in known:
-            micro = case.get("micro", 1)
+            micro = case.get("micro", MICRO)
             given = {"folder": folder, "run": name, "batch": micro, "total": SEQUENCES, **case}
             known[name] = titan1.run(train, [given])[0][0] | {"run": name}
         return known[name]
@@ -70,7 +70,7 @@ def own(titan2: Ranks, folder: str) -> Own:
     def result(**case: Any) -> list[dict[str, Any]]:
         name = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
         if name not in known:
-            given = [{"folder": folder, "run": name, "batch": 1, "total": SEQUENCES, **case}]
+            given = [{"folder": folder, "run": name, "batch": case.get("micro", MICRO), "total": SEQUENCES, **case}]
             known[name] = [logged | {"run": name} for (logged,) in titan2.run(train, given)]
         return known[name]
 

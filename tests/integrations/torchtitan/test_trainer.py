@@ -11,11 +11,11 @@ from overlap1f1b.integrations.torchtitan import Overlapped
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Own, Plain
 from tests.integrations.torchtitan.test_pipelining import assert_close, equal
-from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, train
+from tests.integrations.torchtitan.trainers import MICRO, SEQUENCES, STEPS, train
 from tests.ranks import Ranks
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
-MICROBATCHES, LAYERS = SEQUENCES // 2, 2
+MICROBATCHES, LAYERS = SEQUENCES // 2 // MICRO, 2
 
 
 @installed
@@ -29,15 +29,11 @@ def test_one_rank(titan1: Ranks, folder: str, plain: Plain) -> None:
 
 
 @installed
-@pytest.mark.parametrize(
-    "case", [{"chunked": True, "checkpointing": "selective"}, {"family": "qwen3", "tokens": 40}], ids=str
-)
-def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own, case: dict[str, Any]) -> None:
+def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes; it validates."""
-    same = {key: case[key] for key in ("family", "tokens") if key in case}
-    ours = {"run": f"mixin {case}", "by": "mixin", "ep": 2, "batch": SEQUENCES // 2, "validates": True, **case}
-    found = titan2.run(train, [{"folder": folder, **ours}])
-    for expected, (by_us,) in zip(own(ep=2, **same), found, strict=True):
+    case: dict[str, Any] = {"chunked": True, "checkpointing": "selective", "batch": SEQUENCES // 2, "validates": True}
+    found = titan2.run(train, [{"folder": folder, "run": "mixin of two", "by": "mixin", "ep": 2, **case}])
+    for expected, (by_us,) in zip(own(ep=2), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [2 * LAYERS]
@@ -47,12 +43,13 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own, case: dict
 
 @installed
 def test_tensor_parallelism(titan2: Ranks, folder: str, own: Own) -> None:
-    """Loss and norm are those of torchtitan's own trainer over the same tensor group, which shares the experts."""
-    found = titan2.run(train, [{"folder": folder, "tp": 2, "ep": 2, "run": "tensor mixin", "by": "mixin"}])
-    for expected, (by_us,) in zip(own(tp=2, ep=2), found, strict=True):
+    """Loss and norm are those of torchtitan's own trainer over the same tensor group, with all experts on a rank."""
+    same: dict[str, Any] = {"tp": 2, "micro": SEQUENCES // 2}
+    found = titan2.run(train, [{"folder": folder, "run": "tensor mixin", "by": "mixin", **same}])
+    for expected, (by_us,) in zip(own(**same), found, strict=True):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
-        assert by_us["cut"] == [2 * LAYERS]
+        assert by_us["cut"] == [0]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

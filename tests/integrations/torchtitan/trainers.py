@@ -19,7 +19,7 @@ import overlap1f1b as o1
 from overlap1f1b.plan import Op, StageShape
 from tests.integrations.torchtitan import on_cpu
 
-SEQUENCES, TOKENS, STEPS, EXPERTS = 8, 24, 3, 8
+SEQUENCES, MICRO, TOKENS, STEPS, EXPERTS = 8, 2, 24, 3, 8
 STOPPED = 2
 """Step after which a run that resumes another goes on."""
 
@@ -91,7 +91,7 @@ def config_of(
     steps: int = STEPS,
     batch: int = SEQUENCES,
     total: int = -1,
-    micro: int = 1,
+    micro: int = MICRO,
     tokens: int = TOKENS,
     dtype: str = "float32",
     chunked: bool = False,

@@ -460,7 +460,7 @@ def _read(rank: int, size: int, name: str, targets: str, folder: Path) -> list[s
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [*[("mixtral", targets) for targets in ("everything", "experts", "dora", "ends")]]
+    [("mixtral", "dora"), ("mixtral", "ends")]
     + [(name, "everything") for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")],
 )
 def test_a_base_and_an_adapter_are_read_from_their_folders(
@@ -484,8 +484,7 @@ def _begun(rank: int, size: int, targets: str, folder: Path, seed: int, start: A
     return load_file(folder / f"adapter {size} {seed}" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("start", [True, "gaussian"])
-@pytest.mark.parametrize("targets", ["everything", "ends"])
+@pytest.mark.parametrize(("targets", "start"), [("everything", "gaussian"), ("ends", True)])
 def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, start: Any, tmp_path: Path) -> None:
     """As PEFT begins them: the first factors are drawn, the second ones are zero."""
     peft = pytest.importorskip("peft")
@@ -568,7 +567,7 @@ def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) 
     pytest.importorskip("peft")
     tiny.build("mixtral").save_pretrained(tmp_path / "base")
     _ends().save_pretrained(tmp_path / "adapter")
-    spec = loops.Spec(tmp_path, model=None, arguments=EVALUATED, rows=48, trainer={"model_init": _ends})
+    spec = loops.Spec(tmp_path, model=None, arguments=EVALUATED, rows=48, steps=2, trainer={"model_init": _ends})
     plain = loops.alone(replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, accumulation=8))
     folders = {"pretrained": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
     parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": _ends_on_meta})
@@ -586,7 +585,7 @@ def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path:
     pytest.importorskip("peft")
     tiny.build("mixtral").save_pretrained(tmp_path / "base")
     layout = OverlapArguments(pretrained=str(tmp_path / "base"))
-    spec = loops.Spec(tmp_path, model=None, rows=48, trainer={"model_init": _new_on_meta}, layout=layout)
+    spec = loops.Spec(tmp_path, model=None, rows=48, steps=2, trainer={"model_init": _new_on_meta}, layout=layout)
     expected = loops.history(loops.alone(replace(spec, accumulation=8)))
     for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
         found = [{name: line[name] for name in loops.SHOWN if name in line} for line in lines]

@@ -101,7 +101,6 @@ def spec_of(folder: Path, batch: int, **changes: Any) -> Spec:
 LAYOUTS = {
     "one rank": (1, OverlapArguments(), 2),
     "ep 2": (2, OverlapArguments(ep=2), 2),  # 4 batches at a time
-    "pp 2": (2, OverlapArguments(pp=2), 2),
     "pp 2 × ep 2": (4, OverlapArguments(pp=2, ep=2), 2),
     "dp 2 × ep 2": (4, OverlapArguments(dp=2, ep=2), 1),
     "both pipes": (2, OverlapArguments(pp=2, schedule="dualpipe"), 4),  # 2 at a time: those that end on one rank

@@ -27,7 +27,8 @@ class Case:
             weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
         frozen: How names of parameters begin that are not trained.
-        quick: Whether the case is one of the few that are not marked slow. These measure costs, too.
+        quick: Whether the case is one of the few that are not marked slow.
+        measures: Whether steps measure the costs of nodes, in place of costs that are given.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -46,17 +47,13 @@ class Case:
     aligned: bool = False
     frozen: tuple[str, ...] = ()
     quick: bool = False
+    measures: bool = False
 
     @property
     def dropout(self) -> bool:
         """Whether the forward draws random numbers."""
         drawn = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         return any(self.fields.get(name) for name in drawn)
-
-    @property
-    def measures(self) -> bool:
-        """Whether steps measure the costs of nodes, in place of costs that are given: those of the quick cases do."""
-        return self.quick
 
     @property
     def steps(self) -> int:
@@ -95,114 +92,105 @@ FIRST = ("embedding", "decoder.layers.0.")
 
 CASES: dict[str, Case] = {
     # one stage
-    "plain": Case(quick=True),
-    "one rank": Case(ep=1),
-    "four layers, eight experts, sequence aux loss": Case(
-        {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss"}, layers=4, microbatches=4
+    "plain": Case(quick=True, measures=True),
+    "one rank": Case(SHARED, ep=1),
+    "eight experts, dense between, sequence aux loss, by tokens, DDP": Case(
+        {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1, 0, 1, 0]},
+        layers=5, by_tokens=True, ddp=DDP, microbatches=4,
     ),
-    "ep 4, eight experts": Case(EIGHT, ep=4),
-    "one expert a rank, probabilities on the input": Case({**ONE_A_RANK, "moe_apply_probs_on_input": True}),
-    "aux and z loss": Case({**AUX, **Z_LOSS}, quick=True),
-    "expert bias, groups of experts, scaled z loss, router in float64, DDP": Case(
+    "one expert a rank, sinkhorn, probabilities on the input, tied": Case(
+        {**ONE_A_RANK, "moe_router_load_balancing_type": "sinkhorn", "moe_apply_probs_on_input": True}, tied=True
+    ),
+    "aux and z loss, DDP, reduce overlapped": Case({**AUX, **Z_LOSS}, ddp=OVERLAP_REDUCE, quick=True),
+    "expert bias, groups of experts, scaled z loss, router in float64, shared expert with a gate, DDP": Case(
         {
-            **BIAS, **Z_LOSS, "num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
-            "moe_router_dtype": "fp64", "grad_scale_func": lambda loss: loss * 3,
+            **BIAS, **Z_LOSS, **SHARED, "num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+            "moe_router_dtype": "fp64", "grad_scale_func": lambda loss: loss * 3, "moe_shared_expert_gate": True,
         }, ddp=DDP,
     ),
-    "sinkhorn, tied": Case({"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1}, tied=True),
-    "shared expert with a gate": Case({**SHARED, "moe_shared_expert_gate": True}),
-    "shared expert, overlapped": Case(OVERLAPPED, layers=3, quick=True),
-    "shared expert with a gate, overlapped": Case({**OVERLAPPED, "moe_shared_expert_gate": True}),
-    "dense and MoE": Case({"moe_layer_freq": [0, 1, 0, 1]}, layers=4),
-    "dense first and last, by tokens": Case(
-        {**AUX, "moe_layer_freq": [0, 1, 1, 0]}, layers=4, by_tokens=True, ddp=DDP
+    "shared expert with a gate, overlapped": Case(
+        {**OVERLAPPED, "moe_shared_expert_gate": True}, layers=3, quick=True
     ),
-    "allgather": Case({"moe_token_dispatcher_type": "allgather"}),
+    "allgather, dropout, core attention recomputed": Case(
+        {"moe_token_dispatcher_type": "allgather", "attention_dropout": 0.2, **selective("core_attn")}
+    ),
     "capacity, padded, MoE layers recomputed": Case({**PADDED, **selective("moe")}),
-    "capacity, first layer recomputed": Case({"moe_expert_capacity_factor": 1.0, **BLOCKS}),
     "core attention, norm, MLP and shared experts recomputed": Case(
         {"moe_layer_freq": [0, 1], **SHARED, **selective("core_attn", "layernorm", "mlp", "shared_experts")}
     ),
     "layers recomputed": Case(FULL, quick=True),
-    "first layer frozen": Case(AUX, layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE),
+    "first layer frozen, dropout, jitter, DDP, reduce overlapped": Case(
+        {**AUX, "hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1},
+        layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE,
+    ),
     "fused weight gradients, shared expert, biases": Case({**SHARED, "add_qkv_bias": True}, fused=True),
-    "fused weight gradients, DDP": Case(fused=True, ddp=OVERLAP_REDUCE),
     "MTP twice, tied": Case({"mtp_num_layers": 2}, tied=True, ddp=DDP),
-    "MTP, by tokens": Case({**MTP, **Z_LOSS}, by_tokens=True, ddp=DDP),
-    "MTP, layers recomputed": Case({**MTP, **Z_LOSS, **FULL}),
-    "DDP, reduce overlapped": Case(ddp=OVERLAP_REDUCE, quick=True),
-    "dropout, jitter": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1}),
-    "dropout, core attention recomputed": Case({"attention_dropout": 0.2, **selective("core_attn")}),
-    "dropout, layers recomputed": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2, **FULL}),
+    "MTP, by tokens, capacity, first layer recomputed": Case(
+        {**MTP, **Z_LOSS, "moe_expert_capacity_factor": 1.0, **BLOCKS}, by_tokens=True, ddp=DDP
+    ),
+    "MTP, dropout, layers recomputed": Case(
+        {**MTP, **Z_LOSS, **FULL, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+    ),
     # ranks that share layers
-    "tp 2, ep 2": Case(tp=2, ddp=DDP, quick=True),
-    "tp 2, ep 4": Case(tp=2, ep=4, ddp=DDP),
+    "tp 2, ep 2, fused weight gradients": Case(tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True, measures=True),
+    "tp 2, ep 2, MTP, dropout, fused weight gradients": Case(
+        {**MTP, "hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, fused=True, ddp=DDP
+    ),
+    "tp 2, ep 2, shared expert, overlapped, aux loss and capacity, padded": Case(
+        {**OVERLAPPED, **AUX, **PADDED}, tp=2, ddp=DDP
+    ),
+    "tp 2, ep 4, eight experts": Case(EIGHT, tp=2, ep=4, ddp=DDP),
     "tp 2, ep 2, etp 2, overlapped": Case({**OVERLAPPED, **AUX}, tp=2, etp=2, ddp=DDP),
-    "tp 2, ep 2, etp 2, padded": Case(PADDED, tp=2, etp=2, ddp=DDP),
-    "tp 2, ep 2, shared expert, overlapped, aux loss and capacity": Case(
-        {**OVERLAPPED, **AUX, "moe_expert_capacity_factor": 1.0}, tp=2, ddp=DDP
-    ),
-    "tp 2, ep 2, fused weight gradients": Case(tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True),
-    "tp 2, ep 2, MTP, fused weight gradients": Case(MTP, tp=2, fused=True, ddp=DDP),
-    "tp 2, ep 2, dropout": Case({"hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, ddp=DDP),
     # libraries that dispatch
-    "DeepEP": Case(DEEPEP, quick=True),
-    "DeepEP, four layers": Case({**DEEPEP, **AUX, **SHARED}, layers=4),
-    "DeepEP, ep 4": Case({**DEEPEP, "num_moe_experts": 8}, ep=4),
-    "DeepEP, capacity, MoE layers recomputed": Case(
-        {**DEEPEP, "moe_expert_capacity_factor": 1.0, **selective("moe")}
-    ),
+    "DeepEP": Case(DEEPEP, quick=True, measures=True),
+    "DeepEP, first layer frozen": Case(DEEPEP, layers=3, frozen=FIRST, quick=True),
+    "DeepEP, capacity, first layer recomputed": Case({**DEEPEP, "moe_expert_capacity_factor": 1.0, **BLOCKS}),
     "DeepEP, norm recomputed, DDP, fused weight gradients": Case(
         {**DEEPEP, **selective("layernorm", "core_attn")}, fused=True, ddp=OVERLAP_REDUCE
     ),
-    "DeepEP, first layer recomputed": Case({**DEEPEP, **BLOCKS}),
-    "DeepEP, tp 2, ep 2": Case(DEEPEP, tp=2, ddp=DDP),
-    "DeepEP, pp 2": Case(DEEPEP, layers=4, pp=2, microbatches=4),
-    "DeepEP, first layer frozen": Case(DEEPEP, layers=3, frozen=FIRST, quick=True),
+    "DeepEP, tp 2, ep 4": Case({**DEEPEP, "num_moe_experts": 8}, tp=2, ep=4, ddp=DDP),
+    "DeepEP, pp 2, aux loss, shared expert": Case({**DEEPEP, **AUX, **SHARED}, layers=4, pp=2, microbatches=4),
     "DeepEP, vp 2, dropout, first layer frozen": Case(
         {**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST
     ),
     "HybridEP": Case(HYBRIDEP, layers=3, quick=True),
-    "HybridEP, ep 4": Case({**HYBRIDEP, "num_moe_experts": 8}, ep=4),
-    "HybridEP, one expert a rank, MTP": Case({**HYBRIDEP, **ONE_A_RANK, **MTP, **Z_LOSS}),
-    "HybridEP, padded": Case({**HYBRIDEP, **PADDED, "moe_expert_capacity_factor": 2.0}),
-    "HybridEP, tp 2, ep 2": Case({**HYBRIDEP, **AUX}, tp=2, ddp=DDP),
-    "HybridEP, vp 2": Case({**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4),
-    # weight gradients that wait for backward_dw
-    "delayed": Case(linears="te"),
-    "delayed, grouped": Case({**EIGHT, "add_qkv_bias": True}, linears="te grouped", microbatches=5),
-    "delayed, fused": Case(SHARED, linears="te grouped", fused=True),
-    "delayed, fused, DDP, reduce overlapped": Case(
-        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, layers=3, microbatches=5, quick=True
+    "HybridEP, one expert a rank, padded, MTP": Case(
+        {**HYBRIDEP, **ONE_A_RANK, **PADDED, **MTP, **Z_LOSS, "moe_expert_capacity_factor": 2.0}
     ),
-    "delayed, DDP, reduce overlapped": Case(
-        {**OVERLAPPED, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE, microbatches=5, quick=True
+    "HybridEP, tp 2, ep 4": Case({**HYBRIDEP, **AUX, "num_moe_experts": 8}, tp=2, ep=4, ddp=DDP),
+    "HybridEP, vp 2, tied, DDP, reduce overlapped": Case(
+        {**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=OVERLAP_REDUCE
+    ),
+    # weight gradients that wait for backward_dw
+    "delayed, grouped": Case({**EIGHT, "add_qkv_bias": True}, linears="te grouped", microbatches=5),
+    "delayed, fused, dense and MoE, tied": Case(
+        {**SHARED, "moe_layer_freq": [0, 1]}, linears="te grouped", fused=True, tied=True
+    ),
+    "delayed, fused, DDP, reduce overlapped": Case(
+        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, layers=3, microbatches=5, quick=True,
+        measures=True,
+    ),
+    "delayed, MTP, DDP, reduce overlapped": Case(
+        {**OVERLAPPED, **MTP, **Z_LOSS, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE, quick=True
     ),
     "delayed, ep 4": Case({"num_moe_experts": 8}, ep=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
-    "delayed, dense and MoE, tied": Case(
-        {"moe_layer_freq": [0, 1]}, linears="te grouped", tied=True, ddp=OVERLAP_REDUCE
+    "delayed, DeepEP, aux loss, MoE layers recomputed": Case(
+        {**AUX, **DEEPEP, **selective("moe")}, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE
     ),
-    "delayed, MoE layers recomputed": Case(selective("moe"), linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
-    "delayed, MTP": Case({**MTP, **Z_LOSS}, linears="te", ddp=DDP),
-    "delayed, aux loss, DeepEP": Case({**AUX, **DEEPEP}, linears="te grouped", fused=True, ddp=DDP),
-    "delayed, pp 2": Case(layers=4, pp=2, microbatches=4, linears="te", ddp=OVERLAP_REDUCE, aligned=True),
+    "delayed, pp 2": Case(layers=4, pp=2, microbatches=4, linears="te", ddp=OVERLAP_REDUCE),
     "delayed, vp 2": Case(
         {"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True,
         ddp=OVERLAP_REDUCE,
     ),
     # several stages
-    "pp 2, aux loss, tied": Case(AUX, layers=4, pp=2, microbatches=4, tied=True, ddp=DDP),
-    "pp 2, MTP": Case(MTP, layers=4, pp=2, microbatches=4, quick=True),
-    "pp 2, DDP, reduce overlapped": Case(layers=4, pp=2, ddp=OVERLAP_REDUCE),
-    "pp 2, layers recomputed, reduce aligned": Case(FULL, layers=4, pp=2, ddp=OVERLAP_REDUCE, aligned=True),
+    "pp 2, MTP": Case(MTP, layers=4, pp=2, microbatches=4, quick=True, measures=True),
+    "pp 2, aux loss, tied, layers recomputed, reduce aligned": Case(
+        {**AUX, **FULL}, layers=4, pp=2, tied=True, ddp=OVERLAP_REDUCE, aligned=True
+    ),
     "vp 2, aux loss, shared expert": Case(
         {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
     ),
-    "vp 2, tied, DDP, reduce overlapped": Case(
-        layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=OVERLAP_REDUCE
-    ),
-    "vp 2, dropout": Case({"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4),
 }  # fmt: skip
 """By name. Sizes are small: what differs between two schedules differs at every size. Options
-that do not meet in the code share a case.
+that do not meet in the code share a case, and those that do meet in pairs.
 """

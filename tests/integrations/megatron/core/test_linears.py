@@ -16,7 +16,7 @@ from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import weights
 from tests.integrations.megatron.core import models, shim
-from tests.integrations.megatron.core.cases import CASES
+from tests.integrations.megatron.core.cases import OVERLAP_REDUCE, Case
 from tests.ranks import run
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -29,7 +29,7 @@ def _places(rank: int, size: int) -> list[int]:
 
     from tests.integrations.megatron.core.steps import our_step
 
-    case, found = CASES["fused weight gradients, DDP"], [0, 0]
+    case, found = Case(fused=True, ddp=OVERLAP_REDUCE), [0, 0]
     shim.fuse_weight_gradients()
     plain = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
 
