@@ -53,10 +53,19 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 
 
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
-    """Return a sum over the bits of every parameter, which no order of summation changes; FSDP2's shards are left out.
+    """Return the names of the parameters that are no experts', and a sum over the bits of every parameter.
 
-    Of a DTensor over the tensor group it is the sum of this rank's part. ``ties`` have the names that all stages use.
+    No order of summation changes this sum. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
+    of this rank's part. ``ties`` have the names that all stages use.
     """
+    names: Facts = {
+        f"the list of parameters of stage {stage}": ", ".join(
+            place.removeprefix("parameter ").removesuffix(f" of stage {stage}")
+            for place, _, expert in parameters_by_place({stage: blocks})
+            if not expert
+        )
+        for stage, blocks in stages.items()
+    }
     number, count = mesh.expert_slice
     held = [
         (f"{place} of slice {number} of the experts" if expert and count > 1 else place, p)
@@ -65,9 +74,9 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
     kept = [(place, p) for place, p in _parts(held, mesh) if not p.is_meta]
     if not kept:
-        return {}
+        return names
     sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
-    return {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+    return names | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
 
 
 def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

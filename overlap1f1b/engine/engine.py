@@ -472,7 +472,8 @@ class Engine:
                 for number, stage in self.stages.items():
                     stage.check_trained(self._trained[number], self.sharding.holders)
             if first and self._check_parameters:
-                self.mesh.agree(values(self.stages, self._tied.parameters, self.mesh))
+                facts = values(self.stages, self._tied.parameters, self.mesh)
+                self.mesh.agree(facts, ", or allreduce = False on a parameter of experts of your own")
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.

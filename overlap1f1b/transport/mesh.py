@@ -306,8 +306,8 @@ class Mesh:
         lines += [self.along(name) for name in DIMENSIONS[1:] if not (expert and name in self.experts_over)]
         return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Compare values by name, over all ranks that have a value of that name.
+    def agree(self, facts: Mapping[str, object], besides: str = "") -> None:
+        """Compare values by name, over all ranks that have a value of that name; ``besides`` may differ, in words.
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.
@@ -315,7 +315,7 @@ class Mesh:
         """
         for dimension in reversed(DIMENSIONS):
             if dimension in self._control:
-                self._compare(self.along(dimension), self.gathered(dimension, dict(facts)))
+                self._compare(self.along(dimension), self.gathered(dimension, dict(facts)), besides)
 
     def compared(self, number: float) -> Callable[[], bool]:
         """Start to compare a number over all ranks; return a function that waits and returns whether all are equal.
@@ -342,7 +342,7 @@ class Mesh:
 
         return same
 
-    def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]]) -> None:
+    def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]], besides: str = "") -> None:
         first: dict[str, tuple[object, int]] = {}
         for rank, facts in zip(ranks, every, strict=True):
             for name, fact in facts.items():
@@ -351,7 +351,7 @@ class Mesh:
                     one, two = _differing(str(other), str(fact))
                     raise ValueError(
                         f"{name} is {one} on {self.labels[whose]} and {two} on {self.labels[rank]}; "
-                        "allowed: the same on all ranks"
+                        f"allowed: the same on all ranks{besides}"
                     )
 
     def along(self, dimension: Dimension) -> list[int]:

@@ -212,6 +212,40 @@ def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, cu
         assert "; allowed: the same on all ranks" in said, said
 
 
+class Numbered(nn.Module):
+    """A rank's own expert, which has the number of its rank in its name."""
+
+    def __init__(self, rank: int, marked: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({str(rank): nn.Linear(models.H, models.H)})
+        for parameter in self.experts.parameters() if marked else ():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (expert,) = self.experts.values()
+        return x + expert(x)  # type: ignore[no-any-return]
+
+
+def _numbered(rank: int, size: int, marked: bool) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    program = build_schedule("sequential", microbatches=2)
+    model = nn.Sequential(Numbered(rank, marked))
+    try:
+        Engine(model, program, mesh=mesh, loss_fn=lambda x, y: (x - y).square().mean()).step(
+            torch.randn(4, models.H), target=torch.randn(4, models.H)
+        )
+    except ValueError as error:
+        return str(error)
+    return "it trained"
+
+
+def test_parameters_of_other_names_are_told(ranks2: Ranks) -> None:
+    """Their gradients were summed in silence: of two experts, if each rank names its own by a number."""
+    for said in ranks2.run(_numbered, False):
+        assert re.search(r"experts\.0\.weight.* on rank ep 0 and .*experts\.1\.weight.*allreduce = False", said), said
+    assert ranks2.run(_numbered, True) == ["it trained"] * 2
+
+
 def test_facts_of_equal_models_are_equal_and_change_with_any_bit() -> None:
     first, second = (Stage(models.build(), number=1) for _ in range(2))
     alone = Mesh(None)
@@ -232,7 +266,7 @@ def test_values_of_any_dtype_have_a_sum(dtype: torch.dtype) -> None:
     block = nn.Linear(3, 3, bias=False)
     block.weight = nn.Parameter(torch.arange(9).view(3, 3).to(dtype), requires_grad=False)
     facts = values({0: Stage([block])}, {"name": block.weight}, Mesh(None))
-    own, tied = facts.values()
+    _, own, tied = facts.values()
     assert own == tied != "0"
 
 

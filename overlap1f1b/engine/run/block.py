@@ -245,16 +245,23 @@ class BlockRun:
         return Sent(place, call, layout, differs, edges, None, rows)
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
-        """Check, in a block's first forward, that a segment's graph does not lead into an earlier segment's.
+        """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
 
         Raises:
-            ValueError: It does: torch has not shown a call that used an earlier tensor.
+            ValueError: It does: torch has not shown a call that used an earlier tensor, or an earlier block has left
+                the tensor in a place of its own.
         """
         number, first = len(self.segments) - 1, self.segments[0].start
-        if not number:
-            return
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
-            if not hasattr(node, "variable") and first <= node._sequence_nr() < segment.start:
+            if hasattr(node, "variable") or not self.stage.began <= node._sequence_nr() < segment.start:
+                continue
+            if node._sequence_nr() < first:
+                raise ValueError(
+                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that an "
+                    "earlier block has left in an attribute, a list or the like, with its graph; "
+                    "allowed: outputs of the block before"
+                )
+            if number:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
                     "does not show to function modes (scripted or compiled code, vmap, an extension, a kept "

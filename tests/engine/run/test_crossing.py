@@ -325,6 +325,38 @@ def _failing(rank: int, size: int) -> list[str]:
     return told
 
 
+class Left(nn.Module):
+    """Leaves an auxiliary loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, HIDDEN)
+        self.left: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.append(self.gate(x).mean())
+        return x + self.gate(x)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_tensor_that_another_block_has_left_is_refused(block: int) -> None:
+    """A loss of another microbatch was taken in silence, or torch spoke of a second backward."""
+    model = nn.Sequential(Left(), Left())
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() + model[block].left.pop()
+
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=2), loss_fn=loss_fn)
+    data = torch.randn(2, 4, HIDDEN)
+    if block == 0:
+        with pytest.raises(
+            ValueError, match=r"block 1 \(Left\) or the loss uses a tensor of MeanBackward0 that an ear"
+        ):
+            engine.step(data[0], target=data[1])
+    else:  # the last block and the loss are one forward
+        engine.step(data[0], target=data[1])
+
+
 def test_an_error_of_torch_behind_an_exchange_ends_in_an_error(ranks2: Ranks) -> None:
     every = ranks2.run(_failing, timeout=60)
     assert all(any("shapes cannot be multiplied" in lines[case] for lines in every) for case in range(2)), every
