@@ -53,19 +53,19 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 
 
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
-    """Return the names of the parameters that are no experts', and a sum over the bits of every parameter.
+    """Return a sum over the bits of every parameter, and the numbers in the names of parameters that are no experts'.
 
-    No order of summation changes this sum. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
-    of this rank's part. ``ties`` have the names that all stages use.
+    No order of summation changes the sums. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
+    of this rank's part. ``ties`` have the names that all stages use. Names may differ, as by a wrapper; if their
+    numbers alone differ, each rank has numbered experts of its own.
     """
-    names: Facts = {
-        f"the list of parameters of stage {stage}": ", ".join(
-            place.removeprefix("parameter ").removesuffix(f" of stage {stage}")
-            for place, _, expert in parameters_by_place({stage: blocks})
-            if not expert
-        )
-        for stage, blocks in stages.items()
-    }
+    names: dict[str, list[str]] = {}
+    for place, _, expert in parameters_by_place(stages):
+        name, _, where = place.removeprefix("parameter ").partition(" of ")
+        if not expert and any(map(str.isdecimal, name.split("."))):
+            pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            names.setdefault(f"parameter {pattern} of {where}", []).append(name)
+    numbers: Facts = {place: ", ".join(numbered) for place, numbered in names.items()}
     number, count = mesh.expert_slice
     held = [
         (f"{place} of slice {number} of the experts" if expert and count > 1 else place, p)
@@ -74,9 +74,9 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
     kept = [(place, p) for place, p in _parts(held, mesh) if not p.is_meta]
     if not kept:
-        return names
+        return numbers
     sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
-    return names | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+    return numbers | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
 
 
 def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
