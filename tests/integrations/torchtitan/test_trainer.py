@@ -30,7 +30,10 @@ def test_one_rank(titan1: Ranks, folder: str, plain: Plain) -> None:
 
 @installed
 def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
-    """Loss and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes; it validates."""
+    """Loss and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes; it validates.
+
+    Checkpoints of activations become the engine's own.
+    """
     case: dict[str, Any] = {"chunked": True, "checkpointing": "selective", "batch": SEQUENCES // 2, "validates": True}
     found = titan2.run(train, [{"folder": folder, "run": "mixin of two", "by": "mixin", "ep": 2, **case}])
     for expected, (by_us,) in zip(own(ep=2), found, strict=True):
@@ -38,6 +41,7 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [2 * LAYERS]
         assert by_us["ops"]["DISPATCH"] == by_us["ops"]["COMBINE"] == 2 * MICROBATCHES * LAYERS
+        assert by_us["ops"]["RECOMPUTE_ATTENTION"] == MICROBATCHES  # of the part
         assert len(by_us["valid"]) == STEPS
 
 
