@@ -8,6 +8,8 @@ gradients in silence.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
 Facts = dict[str, object]
+_NUMBER = re.compile(r"\d+")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -53,19 +56,12 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 
 
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
-    """Return a sum over the bits of every parameter, and the numbers in the names of parameters that are no experts'.
+    """Return a sum over the bits of every parameter, and places and names of trained parameters that are no experts'.
 
     No order of summation changes the sums. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
-    of this rank's part. ``ties`` have the names that all stages use. Names may differ, as by a wrapper; if their
-    numbers alone differ, each rank has numbered experts of its own.
+    of this rank's part. ``ties`` have the names that all stages use.
     """
-    names: dict[str, list[str]] = {}
-    for place, _, expert in parameters_by_place(stages):
-        name, _, where = place.removeprefix("parameter ").partition(" of ")
-        if not expert and any(map(str.isdecimal, name.split("."))):
-            pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
-            names.setdefault(f"parameter {pattern} of {where}", []).append(name)
-    numbers: Facts = {place: ", ".join(numbered) for place, numbered in names.items()}
+    places = _places(stages)
     number, count = mesh.expert_slice
     held = [
         (f"{place} of slice {number} of the experts" if expert and count > 1 else place, p)
@@ -74,9 +70,25 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
     kept = [(place, p) for place, p in _parts(held, mesh) if not p.is_meta]
     if not kept:
-        return numbers
+        return places
     sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
-    return numbers | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+    return places | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+
+
+def _places(stages: Mapping[int, Blocks]) -> Facts:
+    """Return facts that differ if ranks have numbered experts of their own, or another order of modules.
+
+    Gradients are summed by their places. Names may differ, as by a wrapper on one rank.
+    """
+    facts: Facts = {}
+    seen = Counter[str]()
+    for place, parameter, expert in parameters_by_place(stages):
+        name, _, where = place.removeprefix("parameter ").partition(" of ")
+        if not expert and parameter.requires_grad:
+            facts[f"the place of {name} among the trained parameters of {where}"] = seen[where]
+            facts[f"trained parameter {seen[where]} ({_NUMBER.sub('*', name)}) of {where}"] = name
+            seen[where] += 1
+    return facts | {f"the number of trained parameters of {where}": count for where, count in seen.items()}
 
 
 def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

@@ -213,39 +213,65 @@ def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, cu
 
 
 class Numbered(nn.Module):
-    """A rank's own expert, which has the number of its rank in its name."""
+    """Layers of which a rank has some, by their names."""
 
-    def __init__(self, rank: int, marked: bool) -> None:
+    def __init__(self, names: list[str], marked: bool = False) -> None:
         super().__init__()
-        self.experts = nn.ModuleDict({str(rank): nn.Linear(models.H, models.H)})
+        self.experts = nn.ModuleDict({name: nn.Linear(models.H, models.H) for name in names})
         for parameter in self.experts.parameters() if marked else ():
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (expert,) = self.experts.values()
-        return x + expert(x)  # type: ignore[no-any-return]
+        return x + sum(expert(x) for expert in self.experts.values())
 
 
-def _numbered(rank: int, size: int, marked: bool) -> str:
+class Wrapped(nn.Module):
+    """A layer inside another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+NAMES = {
+    "numbers": ([["0"], ["1"]], r"er 0 \(experts\.\*\.weight\) .*\.0\.weight on .*\.1\.weight .*, or allreduce = F"),
+    "numbers in names": ([["expert_0"], ["expert_1"]], r"is experts\.expert_0\.weight .* experts\.expert_1\.weight on"),
+    "counts": ([["0"], ["0", "1"]], r"the number of trained parameters of .* is 2 on rank ep 0 and 4 on rank ep 1"),
+    "order": ([["a", "b"], ["b", "a"]], r"the place of experts\.(a|b)\.weight .* is (0|2) on rank ep 0 and (2|0) on"),
+    "a sign": ([["0"], ["1"]], ""),
+    "frozen": ([["0"], ["1"]], ""),
+    "a wrapper": ([["0", "1"], ["0", "1"]], ""),
+}
+"""Layers of each rank, and what is said of them."""
+
+
+def _named(rank: int, size: int, case: str) -> str:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    program = build_schedule("sequential", microbatches=2)
-    model = nn.Sequential(Numbered(rank, marked))
+    torch.manual_seed(0)
+    experts = Numbered(NAMES[case][0][rank], case == "a sign")
+    experts.requires_grad_(case != "frozen")
+    if case == "a wrapper" and rank:
+        experts.experts["0"] = Wrapped(experts.experts["0"])
+    model = nn.Sequential(nn.Linear(models.H, models.H), experts)
+    engine = Engine(
+        model, build_schedule("sequential", microbatches=2), mesh=mesh, loss_fn=lambda x, y: (x - y).square().mean()
+    )
     try:
-        Engine(model, program, mesh=mesh, loss_fn=lambda x, y: (x - y).square().mean()).step(
-            torch.randn(4, models.H), target=torch.randn(4, models.H)
-        )
+        engine.step(torch.randn(4, models.H), target=torch.randn(4, models.H))
     except ValueError as error:
         return str(error)
-    return "it trained"
+    return ""
 
 
-def test_parameters_that_differ_in_numbers_are_told(ranks2: Ranks) -> None:
-    """Their gradients were summed in silence: of two experts, if each rank names its own by a number."""
-    for said in ranks2.run(_numbered, False):
-        assert "parameter experts.*.weight of block 0 (Numbered) of stage 0 is experts.0.weight on rank ep 0" in said
-        assert "and experts.1.weight on rank ep 1" in said
-        assert "or allreduce = False on a parameter of experts of your own" in said
-    assert ranks2.run(_numbered, True) == ["it trained"] * 2
+@pytest.mark.parametrize("case", NAMES)
+def test_names_of_parameters(ranks2: Ranks, case: str) -> None:
+    """Gradients are summed by their places: of two experts in silence, if each rank has numbered its own."""
+    for said in ranks2.run(_named, case):
+        assert re.search(NAMES[case][1], said), said
+        assert bool(said) == bool(NAMES[case][1]), said
 
 
 def test_facts_of_equal_models_are_equal_and_change_with_any_bit() -> None:

@@ -105,3 +105,13 @@ def nodes_behind(ends: Iterable[Any]) -> list[Any]:
             seen[node] = None
             waiting += [following for following, _ in node.next_functions if following is not None]
     return list(seen)
+
+
+def is_of_one_leaf(node: Any) -> bool:
+    """Return whether a node is a leaf's, or on the way from one leaf alone, as a cast or a view of a weight."""
+    while not hasattr(node, "variable"):
+        following = [one for one, _ in node.next_functions if one is not None]
+        if len(following) != 1:
+            return False
+        (node,) = following
+    return True

@@ -11,6 +11,7 @@ and exchanges in turns. The backward goes the same way in reverse. Every node co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -25,7 +26,7 @@ from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kin
 from overlap1f1b.engine.foreign.functions import NOT_YET, Call
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
-from overlap1f1b.engine.graph.edges import edge_of, nodes_behind
+from overlap1f1b.engine.graph.edges import edge_of, is_of_one_leaf, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
@@ -247,20 +248,23 @@ class BlockRun:
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
 
+        It warns if another block has left a tensor in a place of its own: nothing tells whether that is meant.
+
         Raises:
-            ValueError: It does: torch has not shown a call that used an earlier tensor, or an earlier block has left
-                the tensor in a place of its own.
+            ValueError: Torch has not shown a call that used a tensor of an earlier segment.
         """
         number, first = len(self.segments) - 1, self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
-            if hasattr(node, "variable") or not self.stage.began <= node._sequence_nr() < segment.start:
+            if is_of_one_leaf(node) or not self.stage.began <= node._sequence_nr() < segment.start:
                 continue
             if node._sequence_nr() < first:
-                raise ValueError(
-                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that an "
-                    "earlier block has left in an attribute, a list or the like, with its graph; "
-                    "allowed: outputs of the block before"
+                warnings.warn(
+                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that another "
+                    "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
+                    "gradients may be wrong; allowed: outputs of the block before",
+                    stacklevel=2,
                 )
+                return
             if number:
                 raise ValueError(
                     f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
