@@ -112,8 +112,8 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
             continue  # each way to wrap with one program, as two ranks play all
         model = wrapped(wrap, mesh)
         engine = engine_over(model, program, mesh, exchange=exchange)
-        last = None if (size, dp, wrap) == (2, 2, "blocks") else number + 1
-        for overlap in OVERLAPS[number:last]:
+        overlaps = OVERLAPS[number : None if (size, dp, wrap) == (2, 2, "blocks") else number + 1]
+        for overlap in OVERLAPS[1:] if size == 4 and wrap != "blocks" else overlaps:
             model.zero_grad()
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             engine.step(data[rank][0], target=data[rank][1])
