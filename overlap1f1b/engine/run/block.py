@@ -255,7 +255,7 @@ class BlockRun:
         """
         number, first = len(self.segments) - 1, self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
-            if is_of_one_leaf(node) or not self.stage.began <= node._sequence_nr() < segment.start:
+            if not self.stage.began <= node._sequence_nr() < segment.start or is_of_one_leaf(node):
                 continue
             if node._sequence_nr() < first:
                 warnings.warn(
