@@ -81,10 +81,9 @@ def _places(stages: Mapping[int, Blocks]) -> Facts:
     Gradients are summed by their places. Names may differ, as by a wrapper on one rank.
     """
     facts: Facts = {}
-    seen = Counter[str]()
-    for place, parameter, expert in parameters_by_place(stages):
-        name, _, where = place.removeprefix("parameter ").partition(" of ")
-        if not expert and parameter.requires_grad:
+    seen = Counter({f"{name} of stage {number}": 0 for number, stage in stages.items() for name in stage.names})
+    for name, where, parameter, expert in _parameters(stages):
+        if parameter.requires_grad and not expert:
             facts[f"the place of {name} among the trained parameters of {where}"] = seen[where]
             facts[f"trained parameter {seen[where]} ({_NUMBER.sub('*', name)}) of {where}"] = name
             seen[where] += 1
@@ -146,12 +145,18 @@ def calls(stages: Mapping[int, Blocks]) -> Facts:
 
 def parameters_by_place(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield each parameter with its place in the model, and whether it is an expert's."""
+    for name, where, parameter, expert in _parameters(stages):
+        yield f"parameter {name} of {where}", parameter, expert
+
+
+def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
+    """Yield name, block, the parameter, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):
             experts = {id(p) for module in stage.experts_of(index) for p in module.parameters()}
             for name, parameter in block.named_parameters():
                 expert = id(parameter) in experts or stage.is_slice(parameter)
-                yield f"parameter {name} of {stage.names[index]} of stage {number}", parameter, expert
+                yield name, f"{stage.names[index]} of stage {number}", parameter, expert
 
 
 def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large c
 CHUNKS = 8
 """Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
 SLOTS = 8
-"""Chunks in host memory: as many as one exchange has, so each is free when the next exchange fills it."""
+"""Chunks in host memory: as many as an exchange of 256 MiB has, so each is free when the next exchange fills it."""
 
 
 class LoopbackExchange(Exchange):
@@ -141,7 +141,7 @@ class LoopbackExchange(Exchange):
         if not read:
             return Transfer(result, source=source, mark=back)
         # The route keeps source and result until it has read the copies. After a failure nobody reads them.
-        host = HostCopy.by_kernel_on(self.control, source, result)
+        host = HostCopy.on(self.control, source, result, by_kernel=True)
         while self._copies and self._copies[0].ended:
             self._copies.popleft()
         self._copies.append(host)

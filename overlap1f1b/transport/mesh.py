@@ -307,7 +307,11 @@ class Mesh:
         return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
 
     def agree(self, facts: Mapping[str, object], besides: str = "") -> None:
-        """Compare values by name, over all ranks that have a value of that name; ``besides`` may differ, in words.
+        """Compare values by name, over all ranks that have a value of that name.
+
+        Args:
+            facts: Values by their names.
+            besides: Words for the message: what else would be allowed.
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.

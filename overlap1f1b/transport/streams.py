@@ -307,31 +307,23 @@ class HostCopy:
         self.tensors, self.mark = tensors, mark
 
     @classmethod
-    def on(cls, stream: SideStream, *tensors: Tensor) -> HostCopy:
-        """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`."""
-        host = [in_host_memory(t) for t in tensors]
+    def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False) -> HostCopy:
+        """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`.
 
-        def copy(*sources: Tensor) -> None:
-            for target, source in zip(host, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-
-        return cls(host, stream.run(copy, *tensors))
-
-    @classmethod
-    def by_kernel_on(cls, stream: SideStream, *tensors: Tensor) -> HostCopy:
-        """Copy int64 tensors as :meth:`on`, by kernels, see :func:`copy_by_kernel`.
-
-        Torch does not know that these kernels write to the host memory: the caller also keeps the copy until then.
+        Args:
+            by_kernel: Whether kernels copy int64 tensors, see :func:`copy_by_kernel`. Torch does not know that these
+                write to the host memory: the caller also keeps the copy until it has ended.
         """
-        host = [in_host_memory(t) for t in tensors]
-        mapped = [
-            torch.as_tensor(_Mapped(target), device=source.device) if source.is_cuda else target
-            for target, source in zip(host, tensors, strict=True)
-        ]
+        host = targets = [in_host_memory(t) for t in tensors]
+        if by_kernel and tensors[0].is_cuda:
+            targets = [torch.as_tensor(_Mapped(target), device=tensors[0].device) for target in host]
 
         def copy(*sources: Tensor) -> None:
-            for target, source in zip(mapped, sources, strict=True):
-                copy_by_kernel(target, source)
+            for target, source in zip(targets, sources, strict=True):
+                if by_kernel:
+                    copy_by_kernel(target, source)
+                else:
+                    target.copy_(source, non_blocking=True)
 
         return cls(host, stream.run(copy, *tensors))
 

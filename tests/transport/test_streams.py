@@ -138,6 +138,6 @@ def test_a_kernel_writes_to_host_memory_as_a_gpu_sees_it(shape: tuple[int, ...])
     source = torch.arange(2 * torch.Size(shape).numel(), device=device)[::2].view(shape)
     host = streams.in_host_memory(source)
     assert torch.as_tensor(streams._Mapped(host), device=device).data_ptr() == host.data_ptr() or not source.numel()
-    (copy,) = HostCopy.by_kernel_on(CudaStream(device), source).read(timedelta(seconds=10))
+    (copy,) = HostCopy.on(CudaStream(device), source, by_kernel=True).read(timedelta(seconds=10))
     assert copy.device.type == "cpu"
     assert torch.equal(copy, source.cpu())

@@ -253,7 +253,7 @@ class BlockRun:
         Raises:
             ValueError: Torch has not shown a call that used a tensor of an earlier segment.
         """
-        number, first = len(self.segments) - 1, self.segments[0].start
+        first = self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
             if not self.stage.began <= node._sequence_nr() < segment.start or is_of_one_leaf(node):
                 continue
@@ -265,13 +265,11 @@ class BlockRun:
                     stacklevel=2,
                 )
                 return
-            if number:
-                raise ValueError(
-                    f"{self.name} uses a tensor of {node.name()} behind exchange {number - 1}, in a call that torch "
-                    "does not show to function modes (scripted or compiled code, vmap, an extension, a kept "
-                    "MyFunction.apply); "
-                    "allowed there: a clone() of it"
-                )
+            raise ValueError(
+                f"{self.name} uses a tensor of {node.name()} behind exchange {len(self.segments) - 2}, in a call that "
+                "torch does not show to function modes (scripted or compiled code, vmap, an extension, a kept "
+                "MyFunction.apply); allowed there: a clone() of it"
+            )
 
     def _wrong_number(self, found: str) -> str:
         expected = self.stage.shape[self.block].seams
