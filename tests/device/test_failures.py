@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -51,17 +52,20 @@ class Waiting(nn.Module):
 
     Attributes:
         waits: Waits that ended when transfers were aborted.
+        since: Time at which the present wait began, in seconds; infinite outside of a wait.
     """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.waits = inner, 0
+        self.inner, self.waits, self.since = inner, 0, math.inf
 
     def forward(self, *x: Tensor) -> Any:
         world = here().world
         aborted = len(world.closed)
+        self.since = time.monotonic()
         while here().compute.hung:
             time.sleep(0.01)
+        self.since = math.inf
         self.waits += len(world.closed) > aborted
         return self.inner(*x)
 
@@ -72,8 +76,15 @@ class Case:
     def __init__(self, how: str, phase: str, waits: bool) -> None:
         self.how, self.phase, self.waits = how, phase, waits
         self.ended = threading.Barrier(LAYOUT.size)
+        self.waiting = list[Waiting]()
 
     def fail(self, engine: list[Engine]) -> None:
+        if self.waits:  # before the news of the failure, which may find all hosts elsewhere
+            here().world.lose(FAILING)
+            patience = time.monotonic() + LIMIT_S / 2
+            while not any(time.monotonic() - one.since > 0.1 for one in self.waiting):
+                assert time.monotonic() < patience, "no host waits inside its device"
+                time.sleep(0.01)
         if self.how == "raises":
             raise ValueError("bad weather")
         if self.how == "dies" and engine:  # its connections close, and it leaves no word
@@ -94,6 +105,7 @@ class Case:
             blocks[-1] = Failing(blocks[-1], step * program.microbatches + 1, lambda: self.fail(engine))
         elif self.waits:
             blocks = [Waiting(block) for block in blocks]
+            self.waiting += blocks
         start, error = time.monotonic(), ""
         try:
             if rank == FAILING and step is None:
