@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import uncompiled
 
+_autograd: Any = torch._C._autograd
 _graph: Any = torch.autograd.graph
 _engine: Any = torch.autograd.Variable._execution_engine
 _functions: Any = torch.autograd.function
@@ -93,6 +94,11 @@ def applying(apply: Callable[..., Any]) -> Callable[[], None]:
     if "apply" in public.__dict__ and direct:
         del public.apply
     return back
+
+
+def next_sequence_number() -> int:
+    """Return the number of the autograd node that this thread makes next."""
+    return _autograd._get_sequence_nr()
 
 
 def nodes_behind(ends: Iterable[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine.graph.autograd import WeightQueue
-from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of
+from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of, next_sequence_number
 from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.plan import Op
@@ -42,14 +42,6 @@ def check_gradients_possible() -> None:
             "a step with gradients in the forward of a DistributedDataParallel, which sums them again, those of other "
             "ranks' experts, too; allowed: a module without it (in Lightning a strategy for one device on each rank)"
         )
-
-
-def next_sequence_number() -> int:
-    """Return a number below the numbers of all autograd nodes that this thread makes next, and above earlier ones."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    assert node is not None
-    return node._sequence_nr()
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -237,8 +229,8 @@ class Segment:
 
     def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
         self.op, self.seam, self.queue = op, seam, queue
-        self.start = -1
-        """Sequence number, above all earlier autograd nodes and not above the segment's own."""
+        self.start = self.end = -1
+        """Sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``."""
         self.taken: list[tuple[Sent, int]] = []
         """The exchanges before it, with the number of tensors that each brought."""
         self.received: list[Entry | None] = []
@@ -260,24 +252,19 @@ class Segment:
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
-    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor, *, grad: bool) -> list[Any]:
-        """Return what the segment begins with: values as new tensors, where they require a gradient.
-
-        With ``grad`` a backward follows.
-        """
+    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor) -> list[Any]:
+        """Return what the segment begins with: values as new tensors, where they require a gradient."""
         entered: list[Any] = []
+        self.start = next_sequence_number()
         for value, requires in zip(values, differs, strict=True):
             entry = Entry(value) if requires else None
             self.received.append(entry)
             entered.append(value if entry is None else entry.enter(value, anchor))
-            if entry is not None and self.start < 0:
-                self.start = entered[-1].grad_fn._sequence_nr()
-        if grad and self.start < 0:
-            self.start = next_sequence_number()
         return entered
 
     def leave(self) -> list[int]:
         """Release what entered, at the segment's end; return the storages that it has changed in place."""
+        self.end = next_sequence_number()
         if not self.here:
             return []
         changed = [storage for storage, (tensor, before) in self.versions.items() if tensor._version != before]

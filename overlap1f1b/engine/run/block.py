@@ -120,7 +120,7 @@ class BlockRun:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor, grad=grad)
+        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
         mode = grad and stage.watches(self.block)
         if mode or self.exchanges or self.seen is not None:
             self.mode = CrossingMode(self)
@@ -147,7 +147,7 @@ class BlockRun:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             differs += sent.arriving
-        given = segment.enter(received, differs, self.stage.anchor, grad=grad)
+        given = segment.enter(received, differs, self.stage.anchor)
         mode = grad and not brought[0][0].call.feeds_part
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
@@ -372,6 +372,12 @@ class BlockRun:
             return tensor
         key = id(node), tensor.output_nr
         if key not in segment.here:
+            if not self._made(node):
+                raise ValueError(
+                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that another "
+                    "microbatch has left in a list, a dictionary or the like; allowed: outputs of the block, or "
+                    "what it made itself behind its last exchange"
+                )
             storage = storage_of(tensor)
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
             if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
@@ -385,6 +391,11 @@ class BlockRun:
                 raise ValueError(self._changed_in_place)
             segment.uses[key] = use._replace(version=tensor._version, graph=entered.grad_fn)
         return entered
+
+    def _made(self, node: Any) -> bool:
+        """Return whether a node is of this run, or of a weight alone, which any microbatch may have cast."""
+        number = node._sequence_nr()
+        return any(segment.start <= number < segment.end for segment in self.segments) or is_of_one_leaf(node)
 
     @property
     def _changed_in_place(self) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.foreign.exchanges import Foreign, Shown, matched
 from overlap1f1b.engine.graph.autograd import WeightQueue, split_grouped_mm, split_linear
-from overlap1f1b.engine.graph.segment import next_sequence_number
+from overlap1f1b.engine.graph.edges import next_sequence_number
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import functions_cross
@@ -318,7 +318,7 @@ class Blocks:
             uses.settle()
         stacks: list[Stack] = []
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
-        self.began = 0 if torch.is_inference_mode_enabled() else next_sequence_number()
+        self.began = next_sequence_number()
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
             try:
                 yield

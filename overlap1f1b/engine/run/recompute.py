@@ -236,7 +236,8 @@ class RecomputedRun(BlockRun):
             if not calls:
                 break
             if self._is_part(number):  # its graph is kept, or is made by its own node
-                old.start = self.segments[-1].start  # for what later segments use of others
+                self.segments[-1].leave()
+                old.start, old.end = self.segments[-1].start, self.segments[-1].end  # later segments use its tensors
                 self.segments[-1] = old
                 for call in calls:
                     call.tensors.clear()

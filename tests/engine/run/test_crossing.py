@@ -354,6 +354,46 @@ def test_a_tensor_that_another_block_has_left() -> None:
         engine.step(data[0], target=data[1])
 
 
+def _left_for_the_loss(rank: int, size: int, overlap: Overlap, microbatches: int) -> list[str]:
+    """A list that the block fills before its exchange, and that the loss empties: errors, or wrong gradients."""
+    mesh, left, told = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[Tensor](), list[str]()
+
+    def body(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+        left.append(s.a(x).square().mean())
+        return s.b(ex(s.c(x)))
+
+    def loss_of(output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target).square().mean() + sum(left)
+        left.clear()
+        return loss
+
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(mesh.get_group("ep"), body))
+    program = build_schedule("combined_1f1b", microbatches=microbatches)
+    engine = engine_of(model, mesh, timeout=10, overlap=overlap, program=program, loss_fn=loss_of)
+    data, expected = batch(rank, microbatches), list[dict[str, Tensor]]()
+    for _ in range(4):
+        model.zero_grad()
+        try:
+            engine.step(data[0], target=data[1])
+        except (ValueError, RuntimeError) as error:
+            return [*told, str(error).splitlines()[0]]
+        expected.append(models.gradients(model))
+        told += models.equal(expected[-1], expected[0])
+    return told
+
+
+@pytest.mark.parametrize(("overlap", "microbatches"), [("serial", 3), ("pairs", 3), (3, 3), (3, 6)])
+def test_a_list_that_another_microbatch_has_filled(ranks2: Ranks, overlap: Overlap, microbatches: int) -> None:
+    """Two forwards are open at once under (3, …) alone: the loss of one finds what the other has left."""
+    every = ranks2.run(_left_for_the_loss, overlap, microbatches, timeout=60)
+    if overlap != 3:
+        assert every == [[], []]
+        return
+    said = "block 0 (Block) or the loss uses a tensor of MeanBackward0 that another microbatch has left in a list"
+    assert any(line.startswith(said) for (line,) in every), every
+
+
 class Turned(nn.Module):
     """Keeps a view of its weight."""
 
