@@ -35,6 +35,7 @@ from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.play.trials import Tried
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
@@ -47,7 +48,7 @@ from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, t
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_kind, quoted
+from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
@@ -62,6 +63,8 @@ WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
+TRIES = 3
+"""Steps in which each of the fastest plans is tried."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -105,6 +108,9 @@ class Engine:
             Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
+        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
+            and the one whose steps were the fastest is kept, see ``tried``. Gradients do not depend on it. With 0, and
+            with costs that are given, the predicted fastest is kept.
         plan: A compiled plan to play, instead of compiling one.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them.
@@ -151,6 +157,7 @@ class Engine:
         overflow: Overflow = "raise",
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
+        tries: int = TRIES,
         reduce: bool = True,
         count_tokens: Callable[..., int | Tensor] | None = None,
         dynamic_shapes: bool = False,
@@ -161,14 +168,14 @@ class Engine:
         carveout: bool = False,
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
-        _check_kinds(program, costs, plan, exchange, timeout, loss_fn=loss_fn, count_tokens=count_tokens)
+        _check_kinds(program, costs, plan, exchange, timeout, tries, loss_fn=loss_fn, count_tokens=count_tokens)
         limit = timedelta(seconds=float(timeout))
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
         self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
         self._steps = self._warm = 0  # all, and all with the present number of parts
-        self.parts_choice = PartsChoice(parts, known=costs is not None or plan is not None)
+        self._tries, self.parts_choice = tries, PartsChoice(parts, known=costs is not None or plan is not None)
         self._failed = self._closed = self._entered = False
         self.failures, self._check_parameters = self.mesh.failures, check_parameters and reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
@@ -190,6 +197,7 @@ class Engine:
                     overflow=overflow,
                     costs=costs,
                     plan=None if plan is None else plan.fingerprint,
+                    tries=tries,
                     reduce=reduce,
                     count_tokens=None if count_tokens is None else "a function",
                     dynamic_shapes=dynamic_shapes,
@@ -301,6 +309,7 @@ class Engine:
             mesh=self.mesh,
             costs=costs,
             plan=plan,
+            tries=self._tries,
         )
 
     def close(self) -> None:
@@ -360,6 +369,24 @@ class Engine:
     def costs(self, costs: NodeCosts | None) -> None:
         check_kind("costs", costs, NodeCosts, None)
         self._plans.costs, self._measured = costs, ()
+
+    @property
+    def tried(self) -> Sequence[Tried]:
+        """The plans that were tried, with the seconds of their steps, the fastest first; empty before."""
+        return self._plans.tried
+
+    @property
+    def choice(self) -> str:
+        """Name of the plan of the next step, and the times by which it was chosen."""
+        name = f"{self.plan.program.name} {self.plan.order}"
+        if self.tried:
+            return f"{name} (measured step by order: {', '.join(map(str, self.tried))})"
+        return f"{name} (predicted step: {1e3 * self.plan.predicted:.0f} ms)"
+
+    @property
+    def settling(self) -> bool:
+        """Whether the next step still measures nodes or tries a plan."""
+        return self._plans.measuring or self._plans.trying
 
     @property
     def plan(self) -> Plan:
@@ -477,7 +504,6 @@ class Engine:
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.
-            looks = self._looks
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
@@ -489,22 +515,31 @@ class Engine:
                 self.mesh.agree(calls(self.stages))
                 if self._check_parameters:
                     check_tensor_group(self.stages, self.mesh)
-            # 4. The times of the second step, on a device of the fourth, are the costs of the plan to come; with a
-            #    single microbatch three more steps count, too.
-            if looks:
-                self._adopt_exchanges()
-            self._warm += 1
-            if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
-                self._adopt_costs(plan, played.result.overlap.spans)
+            # 4. What the step has shown decides how the next ones are played.
+            self._learn(plan, played.result, measuring)
             self._steps += 1
         return played
+
+    def _learn(self, plan: Plan, result: StepResult, measuring: bool) -> None:
+        """Adopt what a step has shown: exchanges that blocks make by themselves, costs, the time of a plan.
+
+        The times of the second step, on a device of the fourth, are the costs of the plan to come; with a single
+        microbatch three more steps count, too.
+        """
+        if self._looks:
+            self._adopt_exchanges()
+        self._warm += 1
+        if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
+            self._adopt_costs(plan, result.overlap.spans)
+        elif self._plans.trying:
+            self._plans.note(result.overlap.makespan)
 
     def _adopt_costs(self, plan: Plan, spans: Sequence[Span]) -> None:
         """Play by measured costs from the next step on, unless other steps or numbers of parts are measured first."""
         self._measured += (spans,)
         if self.program.microbatches == 1 and len(self._measured) < LONE_STEPS:
             return
-        self.costs = measured_costs(
+        costs = measured_costs(
             plan.ranks[self.rank],
             chain.from_iterable(self._measured),
             self.mesh,
@@ -512,15 +547,19 @@ class Engine:
             launches=self.player.launches,
             transfers=self.boundary.timed(),
         )
-        choice = self.parts_choice
+        self._measured, choice = (), self.parts_choice
         if not choice.open:
+            self._plans.adopt(costs)
             return
+        self._plans.costs = costs
         before, best = choice.parts, choice.note(self._plans)
         if choice.parts != before:
             for stage in self.stages.values():
                 stage.cut_into(choice.parts)
             self.shapes, self._warm = all_shapes(self.stages, self.program.placement, self.mesh), 0
         self._plans = best or self._new_plans(None)
+        if best is not None and best.costs is not None:
+            best.adopt(best.costs)
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
@@ -680,12 +719,13 @@ class Engine:
 
 
 def _check_kinds(
-    program: object, costs: object, plan: object, exchange: object, timeout: object, **functions: object
+    program: object, costs: object, plan: object, exchange: object, timeout: object, tries: object, **functions: object
 ) -> None:
     check_kind("program", program, Program)
     check_kind("costs", costs, NodeCosts, None)
     check_kind("plan", plan, Plan, None)
     check_kind("exchange", exchange, Exchange, None)
+    check_size("tries", tries, 0)
     if not isinstance(timeout, SupportsFloat) or not 0 < float(timeout) <= MOST_S:
         raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
     for name, function in functions.items():

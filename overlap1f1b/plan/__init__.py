@@ -3,7 +3,7 @@
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
-from overlap1f1b.plan.compiler import compile
+from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     RECOMPUTES,
@@ -51,6 +51,7 @@ __all__ = [
     "check_rendezvous",
     "compile",
     "cost_key",
+    "fastest",
     "forward_chain",
     "parse_node",
     "parse_overlap",

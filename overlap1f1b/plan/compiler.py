@@ -54,6 +54,13 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         ValueError: The program breaks a rule, the overlap is unknown, the shapes are of another number of stages, a
             stage has no blocks, or the costs are of the wrong kind.
     """
+    return fastest(program, shape, costs, overlap, counts_block=counts_block)[0]
+
+
+def fastest(
+    program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False
+) -> list[Plan]:
+    """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first."""
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     overlap = parse_overlap(overlap)
@@ -79,8 +86,12 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
                 yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
 
-    best = min(plans(), key=lambda plan: plan.predicted)
-    return replace(best, ranks=receiving_in_order(best.ranks, chains))
+    best: dict[str, Plan] = {}
+    for plan in plans():
+        if plan.order not in best or plan.predicted < best[plan.order].predicted:
+            best[plan.order] = plan
+    ordered = sorted(best.values(), key=lambda plan: plan.predicted)
+    return [replace(plan, ranks=receiving_in_order(plan.ranks, chains)) for plan in ordered]
 
 
 def _candidates(

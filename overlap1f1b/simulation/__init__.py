@@ -15,7 +15,7 @@ from overlap1f1b.simulation.search import (
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import synthesize
+from overlap1f1b.simulation.synthesis import found_orders, synthesize
 from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, intersection, length, play_nodes, union
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "TransferSpan",
     "bound",
     "candidates",
+    "found_orders",
     "intersection",
     "length",
     "pipeline_bound",

@@ -107,6 +107,24 @@ def synthesize(
         ValueError: The placement has two pipes, no order can keep the limit, a cost is missing, or a size is out of
             range.
     """
+    return found_orders(
+        placement, microbatches, shape, costs, peak_activations=peak_activations, seconds=seconds,
+        counts_block=counts_block, progress=progress,
+    )[0]  # fmt: skip
+
+
+def found_orders(
+    placement: Placement,
+    microbatches: int,
+    shape: Shapes,
+    costs: NodeCosts,
+    *,
+    peak_activations: float | None = None,
+    seconds: float = SEARCH_SECONDS,
+    counts_block: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[Plan]:
+    """Return the plan of :func:`synthesize`, then others that it has compared, the fastest first."""
     check_size("microbatches", microbatches)
     limits = check_search(placement, peak_activations, seconds)
     if not isinstance(costs, NodeCosts):
@@ -187,8 +205,8 @@ class _Search:
         reduced = any(block.reduced for stage in chains.shapes for block in stage)
         self.plays = bool(costs.launch) or costs.shared_links or reduced
 
-    def run(self) -> Plan:
-        """Return the best plan of all tries and of the fixed schedules."""
+    def run(self) -> list[Plan]:
+        """Return the best plan of all tries, and of fixed schedules; the fastest first."""
         time = itemgetter(0)
         pool = [(float("inf"), self._drawn())]  # the best tries, the fastest first
         for _, program in self.programs[:LIKE]:
@@ -205,7 +223,7 @@ class _Search:
                 insort_left(pool, changed, key=time)
                 del pool[KEPT:]
         found = self._plan(pool[0][1])
-        return min((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
+        return sorted((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
 
     def _goes_on(self, least: int, left: float) -> bool:
         self.tries += 1

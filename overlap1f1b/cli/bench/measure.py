@@ -31,6 +31,7 @@ from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import Balanced, parse_wire, shape
 from overlap1f1b.cli.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine.engine import TRIES
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
@@ -175,7 +176,8 @@ class Bench:
             engines = {}
             for number, variant in enumerate(variants, 1):
                 self.say(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
-                of = None if self.shared_costs else variant.program
+                # An order that is found is tried beside others, as costs of its own engine ask for.
+                of = None if self.shared_costs and not variant.program.search_seconds else variant.program
                 engine = engines[variant.key] = self.engine(variant, costs.get(of))
                 costs[of] = self._calibrated(engine)
             yield engines, rate
@@ -188,6 +190,7 @@ class Bench:
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
             costs=costs,
+            tries=TRIES if variant.program.search_seconds else 0,  # a row of an overlap plays no other
             reduce=self.options.reduce,
             exchange=self.recording,
         )
@@ -225,8 +228,9 @@ class Bench:
         return least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
-        while engine.costs is None:
+        while engine.settling:
             self.step(engine)
+        assert engine.costs is not None
         return engine.costs
 
     def _record(self, default: Engine) -> None:

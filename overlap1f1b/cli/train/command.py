@@ -76,16 +76,14 @@ class _Run:
         )
 
     def _step(self, index: int) -> Step:
-        """Make a step; say what the engine has chosen when costs are measured."""
+        """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
         engine = self.trainer.engine
-        measures = engine.costs is None
+        measures, settling = engine.costs is None, engine.settling
         step = self.trainer.step(index)
-        if measures and engine.costs is not None:
-            if self.options.parts == "auto":
-                print_lines(self.screen, f"parts: {engine.parts_choice}")
-            if engine.program.search_seconds:
-                plan = engine.plan
-                print_lines(self.screen, f"order: {plan.program.name}, predicted {1e3 * plan.predicted:.0f} ms a step")
+        if measures and engine.costs is not None and self.options.parts == "auto":
+            print_lines(self.screen, f"parts: {engine.parts_choice}")
+        if settling and not engine.settling:
+            print_lines(self.screen, f"order: {engine.choice}")
         return step
 
     def _resume(self, checkpoint: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from overlap1f1b import plan as planning
+from overlap1f1b.engine.play.trials import Trials, Tried
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
 from overlap1f1b.schedule import Program, forwards_of
-from overlap1f1b.simulation import synthesize
+from overlap1f1b.simulation import found_orders
 from overlap1f1b.transport.mesh import Mesh
 
 
@@ -23,6 +25,10 @@ class Plans:
         mesh: Ranks that must have the same plan.
         costs: Of the nodes; None until they are measured.
         plan: Plan of the steps, instead of a compiled one.
+        tries: Steps of each of the fastest plans for measured costs, which are tried in turns.
+
+    Attributes:
+        tried: The plans that were tried, the fastest first; empty before, and if there was one alone.
 
     Raises:
         ValueError: ``plan`` is for another program or other blocks.
@@ -39,10 +45,14 @@ class Plans:
         mesh: Mesh,
         costs: NodeCosts | None,
         plan: Plan | None,
+        tries: int = 0,
     ) -> None:
         self.program, self.shapes, self.overlap, self.counts_block = program, shapes, overlap, counts_block
         self.rendezvous, self.mesh, self._costs = rendezvous, mesh, costs
+        self._tries = tries
+        self.tried: Sequence[Tried] = ()
         self._plan: Plan | None = None
+        self._trials: Trials | None = None
         self._evaluation: Plan | None = None
         self._agreed: set[str] = set()
         if plan is not None:
@@ -50,13 +60,33 @@ class Plans:
 
     @property
     def costs(self) -> NodeCosts | None:
-        """Costs of the nodes; None until they are measured."""
+        """Costs of the nodes; None until they are measured. If they are set, the plan for them is not tried."""
         return self._costs
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._costs, self._plan, self._evaluation = costs, None, None
+        self._costs, self._plan, self._trials, self._evaluation, self.tried = costs, None, None, None, ()
         self._agreed.clear()  # a step of the same order may measure now
+
+    def adopt(self, costs: NodeCosts) -> None:
+        """Set costs that were measured: the next steps try plans for them."""
+        self.costs = costs
+        if self._tries:
+            self._trials = Trials([self._checked(plan, costs) for plan in self._ordered(costs)], self._tries)
+            self._plan = self._trials.plans[0]
+
+    @property
+    def trying(self) -> bool:
+        """Whether the next step tries a plan."""
+        return self._trials is not None and self._trials.open
+
+    def note(self, seconds: float) -> None:
+        """Note the time of a step that has tried a plan, and after the last one keep the fastest."""
+        assert self._trials is not None
+        self._trials.note(seconds)
+        if not self._trials.open:
+            self.tried = self._trials.tried(self.mesh)
+            self._plan, self._trials, self._evaluation = self.tried[0].plan, None, None
 
     @property
     def measuring(self) -> bool:
@@ -67,10 +97,9 @@ class Plans:
     def of_step(self) -> Plan:
         """Plan of the next step: the compiled one, or the serial one as long as there are no costs."""
         if self._plan is None and self._costs is not None:
-            if self.program.search_seconds:
-                self._plan = self._found(self._costs)
-            else:
-                self._plan = self._compiled(self.program, self.shapes, self._costs, self.overlap)
+            self._plan = self._checked(self._ordered(self._costs)[0], self._costs)
+        if self._trials is not None and self._trials.open:
+            return self._trials.plan
         return self._plan or self._serial
 
     @of_step.setter
@@ -80,7 +109,7 @@ class Plans:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
-        self._plan = self._checked(plan, self._costs or NodeCosts())
+        self._plan, self._trials, self.tried = self._checked(plan, self._costs or NodeCosts()), None, ()
 
     @cached_property
     def _serial(self) -> Plan:
@@ -102,9 +131,12 @@ class Plans:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
         return self._checked(plan, costs)
 
-    def _found(self, costs: NodeCosts) -> Plan:
+    def _ordered(self, costs: NodeCosts) -> list[Plan]:
+        """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
+        if not self.program.search_seconds:
+            return planning.fastest(self.program, self.shapes, costs, self.overlap, counts_block=self.counts_block)
         placement = self.program.placement
-        plan = synthesize(
+        return found_orders(
             placement,
             self.program.microbatches,
             self.shapes,
@@ -113,7 +145,6 @@ class Plans:
             seconds=self.program.search_seconds,
             counts_block=self.counts_block,
         )
-        return self._checked(plan, costs)
 
     def _checked(self, plan: Plan, costs: NodeCosts) -> Plan:
         """Check a plan; return it with both ends of its transfers at one place if the device needs that."""
