@@ -80,8 +80,8 @@ class Engine:
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
     The first two steps, on a GPU four, run serially and measure every node; with a single microbatch there are three
-    more. Then the plan is compiled, the same on all ranks. In the first step, whose times are not used,
-    ``kernels="auto"`` compiles and chooses.
+    more. Then plans are compiled, the same on all ranks, and the fastest are tried: see ``tries``. In the first step,
+    whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
@@ -380,7 +380,7 @@ class Engine:
         """Name of the plan of the next step, and the times by which it was chosen."""
         name = f"{self.plan.program.name} {self.plan.order}"
         if self.tried:
-            return f"{name} (measured step by order: {', '.join(map(str, self.tried))})"
+            return f"{name} (measured step: {', '.join(map(str, self.tried))})"
         return f"{name} (predicted step: {1e3 * self.plan.predicted:.0f} ms)"
 
     @property
