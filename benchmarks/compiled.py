@@ -65,7 +65,9 @@ def engine_of(row: str, options: argparse.Namespace, rank: Rank) -> Engine:
             layer.compile(backend=options.backend)
     program = build_schedule("combined_1f1b", microbatches=options.microbatches, extra_warmup=1)
     stages = split_model(model, program, rank.mesh)
-    return Engine(stages, program, mesh=rank.mesh, loss_fn=stages.loss_fn, reduce=False, timeout=options.timeout)
+    return Engine(
+        stages, program, mesh=rank.mesh, loss_fn=stages.loss_fn, reduce=False, timeout=options.timeout, tries=0
+    )
 
 
 def measure(options: argparse.Namespace, rank: Rank, say: Say) -> list[dict[str, Any]]:

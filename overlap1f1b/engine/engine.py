@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -139,6 +139,8 @@ class Engine:
 
     saving: Saving | None = None
     """The checkpoint that is written in the background, or the last one."""
+    share: Callable[[Any], Any] = staticmethod(lambda measured: measured)
+    """Makes what was measured the same on ranks outside of the mesh that must play the same plan."""
     _measured: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
     _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
@@ -532,20 +534,22 @@ class Engine:
         if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
             self._adopt_costs(plan, result.overlap.spans)
         elif self._plans.trying:
-            self._plans.note(result.overlap.makespan)
+            self._plans.note(result.overlap.makespan, self.share)
 
     def _adopt_costs(self, plan: Plan, spans: Sequence[Span]) -> None:
         """Play by measured costs from the next step on, unless other steps or numbers of parts are measured first."""
         self._measured += (spans,)
         if self.program.microbatches == 1 and len(self._measured) < LONE_STEPS:
             return
-        costs = measured_costs(
-            plan.ranks[self.rank],
-            chain.from_iterable(self._measured),
-            self.mesh,
-            shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
-            launches=self.player.launches,
-            transfers=self.boundary.timed(),
+        costs = self.share(
+            measured_costs(
+                plan.ranks[self.rank],
+                chain.from_iterable(self._measured),
+                self.mesh,
+                shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
+                launches=self.player.launches,
+                transfers=self.boundary.timed(),
+            )
         )
         self._measured, choice = (), self.parts_choice
         if not choice.open:

@@ -124,6 +124,9 @@ def show(result: dict[str, Any], screen: Console) -> None:
             style="bold" if row["default"] else None,
         )
     screen.print(table)
+    for row in result["rows"]:
+        if row["tried"]:
+            print_lines(screen, f"{row['program']} was tried before the rounds: {', '.join(row['tried'])}")
     if result.get("best_over_peers"):
         theirs = ", ".join(result["peers"]) if "peers" in result else "torch's"
         screen.print(f"our best is {result['best_over_peers']:.2f}× as fast as the best of {theirs}")

@@ -339,11 +339,12 @@ class Bench:
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
-            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None}
+            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None, "tried": []}
             if isinstance(player, Engine):
                 assert player.costs is not None
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
+                row["tried"] = [str(one) for one in player.tried]
                 row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
             else:
                 row["overlap"] = player.overlap

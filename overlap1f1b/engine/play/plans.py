@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from overlap1f1b import plan as planning
@@ -80,12 +80,15 @@ class Plans:
         """Whether the next step tries a plan."""
         return self._trials is not None and self._trials.open
 
-    def note(self, seconds: float) -> None:
-        """Note the time of a step that has tried a plan, and after the last one keep the fastest."""
+    def note(self, seconds: float, share: Callable[[list[float]], list[float]] = list) -> None:
+        """Note the time of a step that has tried a plan, and after the last one keep the fastest.
+
+        ``share`` makes times the same on ranks outside of the mesh, too.
+        """
         assert self._trials is not None
         self._trials.note(seconds)
         if not self._trials.open:
-            self.tried = self._trials.tried(self.mesh)
+            self.tried = self._trials.tried(self.mesh, share)
             self._plan, self._trials, self._evaluation = self.tried[0].plan, None, None
 
     @property

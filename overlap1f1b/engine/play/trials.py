@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -59,9 +59,12 @@ class Trials:
         """Note the time of a step of :attr:`plan` on this rank."""
         self._seconds.append(seconds)
 
-    def tried(self, mesh: Mesh) -> list[Tried]:
-        """Return the plans with their times, the fastest first; all ranks must call this."""
-        slowest = mesh.combined(self._seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
+    def tried(self, mesh: Mesh, share: Callable[[list[float]], list[float]] = list) -> list[Tried]:
+        """Return the plans with their times, the fastest first; all ranks must call this.
+
+        ``share`` makes the times the same on ranks outside of the mesh, too.
+        """
+        slowest = share(mesh.combined(self._seconds, lambda _, every: list(map(max, zip(*every, strict=True)))))
         count = len(self.plans)
         times = [median(slowest[number::count]) for number in range(count)]
         return sorted(map(Tried, self.plans, times), key=lambda one: one.seconds)

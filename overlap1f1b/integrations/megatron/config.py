@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.transport.groups import gathered, limit
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]
 Sync = Callable[[Any], object]
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------ process groups
 
@@ -78,12 +78,12 @@ def limit_inner(groups: object, timeout: timedelta) -> None:
             limit(group, timeout)
 
 
-def agreed(costs: NodeCosts | None, groups: object, limit: timedelta) -> NodeCosts | None:
-    """Return the costs of the first rank along "tp", "cp" and "dp". All of these ranks must call this."""
+def agreed(value: T, groups: object, limit: timedelta) -> T:
+    """Return the value of the first rank along "tp", "cp" and "dp". All of these ranks must call this."""
     for name in ("tp", "cp", "dp"):
         if (group := group_of(groups, name)) is not None:
-            costs = gathered(dist.get_process_group_ranks(group), costs, limit)[0]
-    return costs
+            value = gathered(dist.get_process_group_ranks(group), value, limit)[0]
+    return value
 
 
 # -------------------------------------------------------------------------------------------------------------- config

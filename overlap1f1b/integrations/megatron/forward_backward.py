@@ -361,11 +361,12 @@ def engines_of(model: nn.Module) -> Engines:
 class ChunkEngine:
     """An engine whose stages are chunks, which fetch their own data and divide their own losses.
 
-    Ranks of ``groups`` that play the same plan agree on measured costs, within the limit.
+    Ranks of ``groups`` that play the same plan agree on what was measured, within the limit.
     """
 
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
-        self.engine, self.chunks, self.groups, self.limit = engine, dict(chunks), groups, limit
+        self.engine, self.chunks = engine, dict(chunks)
+        engine.share = lambda measured: agreed(measured, groups, limit)
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
@@ -383,12 +384,8 @@ class ChunkEngine:
             if sync is not None:
                 sync(model.parameters())
         gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], engine.program.microbatches - 1)
-        costs = engine.costs
         with gradient_sync.stepping():
             self.play(steps, gradient_sync)
-        if engine.costs is not costs:  # they were measured in this step
-            with engine.guarded(lambda: "in the agreement on costs"):
-                engine.costs = agreed(engine.costs, self.groups, self.limit)
 
     def play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None = None) -> None:
         """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""

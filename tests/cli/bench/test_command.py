@@ -90,7 +90,8 @@ def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
 
 def shown(*found: str, **changes: Any) -> list[str]:
     """The lines of a result with one row, with these changes, and these doubts."""
-    row = dict.fromkeys(KEYS | {"over_contended"}, 1.0) | {"program": "sequential", "overlap": "1", "order": "1"}
+    row: dict[str, Any] = dict.fromkeys(KEYS | {"over_contended"}, 1.0)
+    row |= {"program": "sequential", "overlap": "1", "order": "1", "tried": []}
     row |= {"step_ms": {"min": 1.0, "median": 2.0, "max": 3.0}, "grads_equal": True, "max_grad_diff": 0.0}
     result: dict[str, Any] = {
         "environment": {"ranks": 2},
@@ -102,6 +103,12 @@ def shown(*found: str, **changes: Any) -> list[str]:
     screen = Console(width=200, file=io.StringIO(), record=True)
     show(result, screen)
     return [line.rstrip() for line in screen.export_text().splitlines()]
+
+
+def test_what_was_tried_is_said() -> None:
+    tried = ["auto found: 20 ms", "combined_1f1b k=2: 21 ms"]
+    said = "sequential was tried before the rounds: auto found: 20 ms, combined_1f1b k=2: 21 ms"
+    assert shown(tried=tried)[-1] == said
 
 
 def test_what_is_said_of_gradients() -> None:

@@ -66,6 +66,14 @@ def test_the_slowest_rank_counts_on_all(ranks2: Ranks) -> None:
     assert ranks2.run(_kept) == [(plans(1.0, 1.0)[1].order, [2.0, 3.0])] * 2
 
 
+def test_times_may_be_shared_with_ranks_outside_of_the_mesh() -> None:
+    first, second = plans(1.0, 1.0)
+    trials = Trials([first, second], 1)
+    for seconds in (1.0, 2.0):
+        trials.note(seconds)
+    assert trials.tried(Mesh(None), lambda mine: mine[::-1])[0].plan is second
+
+
 class Sluggish(models.Block):
     """Sleeps under one order of an engine."""
 
