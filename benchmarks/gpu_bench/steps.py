@@ -164,9 +164,16 @@ class Steps:
         if plan is not None:
             program = plan.program
         self.engine = Engine(
-            work.model, program, loss_fn=loss_fn, overlap=overlap, costs=costs, plan=plan, tries=0, exchange=exchange,
+            work.model,
+            program,
+            loss_fn=loss_fn,
+            overlap=overlap,
+            costs=costs,
+            plan=plan,
+            tries=0,
+            exchange=exchange,
             timeout=60,
-        )  # fmt: skip
+        )
 
     def step(self) -> tuple[float, Any]:
         """Seconds from the first launch to the last kernel."""

@@ -35,7 +35,7 @@ from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
-from overlap1f1b.engine.play.trials import Tried
+from overlap1f1b.engine.play.trials import Tried, milliseconds
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
@@ -383,7 +383,9 @@ class Engine:
         name = f"{self.plan.program.name} {self.plan.order}"
         if self.tried:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
-        return f"{name} (predicted step: {1e3 * self.plan.predicted:.0f} ms)"
+        if self._plans.measuring:
+            return f"{name} (measures the nodes)"
+        return f"{name} ({'given' if self._plans.given else f'predicted step: {milliseconds(self.plan.predicted)}'})"
 
     @property
     def settling(self) -> bool:
@@ -551,19 +553,18 @@ class Engine:
                 transfers=self.boundary.timed(),
             )
         )
-        self._measured, choice = (), self.parts_choice
+        self.costs, choice = costs, self.parts_choice
         if not choice.open:
-            self._plans.adopt(costs)
+            self._plans.try_plans()
             return
-        self._plans.costs = costs
         before, best = choice.parts, choice.note(self._plans)
         if choice.parts != before:
             for stage in self.stages.values():
                 stage.cut_into(choice.parts)
             self.shapes, self._warm = all_shapes(self.stages, self.program.placement, self.mesh), 0
         self._plans = best or self._new_plans(None)
-        if best is not None and best.costs is not None:
-            best.adopt(best.costs)
+        if best is not None:
+            best.try_plans()
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""

@@ -30,8 +30,9 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
         steps += 1
     held = sum("sleep" in entry.args for entry in here().log[begin:])
     computed = sum(node.resource == "compute" for node in engine._plans._serial.ranks[engine.rank])
-    check_rendezvous(engine.plan)
-    engine.step(inputs, target=target)
+    while engine.settling:  # plans are tried
+        check_rendezvous(engine.plan)
+        engine.step(inputs, target=target)
     engine.close()
     launched = {(node.op, node.kind) for nodes in engine.plan.ranks for node in nodes}
     return steps, engine.costs, engine.plan.fingerprint, launched, held - computed, timed

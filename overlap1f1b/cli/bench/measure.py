@@ -176,7 +176,7 @@ class Bench:
             engines = {}
             for number, variant in enumerate(variants, 1):
                 self.say(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
-                # An order that is found is tried beside others, as costs of its own engine ask for.
+                # An engine that finds an order tries it beside others; with costs that are given it would not.
                 of = None if self.shared_costs and not variant.program.search_seconds else variant.program
                 engine = engines[variant.key] = self.engine(variant, costs.get(of))
                 costs[of] = self._calibrated(engine)
@@ -190,7 +190,7 @@ class Bench:
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
             costs=costs,
-            tries=TRIES if variant.program.search_seconds else 0,  # a row of an overlap plays no other
+            tries=TRIES if variant.program.search_seconds else 0,  # other rows play what is predicted
             reduce=self.options.reduce,
             exchange=self.recording,
         )

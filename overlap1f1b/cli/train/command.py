@@ -80,9 +80,10 @@ class _Run:
         engine = self.trainer.engine
         measures, settling = engine.costs is None, engine.settling
         step = self.trainer.step(index)
-        if measures and engine.costs is not None and self.options.parts == "auto":
+        measured = measures and engine.costs is not None
+        if measured and self.options.parts == "auto":
             print_lines(self.screen, f"parts: {engine.parts_choice}")
-        if settling and not engine.settling:
+        if measured or (settling and not engine.settling):
             print_lines(self.screen, f"order: {engine.choice}")
         return step
 
@@ -162,6 +163,8 @@ class _Run:
                 "losses": history.held_out,
             },
             **speed_of(self.steps, self.tokens),
+            "settling_steps": sum(step.measuring or step.trying for step in self.steps),
+            "order": self.trainer.engine.choice,
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
         }

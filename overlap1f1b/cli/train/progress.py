@@ -47,8 +47,12 @@ class Progress:
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
-        if self._recent and self._recent[-1].measuring and not step.measuring:
-            self._recent.clear()  # steps that measure nodes are serial and slower
+        if (
+            self._recent
+            and (last := self._recent[-1])
+            and (last.measuring, last.trying) != (step.measuring, step.trying)
+        ):
+            self._recent.clear()  # steps that measure nodes or try plans are slower
         self._recent.append(step)
         text, speed = f"loss {step.loss:.3f}", self._speed()
         if self.screen.is_terminal:

@@ -14,11 +14,13 @@ from overlap1f1b.cli.train.trainer import Step
 
 
 def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
-    """Return the JSON of the speed: medians over steps of ``tokens`` tokens each, without the serial ones that measure.
+    """Return the JSON of the speed: medians over steps of ``tokens`` tokens each.
 
+    Serial steps, which measure nodes, and steps that try plans count only where there are no others.
     The hidden fraction is None without an exchange, and all are None without steps.
     """
     planned = [step for step in steps if not step.measuring] or steps
+    planned = [step for step in planned if not step.trying] or planned
     if not planned:
         return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction"))
     seconds = median(step.seconds for step in planned)

@@ -38,6 +38,7 @@ class Step:
         exposed: Seconds in which an exchange had no compute beside it, on the rank with most of them.
         hidden: Share of the exchange beside compute, on the rank with the least; None without an exchange.
         measuring: Whether the engine played the step serially, to measure nodes.
+        trying: Whether the engine tried a plan in it.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class Step:
     exposed: float
     hidden: float | None
     measuring: bool
+    trying: bool = False
 
 
 class Trainer:
@@ -85,7 +87,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        measuring = self.engine.costs is None
+        measuring, settling = self.engine.costs is None, self.engine.settling
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -119,6 +121,7 @@ class Trainer:
             exposed=max(exposed for exposed, _ in seen),
             hidden=min(shares, default=None),
             measuring=measuring,
+            trying=settling and not measuring,
         )
 
     def evaluate(self) -> float:

@@ -113,11 +113,15 @@ def nodes_behind(ends: Iterable[Any]) -> list[Any]:
     return list(seen)
 
 
-def is_of_one_leaf(node: Any) -> bool:
-    """Return whether a node is a leaf's, or on the way from one leaf alone, as a cast or a view of a weight."""
-    while not hasattr(node, "variable"):
-        following = [one for one, _ in node.next_functions if one is not None]
-        if len(following) != 1:
+def is_walked_often(node: Any) -> bool:
+    """Return whether a graph can be walked any number of times: it saves nothing and leads to leaves alone.
+
+    So do casts, views and sums of weights, as autocast and ``parametrize.cached`` keep them for several microbatches.
+    """
+    for one in nodes_behind([node]):
+        if hasattr(one, "variable"):
+            continue
+        saves = isinstance(one, torch._C._FunctionBase) or any(name.startswith("_raw_saved") for name in dir(one))
+        if saves or all(following is None for following, _ in one.next_functions):
             return False
-        (node,) = following
     return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from overlap1f1b import plan as planning
-from overlap1f1b.engine.play.trials import Trials, Tried
+from overlap1f1b.engine.play.trials import Trials, Tried, worth_trying
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
 from overlap1f1b.schedule import Program, forwards_of
 from overlap1f1b.simulation import found_orders
@@ -29,6 +29,7 @@ class Plans:
 
     Attributes:
         tried: The plans that were tried, the fastest first; empty before, and if there was one alone.
+        given: Whether the plan of a step was set.
 
     Raises:
         ValueError: ``plan`` is for another program or other blocks.
@@ -53,6 +54,8 @@ class Plans:
         self.tried: Sequence[Tried] = ()
         self._plan: Plan | None = None
         self._trials: Trials | None = None
+        self._ordered: Sequence[Plan] = ()  # for the costs, the predicted fastest first
+        self.given = False
         self._evaluation: Plan | None = None
         self._agreed: set[str] = set()
         if plan is not None:
@@ -65,14 +68,15 @@ class Plans:
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._costs, self._plan, self._trials, self._evaluation, self.tried = costs, None, None, None, ()
+        self._costs, self._plan, self._trials, self._evaluation = costs, None, None, None
+        self._ordered, self.tried, self.given = (), (), False
         self._agreed.clear()  # a step of the same order may measure now
 
-    def adopt(self, costs: NodeCosts) -> None:
-        """Set costs that were measured: the next steps try plans for them."""
-        self.costs = costs
-        if self._tries:
-            self._trials = Trials([self._checked(plan, costs) for plan in self._ordered(costs)], self._tries)
+    def try_plans(self) -> None:
+        """Let the next steps try the plans that the costs predict to be the fastest."""
+        if self._tries and self._costs is not None:
+            found = worth_trying(self._ordered or self._compiled_all(self._costs))
+            self._trials = Trials([self._checked(plan, self._costs) for plan in found], self._tries)
             self._plan = self._trials.plans[0]
 
     @property
@@ -88,8 +92,10 @@ class Plans:
         assert self._trials is not None
         self._trials.note(seconds)
         if not self._trials.open:
-            self.tried = self._trials.tried(self.mesh, share)
-            self._plan, self._trials, self._evaluation = self.tried[0].plan, None, None
+            self.tried, before = self._trials.tried(self.mesh, share), self._plan
+            self._plan, self._trials = self.tried[0].plan, None
+            if before is None or before.program != self._plan.program:
+                self._evaluation = None
 
     @property
     def measuring(self) -> bool:
@@ -100,7 +106,8 @@ class Plans:
     def of_step(self) -> Plan:
         """Plan of the next step: the compiled one, or the serial one as long as there are no costs."""
         if self._plan is None and self._costs is not None:
-            self._plan = self._checked(self._ordered(self._costs)[0], self._costs)
+            self._ordered = self._compiled_all(self._costs)
+            self._plan = self._checked(self._ordered[0], self._costs)
         if self._trials is not None and self._trials.open:
             return self._trials.plan
         return self._plan or self._serial
@@ -112,7 +119,8 @@ class Plans:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
-        self._plan, self._trials, self.tried = self._checked(plan, self._costs or NodeCosts()), None, ()
+        self._plan, self._trials = self._checked(plan, self._costs or NodeCosts()), None
+        self.tried, self.given = (), True
 
     @cached_property
     def _serial(self) -> Plan:
@@ -134,7 +142,7 @@ class Plans:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
         return self._checked(plan, costs)
 
-    def _ordered(self, costs: NodeCosts) -> list[Plan]:
+    def _compiled_all(self, costs: NodeCosts) -> list[Plan]:
         """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
         if not self.program.search_seconds:
             return planning.fastest(self.program, self.shapes, costs, self.overlap, counts_block=self.counts_block)

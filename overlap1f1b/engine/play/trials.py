@@ -23,7 +23,26 @@ class Tried(NamedTuple):
 
     def __str__(self) -> str:
         """Return name and times of the plan."""
-        return f"{self.plan.program.name} {self.plan.order}: {1e3 * self.seconds:.0f} ms"
+        return f"{self.plan.program.name} {self.plan.order}: {milliseconds(self.seconds)}"
+
+
+def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        if len(found) == MOST_PLANS or plan.predicted > WITHIN * plans[0].predicted:
+            break
+        found.setdefault(plan.fingerprint, plan)
+    return list(found.values())
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time as text, with three digits or whole milliseconds.
+
+    >>> milliseconds(4.2149), milliseconds(0.0051234)
+    ('4215 ms', '5.12 ms')
+    """
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 class Trials:
@@ -33,16 +52,12 @@ class Trials:
     that is predicted to be the fastest need not be it.
 
     Args:
-        plans: Plans, the one that is predicted to be the fastest first; far slower ones are left out.
+        plans: Plans, the one that is predicted to be the fastest first: see :func:`worth_trying`.
         steps: Steps of each plan.
-
-    Attributes:
-        plans: The plans that are tried.
     """
 
     def __init__(self, plans: Sequence[Plan], steps: int) -> None:
-        self.plans = [plan for plan in plans if plan.predicted <= WITHIN * plans[0].predicted][:MOST_PLANS]
-        self.steps = steps if len(self.plans) > 1 else 0
+        self.plans, self.steps = plans, steps if len(plans) > 1 else 0
         self._seconds: list[float] = []
 
     @property

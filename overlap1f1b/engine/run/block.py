@@ -26,7 +26,7 @@ from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kin
 from overlap1f1b.engine.foreign.functions import NOT_YET, Call
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
-from overlap1f1b.engine.graph.edges import edge_of, is_of_one_leaf, nodes_behind
+from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.attributes import ModuleAttributes
@@ -175,6 +175,12 @@ class BlockRun:
         self.stage.queue = queue
         return segment
 
+    def _end(self, segment: Segment) -> list[int]:
+        """End the running segment; return the storages that it has changed in place."""
+        changed = segment.leave()
+        self.stage.made.append((segment.start, segment.end, self.microbatch.index))
+        return changed
+
     def _reach(self, calls: list[ExchangeCall]) -> None:
         """Take what the forward hands out for exchanges; of its graph only the edges stay."""
         stage, number = self.stage, len(self.segments) - 1
@@ -221,7 +227,7 @@ class BlockRun:
         """Prepare the exchanges behind the last segment."""
         segment, grad = self.segments[-1], self.microbatch.grad
         every = [[self.entered(tensor) for tensor in call.tensors] if grad else list(call.tensors) for call in calls]
-        self._changed |= dict.fromkeys(segment.leave(), segment.start)
+        self._changed |= dict.fromkeys(self._end(segment), segment.start)
         for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
             call.tensors.clear()
             sent = self.sent[place] = self._prepared(place, call, every.pop(0))
@@ -255,11 +261,12 @@ class BlockRun:
         """
         first = self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
-            if not self.stage.began <= node._sequence_nr() < segment.start or is_of_one_leaf(node):
+            if not self.stage.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
+                self.uses.left = True
                 warnings.warn(
-                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that another "
+                    f"{self._self_or_loss} uses a tensor of {node.name()} that another "
                     "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
                     "gradients may be wrong; allowed: outputs of the block before",
                     stacklevel=2,
@@ -310,7 +317,7 @@ class BlockRun:
     def _keep(self, outs: Tensors) -> None:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
-        self.segments[-1].leave()
+        self._end(self.segments[-1])
         if self.learns:
             self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
@@ -367,20 +374,20 @@ class BlockRun:
         node = tensor.grad_fn
         if node is None:
             return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
-        segment = self.segments[-1]
-        if not self.segments[0].start <= node._sequence_nr() < segment.start:
+        segment, number = self.segments[-1], node._sequence_nr()
+        if not self.stage.began <= number < segment.start:
+            return tensor
+        if number < self.segments[0].start:
+            if self.stage.maker_of(number) not in (None, self.microbatch.index):
+                self._check_walked_often(node)
             return tensor
         key = id(node), tensor.output_nr
         if key not in segment.here:
-            if not self._made(node):
-                raise ValueError(
-                    f"{self.name}{' or the loss' if self.is_last else ''} uses a tensor of {node.name()} that another "
-                    "microbatch has left in a list, a dictionary or the like; allowed: outputs of the block, or "
-                    "what it made itself behind its last exchange"
-                )
+            if not any(own.start <= number < own.end for own in self.segments):
+                self._check_walked_often(node)
             storage = storage_of(tensor)
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
-            if tensor._version != version or node._sequence_nr() < self._changed.get(storage, 0):
+            if tensor._version != version or number < self._changed.get(storage, 0):
                 raise ValueError(self._changed_in_place)
             segment.crossed[key], entered = Crossing.of(tensor, self.stage.anchor)
             segment.here[key] = entered
@@ -392,10 +399,21 @@ class BlockRun:
             segment.uses[key] = use._replace(version=tensor._version, graph=entered.grad_fn)
         return entered
 
-    def _made(self, node: Any) -> bool:
-        """Return whether a node is of this run, or of a weight alone, which any microbatch may have cast."""
-        number = node._sequence_nr()
-        return any(segment.start <= number < segment.end for segment in self.segments) or is_of_one_leaf(node)
+    def _check_walked_often(self, node: Any) -> None:
+        """Check that microbatches may share the graph of a tensor, which another one has made.
+
+        Raises:
+            ValueError: They may not.
+        """
+        if not is_walked_often(node):
+            raise ValueError(
+                f"{self._self_or_loss} uses a tensor of {node.name()} that another microbatch has made and left in an "
+                "attribute, a list or the like; allowed: outputs of the block before, or a tensor that each makes anew"
+            )
+
+    @property
+    def _self_or_loss(self) -> str:
+        return f"{self.name}{' or the loss' if self.is_last else ''}"
 
     @property
     def _changed_in_place(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import TypeGuard
 
 import torch
@@ -132,6 +133,8 @@ class Blocks:
             for index, linears in enumerate(self.linears)
         ]
         """Where each block uses its parameters."""
+        self.made: list[tuple[int, int, int]] = []
+        """First and last sequence number, which is excluded, of each segment in this step, and its microbatch."""
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block) for block in self.blocks]
         """State that each block's forward keeps on modules."""
@@ -318,13 +321,18 @@ class Blocks:
             uses.settle()
         stacks: list[Stack] = []
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
-        self.began = next_sequence_number()
+        self.began, self.made = next_sequence_number(), []
         with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
             try:
                 yield
             finally:
                 while stacks:
                     stacks.pop().end()
+
+    def maker_of(self, number: int) -> int | None:
+        """Return the microbatch whose segment has made the autograd node with a sequence number; None if none has."""
+        at = bisect_right(self.made, number, key=itemgetter(0)) - 1
+        return self.made[at][2] if at >= 0 and number < self.made[at][1] else None
 
     def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:

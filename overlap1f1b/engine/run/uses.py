@@ -16,10 +16,11 @@ class ParameterUses:
         first: The first segment that uses a parameter.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
         known: Whether the block has run forward.
+        left: Whether it has used a tensor that another block or microbatch has left, with its graph.
     """
 
     def __init__(self, apart: set[nn.Parameter]) -> None:
-        self.apart, self.known = apart, False
+        self.apart, self.known, self.left = apart, False, False
         self.first: dict[nn.Parameter, int] = {}
         self.several: set[nn.Parameter] = set()
         self._entering: set[nn.Parameter] = set()
@@ -28,7 +29,7 @@ class ParameterUses:
     @property
     def watched(self) -> bool:
         """Whether the first segment has to be watched."""
-        return not self.known or bool(self._entering)
+        return not self.known or self.left or bool(self._entering)
 
     def settle(self) -> None:
         """Treat weights that no layer has left to a queue as any other parameter, from the next step on.
@@ -57,6 +58,6 @@ class ParameterUses:
 
     def forget(self) -> None:
         """Forget what the block has shown: it is cut in another way from now on."""
-        self.known = False
+        self.known = self.left = False
         for known in (self.first, self.several, self._entering):
             known.clear()

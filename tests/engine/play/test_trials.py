@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.play.trials import Trials
+from overlap1f1b.engine.play.plans import Plans
+from overlap1f1b.engine.play.trials import Trials, worth_trying
 from overlap1f1b.plan import BlockShape, NodeCosts, Plan, fastest
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.mesh import Mesh
@@ -20,6 +23,13 @@ from tests.ranks import Ranks
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4)
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+
+
+@pytest.fixture
+def all_near() -> Iterator[None]:
+    """All orders are worth a try, whatever was measured."""
+    with patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):
+        yield
 
 
 def plans(*predicted: float) -> list[Plan]:
@@ -39,9 +49,14 @@ def test_plans_take_turns() -> None:
 
 
 def test_far_slower_plans_are_left_out() -> None:
-    assert len(Trials(plans(1.0, 1.11), 3).plans) == 1
-    assert not Trials(plans(1.0, 1.11), 3).open  # nothing to compare
-    assert [plan.predicted for plan in Trials(plans(1.0, 1.0, 1.05, 1.09), 3).plans] == [1.0, 1.0, 1.05]
+    assert len(worth_trying(plans(1.0, 1.11))) == 1
+    assert not Trials(worth_trying(plans(1.0, 1.11)), 3).open  # nothing to compare
+    assert [plan.predicted for plan in worth_trying(plans(1.0, 1.0, 1.05, 1.09))] == [1.0, 1.0, 1.05]
+
+
+def test_one_order_under_two_names_is_tried_once() -> None:
+    first, second = plans(1.0, 1.05)
+    assert worth_trying([first, replace(first, order="another"), second]) == [first, second]
 
 
 def test_one_slow_step_does_not_decide() -> None:
@@ -86,6 +101,7 @@ class Sluggish(models.Block):
         return super().forward(x)
 
 
+@pytest.mark.usefixtures("all_near")
 def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
     inputs, target = models.batch(4)
     model = models.build(block=Sluggish)
@@ -120,6 +136,21 @@ def test_nothing_is_tried(given: str) -> None:
     assert "predicted step: " in engine.choice
 
 
+@pytest.mark.usefixtures("all_near")
+def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
+    """The plans that were compiled to choose are not compiled again."""
+    inputs, target = models.batch(4)
+    engine, steps = Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, parts="auto", tries=1), 0
+    with patch.object(Plans, "_compiled_all", autospec=True, side_effect=Plans._compiled_all) as compiled:
+        while engine.settling:
+            engine.step(inputs, target=target)
+            steps += 1
+    assert steps == 6 + len(engine.tried) > 7
+    assert compiled.call_count == 3
+    assert {block.parts for block in engine.plan.shapes[0] if block.seams} == {engine.parts_choice.parts}
+
+
+@pytest.mark.usefixtures("all_near")
 def test_a_plan_that_is_set_ends_the_trials() -> None:
     inputs, target = models.batch(4)
     engine = Engine(models.build(), PROGRAM, loss_fn=models.loss_fn)
@@ -142,12 +173,13 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
-    while engine.settling:
-        played.append(engine.plan.fingerprint)
-        model.zero_grad()
-        engine.step(inputs, target=target)
-        reference = reference or models.gradients(model)
-        problems += models.equal(models.gradients(model), reference)
+    with patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):
+        while engine.settling:
+            played.append(engine.plan.fingerprint)
+            model.zero_grad()
+            engine.step(inputs, target=target)
+            reference = reference or models.gradients(model)
+            problems += models.equal(models.gradients(model), reference)
     return problems, played, engine.plan.fingerprint
 
 
