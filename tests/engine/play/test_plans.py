@@ -54,7 +54,7 @@ def test_an_evaluation_has_the_forwards_alone() -> None:
 def test_an_evaluation_follows_the_program_that_is_kept(other: str) -> None:
     """Beside an order that is found, fixed schedules are tried; they may begin forwards in another order."""
     program = build_schedule(other, microbatches=3)  # type: ignore[arg-type]
-    tried = [compile(PROGRAM, SHAPES, COSTS, "pairs"), compile(program, SHAPES, COSTS, 1)]
+    tried = [compile(PROGRAM, SHAPES, COSTS, "pairs"), compile(program, SHAPES, COSTS, "serial")]
     of = plans(tries=1)
     with patch.object(Plans, "_compiled_all", return_value=tried), patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):
         of.costs = COSTS
