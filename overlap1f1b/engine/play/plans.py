@@ -90,11 +90,12 @@ class Plans:
         ``share`` makes times the same on ranks outside of the mesh, too.
         """
         assert self._trials is not None
+        assert self._plan is not None
         self._trials.note(seconds)
         if not self._trials.open:
-            self.tried, before = self._trials.tried(self.mesh, share), self._plan
+            self.tried, before = self._trials.tried(self.mesh, share), self._plan.program
             self._plan, self._trials = self.tried[0].plan, None
-            if before is None or before.program != self._plan.program:
+            if self._plan.program != before:
                 self._evaluation = None
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,9 +17,11 @@ from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.trials import Trials, worth_trying
 from overlap1f1b.plan import BlockShape, NodeCosts, Plan, fastest
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engine.run.plain import engine_of
+from tests.engine.test_engine import Delayed
 from tests.ranks import Ranks
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4)
@@ -170,7 +173,8 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     """Several microbatches over two ranks, with exchanges that take a random time and uneven routing."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = models.build(group=mesh.get_group("ep"))
-    engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn)
+    exchange = Delayed(build_exchange(dist.new_group(list(range(size)))), seed=rank)
+    engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, exchange=exchange)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
     with patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):

@@ -26,7 +26,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def engine_of(model: nn.Module, mesh: DeviceMesh, schedule: str = "combined_1f1b", **options: Any) -> Engine:
-    """Return an engine of small limits over ranks along "ep", whose exchanges take a random time."""
+    """Return an engine of small limits over ranks along "ep"; an ``exchange`` may take a random time."""
     program = options.pop("program", None) or build_schedule(schedule, microbatches=MICROBATCHES)  # type: ignore[arg-type]
     given = {"loss_fn": loss_fn, "costs": COSTS, "reduce": False, "timeout": 20, **options}
     return Engine(model, program, mesh=mesh, **given)
