@@ -44,20 +44,13 @@ class Resource(StrEnum):
     __hash__ = str.__hash__
 
 
-RESOURCE_OF = {
-    Op.DENSE: Resource.COMPUTE,
-    Op.ATTENTION: Resource.COMPUTE,
+RESOURCE_OF = dict.fromkeys(Op, Resource.COMPUTE) | {
     Op.COUNTS: Resource.CONTROL,
     Op.DISPATCH: Resource.EXCHANGE,
-    Op.EXPERTS: Resource.COMPUTE,
     Op.COMBINE: Resource.EXCHANGE,
-    Op.AGGREGATE: Resource.COMPUTE,
     Op.REDUCE: Resource.EXCHANGE,
     Op.SEND: Resource.PEER,
     Op.RECEIVE: Resource.PEER,
-    Op.RECOMPUTE_DENSE: Resource.COMPUTE,
-    Op.RECOMPUTE_ATTENTION: Resource.COMPUTE,
-    Op.RECOMPUTE_EXPERTS: Resource.COMPUTE,
 }
 
 RECOMPUTE_OF = {

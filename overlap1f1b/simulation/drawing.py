@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
+from overlap1f1b.plan.node import RECOMPUTE_OF
 from overlap1f1b.schedule import Kind
 
 
@@ -33,12 +34,9 @@ LETTERS = {
     Op.REDUCE: "R",
     Op.SEND: "S",
     Op.RECEIVE: "V",
-    Op.RECOMPUTE_DENSE: "M",
-    Op.RECOMPUTE_ATTENTION: "A",
-    Op.RECOMPUTE_EXPERTS: "E",
 }
+LETTERS |= {again: LETTERS[op] for op, again in RECOMPUTE_OF.items()}
 """The letter of each sub-op in a drawing."""
-
 
 LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
 """The name of each resource in a drawing."""
