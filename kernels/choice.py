@@ -132,11 +132,6 @@ def _kernels_of(models: Iterable[nn.Module]) -> list[Kernels]:
     return [kernels for kernels in found if isinstance(kernels, Kernels)]
 
 
-def run(kernels: Kernels | None, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run an op by ``kernels``, or by its twin if ``kernels`` is None."""
-    return op(*args, **kwargs) if kernels is None else kernels(op, *args, **kwargs)
-
-
 def _interpreted() -> bool:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True

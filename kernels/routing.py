@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.choice import Kernels
 
 TINY = 1e-20  # avoids 0 / 0 in the normalisation if all scores have underflowed
 
@@ -128,10 +128,8 @@ class RouteTokens(torch.autograd.Function):
     """:func:`route_tokens` with its own backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        indices, weights, scores = run(kernels, route_tokens, logits, bias, rule)
+    def forward(ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+        indices, weights, scores = kernels(route_tokens, logits, bias, rule)
         ctx.save_for_backward(scores, indices)
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
@@ -145,7 +143,7 @@ class RouteTokens(torch.autograd.Function):
         if grad_weights is None:
             grad_weights = scores.new_zeros(indices.shape)
         args = (grad_weights.contiguous(), None if grad_scores is None else grad_scores.contiguous())
-        return run(ctx.kernels, route_tokens_backward, *args, scores, indices, ctx.rule), None, None, None
+        return ctx.kernels(route_tokens_backward, *args, scores, indices, ctx.rule), None, None, None
 
 
 def route(logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.choice import Kernels
 
 
 class Slots(NamedTuple):
@@ -103,10 +103,10 @@ class Packing(NamedTuple):
     dropped: Tensor
 
 
-def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, kernels: Kernels | None) -> Packing:
+def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, kernels: Kernels) -> Packing:
     """Return positions for the slots of ``indices [T, K]``.
 
-    >>> order, inverse, counts, dropped = pack_slots(torch.tensor([[0], [0], [1], [0]]), 2, 2, 2, None)
+    >>> order, inverse, counts, dropped = pack_slots(torch.tensor([[0], [0], [1], [0]]), 2, 2, 2, Kernels("torch"))
     >>> order.view(2, 2).tolist(), inverse.tolist(), dropped.tolist()
     ([[0, 1], [2, -1]], [0, 1, 2, -1], [1, 0])
 
@@ -115,22 +115,12 @@ def pack_slots(indices: Tensor, experts: int, destinations: int, capacity: int, 
         experts: E.
         destinations: D, which divides E: destination d has experts ``d·E/D`` to ``(d+1)·E/D − 1``.
         capacity: C, rows of each destination.
-        kernels: Choice between Triton and torch; None for torch.
-
-    Raises:
-        ValueError: D does not divide E; C is negative.
     """
-    if destinations < 1 or experts % destinations:
-        allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        raise ValueError(f"{experts} experts for destinations={destinations}; allowed: {allowed}")
-    if capacity < 0:
-        raise ValueError(f"capacity={capacity}; allowed: 0 and more")
-    slots: Slots = run(kernels, place_slots, indices, experts)
+    slots = kernels(place_slots, indices, experts)
     by_destination = slots.counts.view(destinations, -1)
     before = by_destination.cumsum(1) - by_destination  # rows of a destination before the expert's rows
     counts = torch.minimum((capacity - before).clamp_(min=0), by_destination).view(-1)
-    args = (slots.order, slots.inverse, slots.counts, destinations, capacity)
-    order, inverse = run(kernels, pack_places, *args)
+    order, inverse = kernels(pack_places, *slots, destinations, capacity)
     return Packing(order, inverse, counts, slots.counts - counts)
 
 

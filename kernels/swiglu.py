@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap1f1b.kernels.choice import Kernels, run
+from overlap1f1b.kernels.choice import Kernels
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
@@ -63,21 +63,15 @@ class WeightedSwiGLU(torch.autograd.Function):
     """:func:`swiglu_rows` with its own backward, for which only the inputs are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate_up: Tensor,
-        weights: Tensor | None = None,
-        count: Tensor | None = None,
-        kernels: Kernels | None = None,
-    ) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, count: Tensor | None, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(gate_up, weights, count)
         ctx.kernels = kernels
-        return run(kernels, swiglu_rows, gate_up, weights, count)
+        return kernels(swiglu_rows, gate_up, weights, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights, count = ctx.saved_tensors
-        return *run(ctx.kernels, swiglu_rows_backward, grads[0].contiguous(), gate_up, weights, count), None, None
+        return *ctx.kernels(swiglu_rows_backward, grads[0].contiguous(), gate_up, weights, count), None, None
 
 
 def swiglu(gate_up: Tensor, kernels: Kernels, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ def test_against_loops(T: int, K: int, E: int, H: int, capacity: int | None) -> 
     if capacity is None:
         order, inverse, _ = place_slots(indices, E)
     else:
-        order, inverse, _, _ = pack_slots(indices, E, 1, capacity, None)
+        order, inverse, _, _ = pack_slots(indices, E, 1, capacity, Kernels("torch"))
     rows = spread_rows(tokens, order, inverse, K, partial)
     carried, factors = opened(spread_weighted(tokens, weights, order, inverse, partial), H, weights.dtype)
     assert torch.equal(rows, carried)
@@ -53,7 +53,7 @@ def test_a_weight_is_carried_with_all_its_bits(hidden: int, dtype: torch.dtype, 
 def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     indices, tokens, weights = choose(T, K, E), draw(T, H, dtype=dtype), draw(T, K)
     order, inverse, _ = place_slots(indices, E)
-    packed = pack_slots(indices, E, 1, T * K // 2 + 1, None)
+    packed = pack_slots(indices, E, 1, T * K // 2 + 1, Kernels("torch"))
     for places, partial in (((order, inverse), False), (packed[:2], True)):
         check(spread_rows, tokens, *places, K, partial, exact=True)
         found = Kernels("triton")(spread_weighted, tokens, weights, *places, partial)

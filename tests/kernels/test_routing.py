@@ -32,10 +32,10 @@ def test_gradients(E: int, rule: Rule) -> None:
     bias = torch.rand(E, dtype=torch.float64)
 
     def weights_and_scores(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return RouteTokens.apply(x, bias, rule)[1:]
+        return RouteTokens.apply(x, bias, rule, Kernels("torch"))[1:]
 
     assert torch.autograd.gradcheck(weights_and_scores, logits)
-    indices, *found = RouteTokens.apply(logits, bias, rule)
+    indices, *found = RouteTokens.apply(logits, bias, rule, Kernels("torch"))
     expected_indices, *expected = route_tokens(logits, bias, rule)
     assert torch.equal(indices, expected_indices)
     for own, torchs in zip(found, expected, strict=True):  # one of both may have no gradient

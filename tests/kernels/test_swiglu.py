@@ -17,7 +17,7 @@ def test_against_autograd() -> None:
     expected = F.silu(gate) * up
     grad = torch.randn(5, 3)
     (expected_grad,) = torch.autograd.grad(expected, gate_up, grad)
-    for y in (WeightedSwiGLU.apply(gate_up), swiglu(gate_up, Kernels("torch"))):
+    for y in (WeightedSwiGLU.apply(gate_up, None, None, Kernels("torch")), swiglu(gate_up, Kernels("torch"))):
         assert torch.equal(y, expected)
         assert torch.equal(torch.autograd.grad(y, gate_up, grad)[0], expected_grad)
 
@@ -25,8 +25,9 @@ def test_against_autograd() -> None:
 def test_gradients() -> None:
     gate_up = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(WeightedSwiGLU.apply, (gate_up, weights))
-    assert torch.autograd.gradcheck(lambda g, w: WeightedSwiGLU.apply(g, w, torch.tensor([3])), (gate_up, weights))
+    for count in (None, torch.tensor([3])):
+        args = gate_up, weights, count, Kernels("torch")
+        assert torch.autograd.gradcheck(WeightedSwiGLU.apply, args)
 
 
 def test_rows_beyond_the_count_are_zeros_whatever_they_hold() -> None:
