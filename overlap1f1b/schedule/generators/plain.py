@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, peaks_of
+from overlap1f1b.schedule.action import Action, Kind, peaks_of
 from overlap1f1b.schedule.generators.interleaved import chunk_orders
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
@@ -54,15 +54,12 @@ def forwards_of(program: Program) -> Program:
     >>> print(forwards_of(sequential(3)).draw())
     rank 0: F0 F1 F2
     """
-    ranks = tuple(tuple(f for slot in slots for f in _forward_of(slot)) for slots in program.ranks)
+    ranks = tuple(
+        tuple(action for action in program.actions(rank) if action.kind is Kind.F) for rank in range(len(program.ranks))
+    )
     alive, _ = zip(*map(peaks_of, ranks), strict=True)
     name = f"{program.name} forward_only"
     return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=(0,) * len(ranks))
-
-
-def _forward_of(slot: Slot) -> tuple[Action, ...]:
-    action = slot.forward if isinstance(slot, Pair) else slot
-    return (action,) if action.kind is Kind.F else ()
 
 
 def afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
