@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, repeat
 from unittest.mock import patch
 
 import pytest
@@ -35,8 +35,9 @@ CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
 
 
 def every_program(ranks: int, microbatches: int) -> list[Program]:
-    """One of each schedule, of those with chunks also one with two."""
-    programs = [build_schedule(name, ranks=ranks, microbatches=microbatches) for name in SCHEDULES]
+    """One of each schedule, of those with chunks also one with two; DualPipe needs two microbatches a rank."""
+    sizes = {name: 2 * ranks if name.startswith("dualpipe") else microbatches for name in SCHEDULES}
+    programs = [build_schedule(name, ranks=ranks, microbatches=sizes[name]) for name in SCHEDULES]
     return programs + [build_schedule(n, ranks=ranks, microbatches=microbatches, chunks=2) for n in CHUNKED]
 
 
@@ -48,11 +49,14 @@ def costs_at(ratio: float) -> NodeCosts:
     ("program", "ratio"),
     [
         pytest.param(program, ratio, id=f"{program.name}, {program.placement.stages} stages-{ratio}")
-        for program, other in zip(every_program(4, 8), cycle((0.25, 4)), strict=False)
-        for ratio in (other, 1)
+        for program, ratio in [
+            *zip(every_program(4, 6), cycle((0.25, 4)), strict=False),
+            *zip(every_program(2, 3), repeat(1)),
+        ]
     ],
 )
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
+    """Over four ranks with few tries, over two with all of them."""
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
     tried: dict[Policy, list[list[Node]]] = {}
@@ -77,9 +81,10 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 7), (6, 13)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 7), (3, 7)])
 def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
-    microbatches += microbatches % 2 if name == "dualpipe" else 0
+    if name == "dualpipe":
+        ranks, microbatches = ranks + ranks % 2, microbatches + 1
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
     for overlap in ("pairs", 4):
         plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
@@ -126,7 +131,7 @@ def test_work_of_compiling_checking_and_playing_grows_linearly(name: str) -> Non
         return [count / sum(map(len, plans[0].ranks)) for count in works]
 
     few = of_each_node(2, 4, 1)
-    for sizes in ((2, 12, 1), (4, 8, 1), (2, 4, 3)):
+    for sizes in ((2, 8, 1), (4, 8, 1), (2, 4, 2)):
         for more, less in zip(of_each_node(*sizes), few, strict=True):
             assert less / 2 < more < 1.15 * less, sizes
 
@@ -216,14 +221,14 @@ def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipev"])
-@pytest.mark.parametrize("dispatch", [0, 1, 5, 20])
-def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int) -> None:
-    program = build_schedule(name, ranks=4, microbatches=9 if name != "dualpipe" else 8)
+@pytest.mark.parametrize(("dispatch", "k"), [(0, 2), (1, 4), (5, 2), (20, 4)])
+def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int, k: int) -> None:
+    ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
+    program = build_schedule(name, ranks=ranks, microbatches=microbatches)
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=1)
-    for k in (2, 4):
-        plan = compile(program, (MOE, DENSE), costs, k)
-        check(plan)
-        assert not list(broken_rules(plan))
+    plan = compile(program, (MOE, DENSE), costs, k)
+    check(plan)
+    assert not list(broken_rules(plan))
 
 
 def test_no_more_actions_are_open_than_there_are() -> None:
@@ -253,13 +258,13 @@ MUTANTS = [
 def test_mutants_are_accepted_exactly_if_no_rule_is_broken(plan: Plan) -> None:
     rng = random.Random(plan.program.name)
     verdicts = {True: 0, False: 0}
-    for _ in range(700):
+    for _ in range(300):
         mutant = mutated(plan, rng)
         accepted = not list(broken_rules(mutant))
         with nullcontext() if accepted else pytest.raises(ValueError, match="plan of "):
             check(mutant)
         verdicts[accepted] += 1
-    assert min(verdicts.values()) > 50
+    assert min(verdicts.values()) > 20
 
 
 def mutated(plan: Plan, rng: random.Random) -> Plan:
@@ -312,12 +317,10 @@ def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) ->
     [
         (1, 2, 8, 3, 0.0),
         (1, 4, 8, 2, 0.05),
-        (1, 4, 8, 3, 0.0),
-        (1, 4, 8, 3, 0.05),
         (1, 4, 8, 4, 0.0),
         (1, 8, 8, 3, 0.05),
         (2, 4, 8, 3, 0.0),
-        (4, 4, 8, 3, 0.05),
+        (4, 2, 8, 3, 0.05),
     ],
 )
 def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
