@@ -66,7 +66,7 @@ def mutants(draw: st.DrawFn) -> Plan:
 
 
 @given(mutants())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(plan: Plan) -> None:
     broken = list(broken_rules(plan))
     if broken:

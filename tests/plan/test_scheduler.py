@@ -215,7 +215,7 @@ def test_the_thread_does_not_wait_for_counts_that_come_after_the_next_rows() -> 
 
 
 @given(st.permutations(range(4)), st.integers(1, 5), shapes(), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_gradients_are_summed_in_the_programs_order(backwards: list[int], k: int, shape: tuple, block: bool) -> None:  # type: ignore[type-arg]
     """Also where a later forward's backward comes first, and could start first."""
     plan = compile(all_forwards_first(backwards), shape, table_costs(1), k, counts_block=block)
@@ -231,7 +231,7 @@ def test_a_backward_waits_for_its_turn() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_at_most_k_actions_are_open(data: st.DataObject) -> None:
     program, shape = data.draw(programs()), data.draw(shapes())
     k, patience = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0.0, 0.4, 2.0]))
