@@ -1,15 +1,10 @@
-"""``Program.check`` against rules that are written down a second time here, on programs changed at random."""
+"""Messages of ``Program.check``. Its rules are written down a second time in ``brute``; see test_mutations.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot
 
 F0, F1, F2 = (Action(Kind.F, 0, m) for m in range(3))
 B0, B1, B2 = (Action(Kind.B, 0, m) for m in range(3))
@@ -19,147 +14,6 @@ I0, W0, I1, W1 = (Action(kind, 0, m) for m in range(2) for kind in (Kind.I, Kind
 
 def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
     return Program("mine", microbatches, (steps,), (peak,))
-
-
-def split(program: Program) -> Program:
-    """The same program with every B as an I, and its W a step later."""
-    steps: list[Slot] = []
-    for step in program.ranks[0]:
-        if isinstance(step, Pair):
-            steps += [
-                step._replace(backward=step.backward._replace(kind=Kind.I)),
-                step.backward._replace(kind=Kind.W),
-            ]
-        elif step.kind is Kind.B:
-            steps += [step._replace(kind=Kind.I), step._replace(kind=Kind.W)]
-        else:
-            steps.append(step)
-    return replace(program, ranks=(tuple(steps),), peak_weights=())
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    microbatches = draw(st.integers(1, 5))
-    program = draw(
-        st.sampled_from(
-            [sequential(microbatches), forward_only(microbatches)]
-            + [combined_1f1b(microbatches, extra) for extra in range(3)]
-        )
-    )
-    return split(program) if draw(st.booleans()) else program
-
-
-def changed_action(draw: st.DrawFn, action: Action, microbatches: int) -> Action:
-    match draw(st.sampled_from(["microbatch", "kind", "stage", "pipe"])):
-        case "microbatch":
-            return action._replace(microbatch=draw(st.integers(-1, microbatches)))
-        case "kind":
-            return action._replace(kind=draw(st.sampled_from(Kind)))
-        case "stage":
-            return action._replace(stage=action.stage + 1)
-        case _:
-            return action._replace(pipe=action.pipe + 1)
-
-
-@st.composite
-def mutants(draw: st.DrawFn) -> Program:  # noqa: PLR0912  a case for each kind of change
-    """A program with a step or two dropped, doubled, moved, swapped or changed, or its limits lowered."""
-    program = draw(programs())
-    steps = list(program.ranks[0])
-    for _ in range(draw(st.integers(1, 2))):
-        if not steps:
-            break
-        a, b = draw(st.integers(0, len(steps) - 1)), draw(st.integers(0, len(steps) - 1))
-        step = steps[a]
-        match draw(
-            st.sampled_from(["drop", "double", "stray", "swap", "move", "change", "unpair", "pair", "half", "peak"])
-        ):
-            case "drop":
-                del steps[a]
-            case "double":
-                steps.insert(b, step)
-            case "stray" if not isinstance(step, Pair):
-                steps.insert(b, changed_action(draw, step, program.microbatches))
-            case "swap":
-                steps[a], steps[b] = steps[b], steps[a]
-            case "move":
-                steps.insert(b, steps.pop(a))
-            case "change":
-                if isinstance(step, Pair):
-                    member = draw(st.sampled_from(["forward", "backward"]))
-                    action = changed_action(draw, getattr(step, member), program.microbatches)
-                    steps[a] = step._replace(**{member: action})
-                else:
-                    steps[a] = changed_action(draw, step, program.microbatches)
-            case "unpair" if isinstance(step, Pair):
-                steps[a : a + 1] = draw(st.permutations(step))
-            case "half" if isinstance(step, Pair):
-                steps[a] = draw(st.sampled_from(step))
-            case "pair" if a != b and not isinstance(step, Pair):
-                other = steps[b]
-                if not isinstance(other, Pair):
-                    steps[a] = Pair(step, other)
-                    del steps[b]
-            case _:
-                program = replace(program, peak_activations=(draw(st.integers(0, 4)),))
-    return replace(program, ranks=(tuple(steps),))
-
-
-def broken_rules(program: Program) -> Iterator[str]:  # noqa: PLR0912  one place for all the rules
-    """The rules again, with nothing of the library but its data."""
-    steps = program.ranks[0]
-    at: dict[Action, list[int]] = {}
-    for position, step in enumerate(steps):
-        for action in step if isinstance(step, Pair) else (step,):
-            at.setdefault(action, []).append(position)
-    for pair in (step for step in steps if isinstance(step, Pair)):
-        if pair.forward.kind is not Kind.F or pair.backward.kind not in (Kind.B, Kind.I):
-            yield f"kinds of {pair}"
-        if pair.forward[1:] == pair.backward[1:]:
-            yield f"dependent members of {pair}"
-    if not at:
-        yield "nothing to do"
-    if any(action.stage or action.pipe for action in at):
-        yield "a place of no rank"
-    trains = any(action.kind is not Kind.F for action in at)
-    spans: list[tuple[int, int]] = []
-    for stage, pipe in {(0, 0)} | {(action.stage, action.pipe) for action in at}:
-        for microbatch in {*range(program.microbatches), *(action.microbatch for action in at)}:
-            found = {
-                kind: at.get(Action(kind, stage, microbatch, pipe), []) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-            }
-            counts = tuple(len(positions) for positions in found.values())
-            if not 0 <= microbatch < program.microbatches:
-                if any(counts):
-                    yield f"microbatch {microbatch}"
-            elif counts not in ([(1, 1, 0, 0), (1, 0, 1, 1)] if trains else [(1, 0, 0, 0)]):
-                yield f"{counts} actions of microbatch {microbatch}"
-            else:
-                order = [positions[0] for positions in found.values() if positions]
-                if order != sorted(set(order)):
-                    yield f"order of microbatch {microbatch}"
-                spans.append((order[0], order[-1]))
-    alive = [sum(first <= position <= last for first, last in spans) for position in range(len(steps))]
-    if trains and max(alive, default=0) > program.peak_activations[0]:
-        yield "too many alive"
-
-
-@given(programs())
-@settings(deadline=None, max_examples=50)
-def test_generated_programs_pass(program: Program) -> None:
-    assert not list(broken_rules(program))
-    program.check()
-
-
-@given(mutants())
-@settings(deadline=None, max_examples=600)
-def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(program: Program) -> None:
-    broken = list(broken_rules(program))
-    if broken:
-        with pytest.raises(ValueError, match="program '"):
-            program.check()
-    else:
-        program.check()
 
 
 @pytest.mark.parametrize(
