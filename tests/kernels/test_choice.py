@@ -207,7 +207,7 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)
     results, carried = {}, options.get("weights_in") == "activation"
     for kernels in ("torch", "triton"):
-        config = MoEConfig(**{**vars(CONFIG), **options, "kernels": kernels})
+        config = MoEConfig(**{**vars(CONFIG), **options, "layers": 1, "kernels": kernels})
         model = MoETransformer(config, device=DEVICE)
         program = build_schedule("combined_1f1b", ranks=1, microbatches=2)
 

@@ -44,6 +44,7 @@ def test_rows_beyond_the_count_are_zeros_whatever_they_hold() -> None:
 def test_triton(R: int, size: int, dtype: torch.dtype) -> None:
     gate_up, grad, weights = draw(R, 2 * size, dtype=dtype), draw(R, size, dtype=dtype), draw(R, dtype=dtype)
     half = torch.tensor([R // 2], device=DEVICE)
-    for count, factors in ((half, weights), (None, weights.float()), (half, None))[: 1 if R == 1000 else 3]:
+    few = R == 1000 or size == 2100  # slow in the interpreter
+    for count, factors in ((half, weights), (None, weights.float()), (half, None))[: 1 if few else 3]:
         check(swiglu_rows, gate_up, factors, count)
         check(swiglu_rows_backward, grad, gate_up, factors, count)
